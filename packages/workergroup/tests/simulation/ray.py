@@ -297,13 +297,19 @@ class PretendedRay:
 
     def began(self, actor: Actor, request: Request) -> None:
         """Report a request that begins."""
-        for observe in self.on_begin:
-            observe(actor, request)
+        self._tell(self.on_begin, actor, request)
 
     def constructing(self, actor: Actor) -> None:
         """Report a constructor that begins."""
-        for observe in self.on_construct:
-            observe(actor)
+        self._tell(self.on_construct, actor)
+
+    def _tell(self, observers: Sequence[Callable[..., object]], *what: Any) -> None:
+        """Call observers, whose errors are not those of the method that begins."""
+        try:
+            for observe in observers:
+                observe(*what)
+        except AssertionError as error:
+            self.world.fail(error)
 
     def run_method(self, worker: Worker, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the user's class in a worker."""

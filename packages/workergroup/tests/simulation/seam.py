@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
+from .placement import PretendedPlacement
 from .ray import PretendedRay
 
 
@@ -51,7 +52,7 @@ def _end_workers(pretended: PretendedRay, workers: Mapping[int, Any]) -> list[st
     return [f"pid {one.key[0]} on {one.node.id}" for one in actors if one.is_running]
 
 
-def replacements(pretended: PretendedRay) -> dict[str, Any]:
+def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict[str, Any]:
     """Return what stands for each function of Ray, of placement, or of this package that leaves the seam."""
     ours = "fairlead_workergroup"
     return {
@@ -76,6 +77,11 @@ def replacements(pretended: PretendedRay) -> dict[str, Any]:
         f"{ours}._futures.object_sizes": lambda refs: [0] * len(refs),
         # A thread that fetches errors which no caller wants, so that Ray does not print them.
         f"{ours}._calls.execution.retrieve_late": lambda futures, owner: None,
+        # Slots, ports, and actors, which are created by several threads.
+        f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
+        f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
+        f"{ours}._lifecycle.launcher.create_actors": placement.create_actors,
+        f"{ours}._lifecycle.launcher.wait_started": placement.wait_started,
         # Terminals.
         f"{ours}._lifecycle.delivery.Bar": NoBar,
         # Ends processes with pauses of real time.
@@ -95,14 +101,15 @@ class _Notes(logging.Handler):
 
 
 @contextlib.contextmanager
-def replaced(pretended: PretendedRay) -> Iterator[None]:
-    """Replace them during a block, in which the package logs to the history of the run."""
+def replaced(pretended: PretendedRay) -> Iterator[PretendedPlacement]:
+    """Replace them during a block, in which the package logs to the history of the run; yield the placement."""
+    placement = PretendedPlacement(pretended)
     logger, notes = logging.getLogger("fairlead_workergroup"), _Notes(pretended)
     with contextlib.ExitStack() as undo:
         undo.enter_context(patch.object(logger, "propagate", False))
         logger.addHandler(notes)
         undo.callback(logger.removeHandler, notes)
-        for path, value in replacements(pretended).items():
+        for path, value in replacements(pretended, placement).items():
             module, _, name = path.rpartition(".")
             undo.enter_context(patch.object(importlib.import_module(module), name, value))
-        yield
+        yield placement

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds in every run of a group, whatever it does. Each error begins with the name of the invariant."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from fairlead_workergroup._calls.execution import Execution
+from fairlead_workergroup._membership.model import Member, Snapshot
+from fairlead_workergroup._membership.roster import Roster
+
+from .actors import Actor
+from .ray import PretendedRay
+from .scheduler import SimulatedWorld
+
+# Reports of losses that are about the process, so that it must have ended.
+OF_PROCESSES = frozenset({"killed", "node-lost", "preempted", "out-of-memory"})
+
+
+class Invariants:
+    """Watch one group during a run.
+
+    Args:
+        max_restarts: how often a rank may be restarted.
+    """
+
+    def __init__(self, world: SimulatedWorld, ray: PretendedRay, roster: Roster, *, max_restarts: int = 3) -> None:
+        self._ray = ray
+        self._roster = roster
+        self._max_restarts = max_restarts
+        self._seen: Snapshot = roster.snapshot()
+        self._lost: set[Any] = set()
+        self._incarnations: dict[int, int] = {}
+        self._calls: list[Execution] = []
+        ray.on_construct.append(self._check_one_process)
+        world.invariants.append(self._check_change)
+
+    def add(self, call: Execution) -> Execution:
+        """Check a call at the end of the run too; return it."""
+        self._calls.append(call)
+        return call
+
+    def check_at_rest(self) -> None:
+        """Check what holds when no task of the group does anything."""
+        now = self._roster.snapshot()
+        for member in () if now.ended else now.members:
+            self._check_facts(member, now)
+        for call in self._calls:
+            self._check_epoch(call)
+        self._check_order()
+
+    def check_ended(self) -> None:
+        """Check that a group that has been shut down has left nothing behind."""
+        left = [repr(actor) for actor in self._ray.actors if actor.is_running or not actor.is_created]
+        assert not left, f"leak: {', '.join(left)}"
+        pending = [future for call in self._calls for future in call.futures if not future.is_done]
+        assert not pending, f"open futures: {pending}"
+
+    def _check_change(self) -> None:
+        """Check the snapshot after each step."""
+        before, now = self._seen, self._roster.snapshot()
+        if now is before:
+            return
+        self._seen = now
+        assert now.epoch - before.epoch in (0, 1), f"epochs: {before.epoch} is followed by {now.epoch}"
+        for member in now.members:
+            earlier = self._incarnations.get(member.rank, 0)
+            assert member.incarnation >= earlier, f"incarnations: rank {member.rank} goes from {earlier} back"
+            self._incarnations[member.rank] = member.incarnation
+            assert member.restarts <= self._max_restarts, f"max_restarts: rank {member.rank} has {member.restarts}"
+            if member.failure is None:
+                assert member.process not in self._lost, f"lost for good: {member.process} lives again"
+            elif member.process not in self._lost:
+                self._lost.add(member.process)
+                self._check_loss(member)
+
+    def _check_loss(self, member: Member) -> None:
+        actor = self._find(member)
+        is_of_process = member.failure is not None and member.failure.kind in OF_PROCESSES
+        assert not (is_of_process and actor is not None and actor.is_running and not actor.is_killed), (
+            f"false loss: {member.failure} and its process runs"
+        )
+
+    def _check_one_process(self, actor: Actor) -> None:
+        others = [one for one in self._ray.actors if one is not actor and one.rank == actor.rank and one.is_running]
+        assert not others, f"two processes: {actor} is constructed while {others} run"
+
+    def _check_facts(self, member: Member, now: Snapshot) -> None:
+        actor = self._find(member)
+        if member.failure is not None or actor is None or not actor.is_running or actor.running:
+            return
+        facts = actor.worker.facts
+        has = facts.get("rank"), facts.get("epoch"), facts.get("world_size")
+        expected = member.rank, now.epoch, len(now.members)
+        assert has == expected, f"stale facts: {actor} has {has} instead of {expected}"
+
+    def _check_epoch(self, call: Execution) -> None:
+        """Check that all workers of a call that has ended ran it with the facts of its epoch."""
+        if call.sending is not None or call.attempt:
+            return
+        numbers = {future.number for future in call.futures if not future.has_failed}
+        ran = {one.number: one.epoch for actor in self._ray.actors for one in actor.worker.ran if one.number in numbers}
+        mixed = {number: epoch for number, epoch in ran.items() if epoch != call.epoch}
+        assert not mixed, f"epoch of a call: {call.method.name!r} of epoch {call.epoch} ran in {mixed}"
+
+    def _check_order(self) -> None:
+        """Check that all workers began the calls in one order."""
+        at = {future.number: place for place, call in enumerate(self._calls) for future in call.futures}
+        orders: dict[Any, list[int]] = defaultdict(list)
+        for actor in self._ray.actors:
+            orders[actor] = [at[one.number] for one in actor.worker.ran if one.number in at]
+        for actor, order in orders.items():
+            for other, again in orders.items():
+                shared = set(order) & set(again)
+                mine, its = ([one for one in calls if one in shared] for calls in (order, again))
+                assert mine == its, f"order of calls: {actor} began {mine}, and {other} began {its}"
+
+    def _find(self, member: Member) -> Actor | None:
+        actors: Sequence[Actor] = self._ray.actors
+        return next((one for one in actors if one.key == member.process.key), None)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretended placement: claims of slots, leases of ports, and the creation of actors in slots."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairlead_placement import PlacementError, ResourceInsufficientError, Slot
+from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup._start import launch
+
+from .ray import PretendedRay
+
+FIRST_PORT = 20_000
+# How long a lease waits for the agent of its node, and how often a wait for constructors looks whether it goes on.
+ANSWER_S = 60.0
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(eq=False)
+class Held:
+    """A claim of slots, or a lease of a port; the attributes of both, as far as groups use them."""
+
+    held: set["Held"]
+    keys: frozenset[tuple[str, int]] = frozenset()
+    address: str = ""
+    port: int = 0
+    node_id: str = ""
+
+    def release(self) -> None:
+        """Give it back. Can be repeated."""
+        self.held.discard(self)
+
+
+@dataclass(eq=False)
+class PretendedPlacement:
+    """The functions of placement and of a start that groups use.
+
+    Attributes:
+        claims: the claims that have not been released.
+        leases: the leases of ports that have not been released.
+    """
+
+    ray: PretendedRay
+    claims: set[Held] = field(default_factory=set)
+    leases: set[Held] = field(default_factory=set)
+    _ports: int = FIRST_PORT
+
+    def claim_slots(self, slots: Sequence[Slot], holder: str, *, group: object | None = None) -> Held:
+        """Claim slots, or none of them."""
+        self.ray.world.point(f"claims {len(slots)} slots")
+        for slot in slots:
+            if sum(slot.key in claim.keys for claim in self.claims) >= slot.capacity:
+                raise ResourceInsufficientError(f"{holder!r} cannot run in bundle {slot.key}, which is full")
+        claim = Held(self.claims, frozenset(slot.key for slot in slots))
+        self.claims.add(claim)
+        return claim
+
+    def lease_ports(self, slots: Sequence[Slot], **_: Any) -> tuple[tuple[Held, ...], ...]:
+        """Lease a port on the node of each slot."""
+        nodes = [self.ray.nodes[slot.node_id] for slot in slots]
+
+        def is_answered() -> bool:
+            return all(node.is_alive and not node.is_silent for node in nodes)
+
+        self.ray.world.wait_for(f"leases {len(slots)} ports", is_answered, ANSWER_S)
+        if not is_answered():
+            raise PlacementError("the node of a port does not answer")
+        self._ports += len(slots)
+        made = [
+            Held(self.leases, address=node.ip, port=self._ports - at, node_id=node.id) for at, node in enumerate(nodes)
+        ]
+        self.leases.update(made)
+        self.ray.world.after("has leased ports")
+        return tuple((one,) for one in made)
+
+    def create_actors(
+        self, plans: Sequence[Any], described: Any, names: Sequence[str], *, add: Callable[[Any, Any], None], **_: Any
+    ) -> None:
+        """Create the actors of workers, as `_start.launch.create_actors` does."""
+        for plan in plans:
+            add(plan, self.ray.create(plan.place.slot.node_id))
+
+    def wait_started(
+        self,
+        started: Sequence[Any],
+        plans: Sequence[Any],
+        *,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        **_: Any,
+    ) -> list[Mapping[str, Any]]:
+        """Wait until all constructors have finished, as `_start.launch.wait_started` does."""
+        deadline, pending = Deadline.after(timeout_s), dict(zip(started, plans, strict=True))
+        while pending:
+            left = deadline.left(at_most=LOOK_EVERY_S)
+            ready, _rest = self.ray.world.wait(list(pending), num_returns=1, timeout=left)
+            check()
+            if not ready and deadline.passed:
+                raise launch._late_error(list(pending.values()), len(started), timeout_s)
+            for ref in ready:
+                plan = pending.pop(ref)
+                try:
+                    ref.value()
+                except Exception as error:
+                    waiting = [other.place.rank for other in pending.values()]
+                    done = len(started) - len(pending) - 1
+                    raise launch._start_error(error, plan, done, waiting) from error
+        return [ref.value() for ref in started]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that each invariant notices what it is for."""
+
+from dataclasses import replace
+
+import pytest
+
+from .calls import call, make_sender, start
+from .exploration import Recorded, run
+from .invariants import Invariants
+from .ray import PretendedRay
+from .seam import replaced
+
+
+def simulate(script):
+    """Run a script with the world, a pretended Ray, a sender and invariants; return the message of its failure."""
+
+    def run_script(world):
+        ray = PretendedRay(world)
+        with replaced(ray):
+            sender = make_sender(world, ray)
+            script(world, ray, sender, Invariants(world, ray, sender.roster))
+            world.point("ends")
+
+    failure = run(run_script, Recorded(b"")).failure
+    return "" if failure is None else str(failure)
+
+
+def advance(sender, **changes):
+    with sender.roster._lock:
+        sender.roster._advance(**changes)
+
+
+def change_member(sender, **changes):
+    first, *rest = sender.roster.snapshot().members
+    advance(sender, members=(replace(first, **changes), *rest))
+
+
+def test_none():
+    """Calls of a group that does not change break nothing."""
+
+    def script(world, ray, sender, invariants):
+        for _ in range(3):
+            invariants.add(call(world, sender, "step")).result()
+        invariants.check_at_rest()
+        for actor in ray.actors:
+            actor.end("the end")
+        invariants.check_ended()
+
+    assert simulate(script) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"epoch": 2}, "epochs"),
+        ({"incarnation": -1}, "incarnations"),
+        ({"restarts": 4}, "max_restarts"),
+        ({"failure": "killed"}, "false loss"),
+    ],
+)
+def test_snapshots(change, rule):
+    """Snapshots may not follow each other in any way."""
+
+    def script(world, ray, sender, invariants):
+        if "failure" in change:
+            process = sender.roster.snapshot().processes[0]
+            change_member(sender, failure=process.failure("killed", "by mistake"))
+        elif "epoch" in change:
+            advance(sender, **change)
+        else:
+            change_member(sender, **change)
+
+    assert simulate(script).startswith(f"{rule}: ")
+
+
+def test_a_loss_is_final():
+    """A worker that was lost does not live again."""
+
+    def script(world, ray, sender, invariants):
+        ray.actors[0].end("it crashed")
+        change_member(sender, failure=sender.roster.snapshot().processes[0].failure("killed", "it crashed"))
+        world.point("sees it")
+        change_member(sender, failure=None)
+
+    assert simulate(script).startswith("lost for good: ")
+
+
+def test_two_processes():
+    """A rank is not constructed while its old process runs."""
+
+    def script(world, ray, sender, invariants):
+        start(world, ray, list(sender.roster.snapshot().places))
+
+    assert simulate(script).startswith("two processes: ")
+
+
+def test_facts():
+    """At rest, workers have the facts of the epoch, and the workers of a call ran it with them."""
+
+    def change_facts(world, ray, sender, invariants):
+        invariants.add(call(world, sender, "step")).result()
+        ray.actors[0].worker.facts["epoch"] = 1
+        invariants.check_at_rest()
+
+    def call_early(world, ray, sender, invariants):
+        ray.actors[0].worker.facts["epoch"] = 1
+        invariants.add(call(world, sender, "step")).result()
+        ray.actors[0].worker.facts["epoch"] = 0
+        invariants.check_at_rest()
+
+    assert simulate(change_facts).startswith("stale facts: ")
+    assert simulate(call_early).startswith("epoch of a call: ")
+
+
+def test_order():
+    """All workers begin calls in one order."""
+
+    def script(world, ray, sender, invariants):
+        for _ in range(2):
+            invariants.add(call(world, sender, "step")).result()
+        ray.actors[0].worker.ran.reverse()
+        invariants.check_at_rest()
+
+    assert simulate(script).startswith("order of calls: ")
+
+
+def test_leaks():
+    """Neither processes nor open futures are left at the end."""
+
+    def keep_processes(world, ray, sender, invariants):
+        invariants.check_ended()
+
+    def keep_futures(world, ray, sender, invariants):
+        invariants.add(call(world, sender, "step"))
+        for actor in ray.actors:
+            actor.end("the end")
+        invariants.check_ended()
+
+    assert simulate(keep_processes).startswith("leak: ")
+    assert simulate(keep_futures).startswith("open futures: ")
