@@ -5,17 +5,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from fairlead_workergroup._lifecycle.restart import RestartPolicy
-
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._calls.execution import Execution
 from fairlead_workergroup._calls.plan import CallOptions
 from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup._membership.judge import Judge
+from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Place, Started
+from fairlead_workergroup._membership.operations import RestartPolicy
 from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup._observe.statistics import Counters
+from fairlead_workergroup._ray_private import actor_id_of
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method
 
@@ -47,28 +50,28 @@ def start(world: SimulatedWorld, ray: PretendedRay, places: list[Place], epoch: 
     handles = [ray.create(place.slot.node_id) for place in places]
     facts = [{"rank": place.rank, "epoch": epoch, "world_size": len(places), "env": {}} for place in places]
     refs = [handle._fairlead_start.remote(one, [], [], {}) for handle, one in zip(handles, facts, strict=True)]
-    answers = world.get(refs, timeout=None)
-    return [
-        Started(handle, place, replace(place.process({"dp": place.rank}), pid=answer["pid"], started=answer["started"]))
-        for handle, place, answer in zip(handles, places, answers, strict=True)
-    ]
+    started = []
+    for handle, place, answer in zip(handles, places, world.get(refs, timeout=None), strict=True):
+        known = {"pid": answer["pid"], "started": answer["started"], "actor_id": actor_id_of(handle)}
+        started.append(Started(handle, place, replace(place.process({"dp": place.rank}), **known)))
+    return started
 
 
 def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> Sender:
     """Return the sender of a group whose workers have started, and which does not restart them."""
     places = make_places(ray, each)
-    roster = Roster("simulated", places, NamedSharding.from_shape(dp=len(places)))
-    roster.record_start(start(world, ray, places), epoch=0)
-    restarter: Any = SimpleNamespace(
-        turn=world.mutex(reentrant=True),
-        began=None,
-        policy=RestartPolicy(on_failure=False, max_restarts=3, scope="worker"),
-        remedy=lambda lost: "",
-        describe_wait=lambda: "Other calls were being sent.",
-    )
+    sharding = NamedSharding.from_shape(dp=len(places))
+    roster = Roster("simulated", places, sharding)
+    roster.judge = Judge(RayWitnesses(roster))
+    roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=start(world, ray, places), resize=None)
+    policy = RestartPolicy(on_failure=False, max_restarts=3, scope="worker")
+    # Calls use nothing else of the ports.
+    crew: Any = SimpleNamespace(policy=policy, lacks_cluster=lambda ranks: False)
+    nothing: Any = SimpleNamespace()
+    membership = Membership(roster, crew, nothing, nothing)
     launcher: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
     log: Any = NoLog()
-    return Sender(roster, launcher, restarter, Counters(), log, lambda error: None, None)
+    return Sender(roster, launcher, membership, Counters(), log, lambda error: None, None)
 
 
 def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:
@@ -78,6 +81,4 @@ def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: 
     requests = [Request(name, list(args), {}) for _ in ranks]
     deadline = Deadline.after(timeout)
     order = Order(Method(name, "plain", None), ranks, requests, world.now(), deadline, {}, (), now.sharding)
-    # Held while a call is repeated, which waits.
-    repeating: Any = world.mutex()
-    return Execution(sender, None, order, sender.send(order), list(ranks), CallOptions(), _repeating=repeating)
+    return Execution(sender, None, order, sender.send(order), list(ranks), CallOptions())
