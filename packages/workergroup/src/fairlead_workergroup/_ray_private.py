@@ -178,8 +178,9 @@ def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
     by = re.search(r"The process receives a (SIG[A-Z0-9]+)", text)
     if by is not None and by[1] in signal.Signals.__members__:
         return None, int(signal.Signals[by[1]])
-    code = re.search(r"Worker exits with an exit code (-?[0-9]+)", text)
-    return (None if code is None else int(code[1])), None
+    # Ray sees `exit_actor()` also by a flag, while an async worker still cancels its other methods.
+    code = re.search(r"Worker exits with an exit code (-?[0-9]+)|User requested to exit the actor", text)
+    return (None if code is None else int(code[1] or 0)), None
 
 
 def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:

@@ -74,8 +74,9 @@ def stored():
 def serve(monkeypatch, stored):
     """Return a function that serves messages with these methods, and returns the connection and what Ray stores."""
 
-    def run(methods: dict, *messages, name_task=lambda read: None) -> tuple[Connection, list]:
+    def run(methods, *messages, name_task=lambda read: None, opened=lambda connection: None) -> tuple[Connection, list]:
         connection = Connection(*messages, (STOP, 0, b"", []))
+        opened(connection)
         stored.clear()
         monkeypatch.setattr(overlap, "Connection", lambda config, *, waits: connection)
 
@@ -161,15 +162,22 @@ class TestCalls:
         assert stored == []
         assert [answer[:2] for answer in connection.answers] == [(ERROR, 1), (VALUE, 2)]
 
-    @pytest.mark.xfail(strict=True, reason="a 10: the exit of a coroutine becomes an answer, and the worker goes on")
-    def test_exit(self, serve):
-        """An exit that a coroutine asks for is not an answer of its call."""
+    @pytest.mark.parametrize("exit", [ray.exceptions.AsyncioActorExit, SystemExit])
+    @pytest.mark.parametrize("kind", ["call", "items"])
+    def test_exit(self, serve, exit, kind):
+        """An exit that a method asks for ends the lane, and is not an answer of its call."""
+        answers = []
 
         async def leave():
-            raise ray.exceptions.AsyncioActorExit
+            raise exit
 
-        connection, _ = serve({"leave": leave}, make_call(1, "leave"))
-        assert connection.answers == []
+        def leave_with_items():
+            yield 1
+            raise exit
+
+        with pytest.raises(exit):
+            serve({"call": leave, "items": leave_with_items}, make_call(1, kind), opened=answers.append)
+        assert answers[0].answers == [(ITEM, 1, 1)][: kind == "items"]
 
     def test_error_that_does_not_pickle(self, serve):
         """An error that cannot be pickled is reported by its text, and later calls are answered."""

@@ -10,7 +10,7 @@ from .status import StuckWorker, WorkerStatus
 
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 # The functions of the host that call a method or function of the user, or a fault of the test kit.
-CALLERS = ("delegate", "stream", "_fairlead_apply", "_fairlead_run", "_fairlead_construct")
+CALLERS = ("delegate", "iterate", "stream", "_fairlead_apply", "_fairlead_run", "_fairlead_construct")
 MOST_NAMED = 8
 
 Frame = tuple[str, str, str]
@@ -39,7 +39,7 @@ def find_method_frames(stacks: str) -> tuple[Frame, ...]:
             threads.append([])
     for frames in threads:
         for at, (file, _, function) in enumerate(frames):
-            if file.endswith("fairlead_workergroup/_remote/host.py") and function in CALLERS:
+            if "fairlead_workergroup/_remote/" in file and function in CALLERS:
                 return tuple(frames[:at])
     # faulthandler writes the newest thread first.
     return tuple(threads[-1]) if threads else ()

@@ -19,9 +19,10 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
+from .exits import Exits
 from .lane import dump, has_references, serve
 from .links import LaneConfig
 from .overlap import serve_overlapping
@@ -234,6 +235,7 @@ class ConcurrentHost(WorkerHost):
 
     _fairlead_record: OverlappingRecord
     _fairlead_record_class = OverlappingRecord
+    _fairlead_exits: Exits
     # Set when the function that has the worker for itself has ended; None if there is none.
     _fairlead_gate: asyncio.Event | None = None
 
@@ -259,9 +261,11 @@ class ConcurrentHost(WorkerHost):
                         f"{name!r} was not called"
                     )
                 await asyncio.sleep(0.001)
-            with _MethodRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
-                result = self._fairlead_apply(name, pickled, *args)
-                return await result if inspect.isawaitable(result) else result
+            number = self._fairlead_methods.index(FUNCTION)
+            async with self._fairlead_exits:
+                with _MethodRun(self._fairlead_record, number, name):
+                    result = self._fairlead_apply(name, pickled, *args)
+                    return await result if inspect.isawaitable(result) else result
         finally:
             self._fairlead_gate = None
             gate.set()
@@ -270,6 +274,7 @@ class ConcurrentHost(WorkerHost):
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         began = time.monotonic()
+        self._fairlead_exits = Exits()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, await _await_values(facts.values())))
         cls = load(*_fill(target, await _await_values(target)))
@@ -278,7 +283,7 @@ class ConcurrentHost(WorkerHost):
 
     async def _fairlead_serve(self, config: LaneConfig) -> AsyncIterator[Any]:  # type: ignore[override]
         find, record = functools.partial(getattr, self), self._fairlead_record
-        async for stored in serve_overlapping(config, find, record.name_task):
+        async for stored in self._fairlead_exits.iterate(serve_overlapping(config, find, record.name_task)):
             yield stored
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -469,13 +474,22 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
     """Do the same as `_delegate` for a host whose async methods overlap."""
     find, method = operator.attrgetter(path), path.rpartition(".")[2]
     if kind == "generator":
-        return _delegate(path, kind, number)
+        run = _delegate(path, kind, number)
+
+        # Ray runs it in another thread, a lane on the event loop.
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                yield from run(self, *args, **kwargs)
+            except (AsyncioActorExit, SystemExit) as error:
+                raise self._fairlead_exits.convert(error) from None
+
+        return generate
     if kind == "async_generator":
 
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
             await self._fairlead_pass()
             with _MethodRun(self._fairlead_record, number, method):
-                async for item in _items(method, find(self)(*args, **kwargs)):
+                async for item in self._fairlead_exits.iterate(_items(method, find(self)(*args, **kwargs))):
                     yield item
                     self._fairlead_record.progress()
 
@@ -484,9 +498,10 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
     # Ray runs plain methods of an asyncio actor on its event loop too.
     async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
         await self._fairlead_pass()
-        with _MethodRun(self._fairlead_record, number, method):
-            result = find(self)(*args, **kwargs)
-            return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
+        async with self._fairlead_exits:
+            with _MethodRun(self._fairlead_record, number, method):
+                result = find(self)(*args, **kwargs)
+                return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
 
     return delegate
 

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ray.exceptions import TaskCancelledError
+from ray.exceptions import AsyncioActorExit, TaskCancelledError
 
 from .lane import (
     CALL,
@@ -56,6 +56,8 @@ class _Calls:
         self.answers: asyncio.Queue[tuple[int, int, Answer]] = asyncio.Queue(MOST_QUEUED)
         # The calls whose last answer is not among `answers` yet.
         self.unfinished = 0
+        # The exit that a call has asked for.
+        self.exit: BaseException | None = None
         self._find = find
         self._running = running
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
@@ -83,6 +85,8 @@ class _Calls:
         try:
             kind, answer = await self._find_answer(call, task, frames)
             await self._answer(kind, call, answer)
+        except (AsyncioActorExit, SystemExit) as error:
+            self.exit = error
         finally:
             self.unfinished -= 1
             self.wake.set()
@@ -114,7 +118,7 @@ class _Calls:
                     await self.answers.join()
                 return END, Answer(INLINE)
             return VALUE, make_answer(await result if inspect.isawaitable(result) else result)
-        except (SystemExit, GeneratorExit):
+        except (AsyncioActorExit, GeneratorExit, SystemExit):
             raise
         except asyncio.CancelledError:
             return ERROR, make_error(name, TaskCancelledError())
@@ -144,6 +148,9 @@ async def serve_overlapping(
 
     Yields:
         The answers that the driver gets through the object store.
+
+    Raises:
+        AsyncioActorExit, SystemExit: a call asked for the end of the worker.
     """
     running: contextvars.ContextVar[bytes] = contextvars.ContextVar("fairlead_lane_task", default=b"")
     loop = asyncio.get_running_loop()
@@ -171,6 +178,8 @@ async def serve_overlapping(
                 elif kind == CANCEL:
                     calls.cancel(task)
                 stopping = stopping or kind == STOP
+            if calls.exit is not None:
+                raise calls.exit
             while not calls.answers.empty() and connection.unacknowledged < MOST_UNACKED:
                 kind, call, answer = calls.answers.get_nowait()
                 connection.send(kind, answer.form, call, answer.frames)
@@ -184,8 +193,10 @@ async def serve_overlapping(
             while connection.look():
                 pass
             if not connection.has_message and (calls.answers.empty() or connection.unacknowledged >= MOST_UNACKED):
+                # Not `wait_for`: before Python 3.12 it may suppress the cancellation by a method that exits.
                 try:
-                    await asyncio.wait_for(calls.wake.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await calls.wake.wait()
                 except TimeoutError:
                     continue
             calls.wake.clear()

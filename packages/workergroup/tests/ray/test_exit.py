@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A method that exits ends its worker, in every kind of worker and over both ways."""
+
+import asyncio
+import contextlib
+import sys
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
+
+EXITS = {"sys.exit": lambda: sys.exit(3), "exit_actor": ray.actor.exit_actor}
+CODES = {"sys.exit": 3, "exit_actor": 0}
+METHODS = ("leave", "leave_in_a_child", "async_items", "items")
+
+
+class Worker:
+    def __init__(self, how=None):
+        if how is not None:
+            EXITS[how]()
+
+    async def leave(self, how):
+        await asyncio.sleep(0)
+        EXITS[how]()
+
+    async def leave_in_a_child(self, how):
+        await asyncio.gather(self.leave(how), self.wait())
+
+    async def async_items(self, how):
+        yield 1
+        EXITS[how]()
+
+    def items(self, how):
+        yield 1
+        EXITS[how]()
+
+    async def wait(self):
+        await asyncio.sleep(600)
+
+    async def wait_with_items(self):
+        yield 1
+        await asyncio.sleep(600)
+
+    async def clean_up(self):
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(2.5)
+
+    async def refuse_to_stop(self):
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    async def echo(self, value):
+        return value
+
+
+@pytest.fixture(params=["ray", "lane"])
+def start(local_ray, request):
+    """Return a function that starts a group, with an open lane if the test is one of lanes."""
+    with contextlib.ExitStack() as stack:
+
+        def start_group(size, *, overlaps=True):
+            cluster = stack.enter_context(RayVirtualCluster([size], use_gpus=False))
+            axes = NamedSharding.from_shape(dp=size)
+            group = RayWorkerGroup(cluster, Worker, sharding_annotations=axes, async_communication=overlaps)
+            stack.enter_context(group)
+            if request.param == "lane":
+                stack.enter_context(group.lane())
+                stack.callback(group.shutdown)  # the lane would wait for methods that a test has left running
+            return group
+
+        yield start_group
+
+
+def find_failure(call, *, streams=False):
+    """Return the kind and the exit code of the failure with which a call ends."""
+    with pytest.raises(WorkerFailureError) as caught:
+        list(call.stream()) if streams else call.result()
+    (failure,) = caught.value.failures
+    return failure.kind, failure.exit_code
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_one_at_a_time(start, how):
+    """An exit is reported with its code, whatever the kind of the method."""
+    group = start(2, overlaps=False)
+    calls = [group.at(dp=rank).call(method, how, timeout=20) for rank, method in enumerate(("leave", "async_items"))]
+    assert [find_failure(call) for call in calls] == [("killed", CODES[how])] * 2
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_overlapping(start, how):
+    """So it is while other methods run, which fail with the same code, and so do calls that arrive with it."""
+    group = start(len(METHODS))
+    expected = "killed", CODES[how]
+    for rank, method in enumerate(METHODS):
+        worker = group.at(dp=rank)
+        others = [worker.call("wait_with_items" if i % 2 else "wait", timeout=20) for i in range(20)]
+        streamed = worker.call("wait_with_items", timeout=20)
+        assert next(streamed.stream()).value == 1
+        call = worker.call(method, how, timeout=20)
+        later = [worker.call("echo", i, timeout=20) for i in range(20)]
+        assert {method: {find_failure(one) for one in (call, *others)}} == {method: {expected}}
+        assert find_failure(streamed, streams=True) == expected
+        for i, one in enumerate(later):
+            with contextlib.suppress(WorkerFailureError):
+                assert one.result() == [i]
+        with pytest.raises(WorkerFailureError):
+            worker.call("echo", 1)
+
+
+def test_cleanup(start):
+    """The worker ends once the other methods, which are cancelled, have cleaned up."""
+    worker = start(1).at(dp=0)
+    other = worker.call("clean_up", timeout=20)
+    assert worker.call("echo", 1, timeout=20).result() == [1]
+    began = time.monotonic()
+    assert find_failure(worker.call("leave", "sys.exit", timeout=20)) == ("killed", 3)
+    assert time.monotonic() - began > 2
+    assert find_failure(other) == ("killed", 3)
+
+
+def test_method_that_refuses_to_stop(start):
+    """A method that suppresses its cancellation does not keep the worker alive."""
+    worker = start(1).at(dp=0)
+    other = worker.call("refuse_to_stop", timeout=20)
+    assert worker.call("echo", 1, timeout=20).result() == [1]
+    assert find_failure(worker.call("leave", "sys.exit", timeout=20)) == ("killed", None)
+    assert find_failure(other) == ("killed", None)
+
+
+@pytest.mark.parametrize("how", EXITS)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_constructor(cluster, how, overlaps):
+    """An exit of a constructor fails the start of the group."""
+    builder = RayWorkerBuilder(Worker, how)
+    with pytest.raises(WorkerStartError, match="lost while it started: killed"):
+        RayWorkerGroup(cluster, builder, workers_per_node=1, async_communication=overlaps, start_timeout_s=20)
