@@ -27,12 +27,7 @@ def find_elastic_axis(sharding: NamedSharding) -> str | None:
 
 
 def check_sizes(sharding: NamedSharding, elastic: str | None, sizes: Mapping[str, int]) -> tuple[str, int]:
-    """Return the axis and the size that a resize requests.
-
-    Raises:
-        ValueError: not one axis; an axis that does not exist or cannot be resized; or a size below 1.
-        TypeError: a size that is not a whole number.
-    """
+    """Return the axis and the size that a resize requests."""
     if len(sizes) != 1:
         raise ValueError(f"resize takes one axis with its new size, such as dp=6, got {dict(sizes)}")
     ((axis, size),) = sizes.items()
@@ -68,11 +63,7 @@ def resize_mesh(sharding: NamedSharding, axis: str, size: int) -> NamedSharding:
 
 
 def check_tied_groups(places: Sequence[Place], each: int, size: int) -> None:
-    """Refuse a resize to `size` ranks, `each` at a coordinate, that would cut a tied group.
-
-    Raises:
-        ValueError: a tied group would be cut, or the tied groups differ in size.
-    """
+    """Refuse a resize to `size` ranks, `each` at a coordinate, that would cut a tied group."""
     sizes = {len(place.tied_bundles[1]) for place in places}
     tied = len(places[0].tied_bundles[1])
     if len(sizes) > 1 and size > len(places):

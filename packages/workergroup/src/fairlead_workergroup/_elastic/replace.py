@@ -31,12 +31,7 @@ class Replace:
         return f"The replacement of rank(s) {', '.join(map(str, self.ranks))}"
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan:
-        """Return the replacement; with scope "group" the other ranks are restarted where they are.
-
-        Raises:
-            IndexError, ValueError: these ranks cannot be replaced.
-            BrokenEpochError: the group has to be repaired first.
-        """
+        """Return the replacement; with scope "group" the other ranks are restarted where they are."""
         check_members(self.ranks, now)
         ask.check_alike("replace")
         if now.is_broken:

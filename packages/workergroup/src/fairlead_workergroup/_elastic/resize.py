@@ -37,12 +37,7 @@ class Resize:
         return f"The resize to {self.axis}={self.size}"
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
-        """Return the resize, or the restart of lost ranks that comes before it.
-
-        Raises:
-            TypeError, ValueError: the group cannot have this size.
-            WorkerFailureError: a lost rank that stays cannot be restarted any more.
-        """
+        """Return the resize, or the restart of lost ranks that comes before it."""
         sharding = check_resize(now, self.elastic, {self.axis: self.size}, self.slots)
         before, size = now.sharding.get_axis_size(self.axis), sharding.size
         lost = ask.find_lost()
@@ -72,11 +67,7 @@ class Resize:
 def check_resize(
     now: Snapshot, elastic: str | None, sizes: Mapping[str, int], slots: Sequence[Slot] | None
 ) -> NamedSharding:
-    """Return the axes of another size of the group, or refuse it.
-
-    Raises:
-        TypeError, ValueError: the group cannot have this size, or the slots do not fit.
-    """
+    """Return the axes of another size of the group, or refuse it."""
     axis, size = check_sizes(now.sharding, elastic, sizes)
     before = now.sharding.get_axis_size(axis)
     each = now.sharding.size // before

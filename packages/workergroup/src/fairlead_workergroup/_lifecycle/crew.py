@@ -77,11 +77,7 @@ class Crew:
         self._vacated: list[Slot] = []
 
     def find_lost(self) -> Mapping[int, WorkerFailure]:
-        """Return the workers that are dead now, by rank, including those that no call has met.
-
-        Raises:
-            HeadTimeoutError: Ray's head did not answer.
-        """
+        """Return the workers that are dead now, by rank, including those that no call has met."""
         living = [member.process for member in self._roster.snapshot().members if member.failure is None]
         began = _world.now()
         verdicts = self._roster.judge.ask(living, look="all", within_s=CAUSE_S).values()
@@ -108,13 +104,7 @@ class Crew:
         self._standbys.check_alike(what)
 
     def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> Staging:
-        """Get slots, standbys, and the environment of new workers; see `ports.Crew`.
-
-        Raises:
-            ValueError, ResourceInsufficientError: there are not enough slots.
-            WorkerStartError: a process that is to take over a rank did not start, or the environment cannot be built.
-            WorkerFailureError: there is no slot for a lost rank.
-        """
+        """Get slots, standbys, and the environment of new workers; see `ports.Crew`."""
         if not self._roster.handles:
             return Staging(0, before.places, self._launcher.planned, {}, False, self._slots)
         undo.callback(self._resources.drop_next_port)
@@ -225,10 +215,6 @@ class Crew:
         """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.
 
         With `partly`, the ranks for which there is no room are left out, unless there is room for none.
-
-        Raises:
-            ValueError: there are not enough standbys and free slots.
-            WorkerStartError: a new process did not start. Nothing has changed.
         """
         targets = self._standbys.take([member.place for member in members])
         rest = [member for member in members if member.rank not in targets]
@@ -265,12 +251,7 @@ class Crew:
             self._vacated += [one.slot for one in ended]
 
     def _claim(self, before: Snapshot, count: int, slots: Sequence[Slot] | None) -> list[Slot]:
-        """Claim the slots of new ranks.
-
-        Raises:
-            ValueError: there are not enough free slots, or a given slot is one of the group already.
-            ResourceInsufficientError: a given slot is used by another group, or its node is lost or drains.
-        """
+        """Claim the slots of new ranks."""
         tied = len(before.places[0].tied_bundles[1])
         if count <= 0:
             return []
@@ -297,11 +278,7 @@ class Crew:
         return chosen
 
     def _claim_for(self, places: Sequence[Place], before: Snapshot) -> None:
-        """Claim the slots that ranks move to.
-
-        Raises:
-            WorkerFailureError: one cannot be used: another group was faster, or another node is lost.
-        """
+        """Claim the slots that ranks move to."""
         held = {place.slot.key for place in before.places}
         try:
             self._resources.claim_slots([place.slot for place in places if place.slot.key not in held])
@@ -314,9 +291,6 @@ class Crew:
         """Return the places, with other slots of the cluster for ranks in whose slots no process can start.
 
         Also return the slots of the cluster, which may have replaced lost nodes for that.
-
-        Raises:
-            WorkerFailureError: there are no such slots.
         """
         slots, lost = self._slots, tuple(before.lost.values())
         usable = {slot.key for slot in usable_slots(places[rank].slot for rank in ranks)}
@@ -343,11 +317,7 @@ class Crew:
     def _replace_lost_slots(
         self, places: Sequence[Place], lost: tuple[WorkerFailure, ...], deadline: Deadline
     ) -> tuple[Sequence[Slot], tuple[Place, ...]]:
-        """Let the cluster replace lost nodes; return its slots, and the places of all ranks.
-
-        Raises:
-            WorkerFailureError: it has no room, or the slots are not from a cluster.
-        """
+        """Let the cluster replace lost nodes; return its slots, and the places of all ranks."""
         cluster = self._launcher.spec.cluster
         if not isinstance(cluster, RayVirtualCluster):
             alive = alive_nodes()

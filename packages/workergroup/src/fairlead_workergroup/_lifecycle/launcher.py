@@ -84,11 +84,7 @@ class Launcher:
         self.adopt(self.plan(places, self._roster.snapshot().sharding, deadline=deadline))
 
     def plan(self, places: Sequence[Place], sharding: NamedSharding, *, deadline: Deadline = NEVER) -> "LaunchPlan":
-        """Return the plan of each worker of the group, at these places on these axes. Nothing changes.
-
-        Raises:
-            WorkerStartError: the Python cannot be built, or the class cannot be described, by the deadline.
-        """
+        """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""
         spec = self.spec
         nodes = [place.slot.node_id for place in places]
         with self._clock.phase("environment"):
@@ -130,11 +126,7 @@ class Launcher:
         self.worker_class = plan.worker_class
 
     def store(self) -> None:
-        """Store the constructor's arguments, and the facts that are the same for all workers.
-
-        Raises:
-            TypeError: an argument of the constructor cannot be pickled.
-        """
+        """Store the constructor's arguments, and the facts that are the same for all workers."""
         spec = self.spec
         self._arguments = arguments = _StoredArguments(spec, self.worker_class, self._counters)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.

@@ -89,11 +89,7 @@ class Resources:
         return chosen
 
     def claim_slots(self, slots: Iterable[Slot]) -> None:
-        """Claim these slots in addition to those that are claimed already; all of them, or none.
-
-        Raises:
-            ResourceInsufficientError: a slot has no room for another group, or no process can start there.
-        """
+        """Claim these slots in addition to those that are claimed already; all of them, or none."""
         new = {slot.key: slot for slot in slots if slot.key not in self._claims}
         usable = {slot.key for slot in usable_slots(new.values())}
         if gone := [slot for key, slot in new.items() if key not in usable]:

@@ -72,11 +72,7 @@ class Standbys:
             return [*(standby.slot for standby in self._warm), *self._cold, *self._starting]
 
     def reserve(self, slots: Sequence[Slot]) -> None:
-        """Claim some of these slots for standbys, as the group is made.
-
-        Raises:
-            ValueError: there are too few, or the ranks differ in what they need before they start.
-        """
+        """Claim some of these slots for standbys, as the group is made."""
         if self.count == 0:
             return
         self.check_alike("standby")
@@ -170,11 +166,7 @@ class Standbys:
         self.fill()
 
     def start_in(self, slots: Sequence[Slot], deadline: Deadline) -> list[Standby]:
-        """Start processes in slots, and wait until the class's module is loaded in all of them.
-
-        Raises:
-            RayError, TimeoutError: one could not be started; all of them have been ended.
-        """
+        """Start processes in slots, and wait until the class's module is loaded in all of them."""
         numbers = [next(_numbers) for _ in slots]
         token, launcher = self._launcher.spec.token, self._launcher
         refs, waiting, pickled = [], [], pickle_function(warm_up)

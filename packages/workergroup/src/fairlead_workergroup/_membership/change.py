@@ -54,11 +54,7 @@ class Change:
         self._done.set()
 
     def wait(self, deadline: Deadline = NEVER) -> bool:
-        """Wait until the change is over; return whether it is.
-
-        Raises:
-            BaseException: what it has raised.
-        """
+        """Wait until the change is over; return whether it is."""
         if not wait_for_event(self._done, deadline):
             return False
         if self._error is not None:

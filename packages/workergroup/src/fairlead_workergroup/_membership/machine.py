@@ -53,13 +53,7 @@ class Membership:
         return self._ports[0].policy
 
     def change(self, operation: Operation, deadline: Deadline = NEVER) -> Change:
-        """Run an operation, and wait until it is over.
-
-        Raises:
-            ResizeTimeoutError: other operations took until the deadline; it has not begun.
-            WorkerGroupError: the group is being shut down, or a method that the present change runs has called this.
-            BaseException: what the operation raised.
-        """
+        """Run an operation, and wait until it is over."""
         try:
             change = self.begin(operation, deadline)
             if not change.wait(deadline):
@@ -74,11 +68,7 @@ class Membership:
         return change
 
     def begin(self, operation: Operation, deadline: Deadline = NEVER, *, is_shared: bool = False) -> Change:
-        """Queue an operation, and return what it will become; with `is_shared` perhaps one that is on its way.
-
-        Raises:
-            WorkerGroupError: the group is being shut down, or a method that the present change runs has called this.
-        """
+        """Queue an operation, and return what it will become; with `is_shared` perhaps one that is on its way."""
         if self._thread == world().thread():
             raise WorkerGroupError(
                 f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
@@ -98,11 +88,7 @@ class Membership:
         return change
 
     def restart_lost(self, deadline: Deadline) -> bool:
-        """Restart lost workers for a call; return whether that was over by the deadline. It continues after that.
-
-        Raises:
-            WorkerGroupError: they could not be restarted.
-        """
+        """Restart lost workers for a call; return whether that was over by the deadline. It continues after that."""
         return self.begin(Restart(), is_shared=True).wait(deadline)
 
     def describe_wait(self, advice: str = "") -> str:
@@ -167,11 +153,7 @@ class Membership:
             del change  # what it raised must not live until the next one
 
     def _enter(self, phase: Phase) -> None:
-        """Go to the next phase.
-
-        Raises:
-            WorkerGroupError: the group ends.
-        """
+        """Go to the next phase."""
         with self._lock:
             if self._roster.ending:
                 raise self._roster.ended_error()

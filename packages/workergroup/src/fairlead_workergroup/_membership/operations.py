@@ -150,11 +150,7 @@ class Operation(Protocol):
         """What it does, for errors: "The restart"."""
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
-        """Return what to do; None if there is nothing to do.
-
-        Raises:
-            Exception: the operation is refused. Nothing has changed.
-        """
+        """Return what to do; None if there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +171,7 @@ class Restart:
     name: str = "The restart"
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
-        """Return the restart of the ranks that are lost now, or with scope "group" of all.
-
-        Raises:
-            WorkerFailureError: they cannot be restarted any more.
-        """
+        """Return the restart of the ranks that are lost now, or with scope "group" of all."""
         if not (lost := ask.find_lost()):
             return None
         return plan_restart(self.name, now, lost, ask)
@@ -198,11 +190,7 @@ class Route:
 
 
 def plan_restart(what: str, now: Snapshot, lost: Mapping[int, WorkerFailure], ask: Facilities) -> Plan:
-    """Return the restart of lost ranks, or of all of them with scope "group".
-
-    Raises:
-        WorkerFailureError: they cannot be restarted any more.
-    """
+    """Return the restart of lost ranks, or of all of them with scope "group"."""
     everybody, policy = tuple(range(len(now.members))), ask.policy
     # Ray would create actors on a removed placement group without an error, and never start them.
     if reason := CLUSTER_GONE if ask.lacks_cluster(everybody) else policy.explain_limit(now, lost):

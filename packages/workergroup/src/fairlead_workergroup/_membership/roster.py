@@ -83,20 +83,12 @@ class Roster:
         return self.ending or not self.connected
 
     def check_connected(self) -> None:
-        """Refuse to continue without the Ray that the group was made on.
-
-        Raises:
-            WorkerGroupError: that Ray has been shut down.
-        """
+        """Refuse to continue without the Ray that the group was made on."""
         if not self.connected:
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def check_alive(self) -> Snapshot:
-        """Return the members of a group that has not ended.
-
-        Raises:
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
+        """Return the members of a group that has not ended."""
         now = self._now
         if not self.handles:
             raise self.ended_error()

@@ -225,9 +225,6 @@ class Steps:
 
         Args:
             named: what they did, for the report, by rank.
-
-        Raises:
-            BrokenEpochError: some have. The roster says so.
         """
         self._change.check()
         if not errors and not late:

@@ -56,9 +56,6 @@ class MemoryLimit:
         """Make the nodes' agents end workers that pass the limit, with one request for each node.
 
         An agent that does not answer is asked again until the deadline, because it may be about to start.
-
-        Raises:
-            WorkerGroupError: a node's agent did not start to watch, or the group of the roster is being shut down.
         """
 
         def with_mark(worker: WorkerProcess) -> tuple[int, int, str]:
