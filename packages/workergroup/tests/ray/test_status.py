@@ -124,7 +124,7 @@ def test_states(group):
         assert [worker["state"] for worker in group.worker_metadata] == states(group, stuck_after_s=0.1)
         assert states(group)[0] == "busy"
         group._roster.mark_restarting([2])
-        group._roster.record_relaunch([2], counted=[])
+        group._roster.record_relaunch([2], counted=[], together=False)
         status = group.get_worker_status()[2]
         assert (status.state, status.incarnation, status.method) == ("restarting", 1, None)
     group._roster.mark_restarting([2], running=False)
