@@ -443,6 +443,8 @@ def errors(group: RayWorkerGroup) -> None:
     except EpochError as error:
         assert_type(error.reason, str)
         assert_type(error.epoch, int)
+        assert_type(error.ran, tuple[int, ...])
+        assert_type(error.refused, tuple[int, ...])
     except BrokenEpochError as error:
         assert_type(error.failures, tuple[WorkerFailure, ...])
         assert_type(error.remedy, str)

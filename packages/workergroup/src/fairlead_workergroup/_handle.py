@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -18,8 +18,9 @@ from fairlead_sharding import NamedSharding
 
 from ._calls.map import MapOptions
 from ._calls.plan import Mesh
-from ._calls.sender import Sender
+from ._calls.sender import Order, Request, Sender
 from ._calls.view import Target, TypedCalls
+from ._deadline import Deadline
 from ._inspect.groups import (
     ANSWER_S,
     RegisteredGroup,
@@ -32,7 +33,7 @@ from ._inspect.timeline import Timeline, read_timeline
 from ._inspect.trace import TraceSaver
 from ._membership.gate import Gate
 from ._membership.judge import Evidence, Judge, decide
-from ._membership.model import Member, Place
+from ._membership.model import Member, Place, Snapshot
 from ._membership.operations import RestartPolicy
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
@@ -47,6 +48,8 @@ from .exceptions import WorkerFailure, WorkerGroupError
 
 # All nodes of a group get a publication within milliseconds of each other.
 SETTLED_S = 2.0
+# How often a publication that is on its way is looked for.
+AGAIN_EPOCH_S = 0.01
 # A group that stays incomplete is read again after this time.
 AGAIN_S = 10.0
 # A process publishes within this time what an agent that has died had.
@@ -132,6 +135,11 @@ class GroupHandle(TypedCalls):
     restarts it and ends it, so `retries` is refused, and its `call_timeout_s` and `enable_load_balancing` do not apply.
     Before each call, and once before a `map`, the handle asks a node agent whether workers have been replaced. If so,
     it finds the new ones first.
+
+    Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it. If
+    all called workers have refused a call, it is planned again and sent once more when its results are taken. Workers
+    that have not learned of a new epoch yet are waited for, for about five seconds. If some workers have run the call
+    and others have refused it, taking its results raises `EpochError` with the ranks of both, and cancels the rest.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the node agent, about a millisecond.
@@ -248,6 +256,7 @@ class _ClientSender(Sender):
         group: the group as it was read last.
     """
 
+    is_owner: ClassVar[bool] = False
     identity: GroupIdentity = field(kw_only=True)
     group: RegisteredGroup = field(kw_only=True)
     _renewing: threading.Lock = field(default_factory=threading.Lock)
@@ -259,12 +268,29 @@ class _ClientSender(Sender):
                 f"retries={retries} needs a call of the process that made the group, which restarts the workers"
             )
 
-    def renew(self) -> None:
-        """Read the roster again if its owner has published another one.
+    def renew(self, at_least: int = 0) -> None:
+        """Read the roster again if its owner has published another one; wait shortly for that of an epoch.
 
         Raises:
             WorkerGroupError: the group has ended, or its workers serve only the process that made it.
         """
+        until = Deadline.after(SETTLED_S)
+        self._read_newer()
+        while self.roster.snapshot().epoch < at_least and not until.passed:
+            time.sleep(AGAIN_EPOCH_S)
+            self._read_newer()
+
+    def _send(self, now: Snapshot, order: Order) -> list[Any]:
+        """Send requests that a worker refuses if it is in another epoch than this roster."""
+
+        def fence(one: Request) -> Request:
+            kind = "value" if one.method == "_fairlead_silent" else order.method.result
+            backpressure = order.method.backpressure if kind == "items" else None
+            return Request(f"_fairlead_{kind}", [[now.epoch, None], one.method, *one.args], one.kwargs, backpressure)
+
+        return super()._send(now, order._replace(requests=map(fence, order.requests)))
+
+    def _read_newer(self) -> None:
         self.roster.check_connected()
         with self._renewing, head_deadline(HEAD_S):
             agent = self.group.agents.get(self.group.driver["node_id"])

@@ -125,15 +125,19 @@ class BrokenEpochError(WorkerFailureError):
 
 @dataclass(eq=False, repr=False)
 class EpochError(WorkerGroupError):
-    """A view, or a call that waited to be sent, belongs to an epoch of the group that has ended.
+    """A view, or a call that waited to be sent or came from a handle, belongs to an epoch of the group that has ended.
 
     Attributes:
         reason: what has changed.
         epoch: the epoch in which it changed.
+        ran: the ranks that have run a call of a handle, or may have, before others refused it.
+        refused: the ranks that have not run it, because they are in another epoch.
     """
 
     reason: str
     epoch: int
+    ran: tuple[int, ...] = field(default_factory=tuple)
+    refused: tuple[int, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
         return self.reason
@@ -235,9 +239,7 @@ class CallCancelledError(WorkerGroupError):
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        more = f" and {len(self.ranks) - MOST_SHOWN} others" if len(self.ranks) > MOST_SHOWN else ""
-        ranks = ", ".join(map(str, self.ranks[:MOST_SHOWN])) + more
-        return f"the call of {self.method!r} was cancelled before rank(s) {ranks} finished it"
+        return f"the call of {self.method!r} was cancelled before rank(s) {format_ranks(self.ranks)} finished it"
 
 
 @dataclass(eq=False, repr=False)
@@ -311,6 +313,12 @@ class RemoteError(WorkerGroupError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} raised {self.type_name}: {self.message}\n{self.remote_traceback}".rstrip()
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in a list for people, or the first `MOST_SHOWN` of them."""
+    more = f" and {len(ranks) - MOST_SHOWN} others" if len(ranks) > MOST_SHOWN else ""
+    return ", ".join(map(str, ranks[:MOST_SHOWN])) + more
 
 
 def format_coords(coords: Mapping[str, int]) -> str:

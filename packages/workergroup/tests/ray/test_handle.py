@@ -235,7 +235,6 @@ def test_resize(local_ray, eventually):
             last.call("pid")
 
 
-@pytest.mark.xfail(strict=True, reason="b 4.1: workers run a call that a handle has planned for another epoch")
 def test_resize_during_a_call(local_ray):
     """If the owner resizes the group before a planned call arrives, no worker runs it, and it is planned again."""
     with (

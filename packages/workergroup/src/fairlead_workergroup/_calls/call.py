@@ -18,9 +18,10 @@ from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, WorkerFailureError
 from .errors import short_traceback
 from .execution import Execution, SendState
+from .follow import Follower, following, following_async
 from .plan import CallOptions, Column, Recipients
 from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher, wait_for_some
-from .sender import Order, Sender, is_on_event_loop, make_requests
+from .sender import Order, Sender, is_on_event_loop, make_requests, store_columns
 from .wait import ResultStream, iterate_outcomes, stream_items, wait_for_result
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def dispatch(
     options: CallOptions,
     *,
     sharding: NamedSharding | None = None,
+    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,
     may_wait: bool = True,
     passes: bool = False,
     by_ray: str = "",
@@ -54,14 +56,9 @@ def dispatch(
     """Store the values that have to be stored, and send a call.
 
     Args:
-        sender: the sender of the group.
         owner: the group, which stays alive as long as a caller waits for the call.
-        method: the name of the method, a function, or a method that was looked up before.
-        recipients: the workers that are called.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        options: the timeout, retries and shape of the result.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
+        replan: returns the recipients on the present axes of the group, and these axes.
         may_wait: on an event loop, send the call later instead of blocking the loop.
         passes: whether the call belongs to the change of membership that is under way, and does not wait for it.
         by_ray: why the call cannot go by a lane; empty if it can.
@@ -86,7 +83,8 @@ def dispatch(
             # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
             sender.check_callable(recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
-        requests = make_requests(method, recipients, args, kwargs, stored)
+        columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
+        requests = make_requests(method, recipients, columns, names)
         order = Order(
             method,
             recipients.called,
@@ -100,6 +98,8 @@ def dispatch(
             stored.has_answers,
             passes,
         )
+        if not sender.is_owner:
+            order = order._replace(follow=Follower(columns, names, recipients, replan).follow)
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
     except (CallTimeoutError, WorkerFailureError) as error:
         if blocking:
@@ -122,10 +122,6 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        # Copies: a plan is cached for later calls, and a user may change the lists of this one.
-        ranks = execution.ranks
-        self.return_from_workers: list[int] | None = [ranks[at] for at in execution.positions]
-        self.called_workers: list[int] | None = list(ranks)
 
     __hash__ = object.__hash__
 
@@ -164,6 +160,17 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     def futures(self) -> list[Any]:  # type: ignore[override]
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
         return self._execution.futures
+
+    # Copies: a plan is cached for later calls, and a user may change the lists of this one.
+    @property
+    def return_from_workers(self) -> list[int] | None:  # type: ignore[override]
+        """The ranks that return a result, in the order of the results."""
+        return [self._execution.ranks[at] for at in self._execution.positions]
+
+    @property
+    def called_workers(self) -> list[int] | None:  # type: ignore[override]
+        """The ranks that are called, in the order of `futures`."""
+        return list(self._execution.ranks)
 
     @property
     def epoch(self) -> int:
@@ -227,12 +234,15 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             The outcomes of the workers that return a result, in the order of `result()`, then those of other workers
             that failed.
         """
+        return list(following(self._execution, lambda: self._outcomes(timeout), timeout))
+
+    def _outcomes(self, timeout: float | None) -> Iterator[Outcome]:
         execution = self._execution
         self.wait(timeout)
         unfinished = execution.unfinished_errors()
         outcomes = [execution.outcome(at, unfinished) for at in (*execution.positions, *execution.others)]
         wanted = len(execution.positions)
-        return outcomes[:wanted] + [outcome for outcome in outcomes[wanted:] if outcome.error is not None]
+        return iter(outcomes[:wanted] + [outcome for outcome in outcomes[wanted:] if outcome.error is not None])
 
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""
@@ -269,6 +279,9 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         Raises:
             CallTimeoutError: the deadline of the call has passed.
         """
+        return following(self._execution, self._iterate)
+
+    def _iterate(self) -> Iterator[Outcome]:
         execution, deadline = self._execution, self._execution.order.deadline
         execution.sender.roster.check_connected()
         execution.wait_until_sent(deadline)
@@ -306,13 +319,16 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         execution = self._execution
         if not execution.yields_items:
             raise TypeError(f"{execution.method.name!r} is not a generator method: it returns its result in one piece")
-        return ResultStream(lambda: execution.iterate_items(timeout), lambda: stream_items(execution, timeout))
+        return ResultStream(
+            lambda: following(execution, lambda: execution.iterate_items(timeout), timeout),
+            lambda: following_async(execution, lambda: stream_items(execution, timeout)),
+        )
 
     def __await__(self) -> Generator[Any, None, Result]:
         return wait_for_result(self._execution).__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
-        return iterate_outcomes(self._execution)
+        return following_async(self._execution, lambda: iterate_outcomes(self._execution))
 
     def cancel(self, force: bool = False) -> list[int]:
         """Give the call up: drop its queued requests, and cancel async methods that overlap with others.

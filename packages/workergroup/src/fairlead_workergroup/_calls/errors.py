@@ -36,6 +36,10 @@ LOOK_EVERY_S = 0.5
 EXIT_S = 5.0
 
 
+class Refused(Exception):
+    """Workers refused a call of a handle, because they are in another epoch; `Execution.follow` repeats it."""
+
+
 class short_traceback:
     """Drop the frames of Fairlead and Ray from the tracebacks of errors that Fairlead raises on purpose.
 
@@ -73,11 +77,7 @@ def is_not_ready(error: BaseException) -> bool:
 
 
 def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sender | None) -> BaseException:
-    """Return the exception to raise for a fetch that failed, with all ranks that have failed so far.
-
-    Args:
-        sender: the sender of the group whose workers make the results; None if the group is not known.
-    """
+    """Return the exception to raise for a fetch that failed, with all ranks of a known group that failed so far."""
     if isinstance(first, ray.exceptions.RayError):
         first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
     if sender is None:
@@ -100,7 +100,16 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         failure = sender.failure_error(lost)
         failure.__cause__ = next(iter(errors.values()))
         return failure
+    # A call of the owner is never refused; an argument of it may be.
+    if not sender.is_owner and any(map(refused_epochs, errors.values())):
+        return Refused()
     return explain_errors(errors)
+
+
+def refused_epochs(error: BaseException | None) -> tuple[int, int] | None:
+    """Return the epoch of a call and that of the worker that has refused it with this error; None if it has not."""
+    epochs: tuple[int, int] | None = getattr(getattr(error, "cause", None), "fairlead_epochs", None)
+    return epochs
 
 
 def _find_finished(

@@ -2,11 +2,11 @@
 """The state of one call: its requests, the results that have arrived, its failures and its repetitions."""
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ray import ObjectRef
@@ -18,7 +18,7 @@ from .._observe.statistics import Outcome
 from .._start.worker_class import Method
 from .._world import Event, Lock, now, world
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
-from .errors import describe_missing, explain_failure, retrieve_late, short_traceback
+from .errors import Refused, describe_missing, explain_failure, retrieve_late, short_traceback
 from .plan import CallOptions
 from .results import REPORT_EVERY_S, drain, get_values, split_positions, wait_for_some
 from .sender import Order, Sender, Sent
@@ -174,6 +174,8 @@ class Execution:
                 if not self.repeat(attempt, deadline):
                     self.sender.save_trace(error)
                     raise
+            except Refused:
+                self.follow(attempt, deadline)
 
     def cancel(self, *, force: bool = False) -> list[int]:
         """Give the call up; see `Call.cancel`."""
@@ -212,7 +214,11 @@ class Execution:
         self.wait_until_sent(Deadline.after(0.0))
         if not self.options.retries:
             return False
-        limit, mine = deadline or self.order.deadline, world().event()
+        return self._repeat_once(attempt, deadline or self.order.deadline, self._repeat)
+
+    def _repeat_once(self, attempt: int, limit: Deadline, repeat: Callable[[Deadline], bool]) -> bool:
+        """Repeat an attempt, unless another thread does; return whether there is another attempt."""
+        mine = world().event()
         try:
             while True:
                 with self._lock:
@@ -222,7 +228,7 @@ class Execution:
                         self._repeated = mine
                     other = self._repeated
                 if other is mine:
-                    return self._repeat(limit)
+                    return repeat(limit)
                 if not wait_for_event(other, limit):
                     raise self._late_error(self.pending())
         finally:
@@ -256,6 +262,22 @@ class Execution:
         self.__dict__.pop("completions", None)
         self.attempt += 1
         return True
+
+    def follow(self, attempt: int, deadline: Deadline | None = None) -> None:
+        """Send a call that all of its workers have refused again; only calls of handles are refused."""
+        if (again := self.order.follow) is not None:
+            self._repeat_once(attempt, deadline or self.order.deadline, partial(again, self))
+
+    def begin_again(self, order: Order, returned: list[int], sent: Sent) -> None:
+        """Start anew with a call that has been sent again, as no worker has run it."""
+        self.order, self.returned, self.ranks = order, returned, list(order.ranks)
+        self.positions, self.others = split_positions(self.ranks, returned)
+        self.futures, self._repeated_in = sent.futures, sent.epoch
+        self.entries.append(sent.entry)
+        self.items.clear()
+        for name in ("completions", "answering"):
+            self.__dict__.pop(name, None)
+        self.attempt += 1
 
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of the workers."""
@@ -443,6 +465,8 @@ class Execution:
         else:
             own = [self.completions[at], *self.items.get(at, ())[-1:]]
             error = explain_failure(own, error, self.sender)
+            if isinstance(error, Refused):
+                raise error
         return Outcome(self.ranks[at], self.coords(at), error=error)
 
     def _get_items(self, at: int) -> list[Any]:

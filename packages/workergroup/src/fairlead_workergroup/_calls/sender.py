@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 from ray import ObjectRef
@@ -60,6 +60,8 @@ class Order(NamedTuple):
         obstacle: why a lane cannot carry the call; empty if it can.
         has_answers: whether answers of a lane are arguments of the call.
         passes: whether the call belongs to the change of membership that is under way.
+        follow: repeats a call that all of its workers have refused, as `Follower.follow` does; None in the process that
+            made the group, whose calls run in the epoch in which they are sent.
     """
 
     method: Method
@@ -73,6 +75,7 @@ class Order(NamedTuple):
     obstacle: str = ""
     has_answers: bool = False
     passes: bool = False
+    follow: Callable[[Any, Deadline], bool] | None = None
 
 
 class Sent(NamedTuple):
@@ -130,6 +133,7 @@ class Sender:
     Attributes:
         save_trace: adds a trace of the group to an error, if that is wanted.
         lane: the open lane; None if all calls go by Ray.
+        is_owner: whether this process has made the group.
     """
 
     roster: Roster
@@ -142,14 +146,15 @@ class Sender:
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
     lane: Lane | None = None
+    is_owner: ClassVar[bool] = True
 
     @property
     def policy(self) -> RestartPolicy:
         """The restart policy of the group."""
         return self.membership.policy
 
-    def renew(self) -> None:
-        """Bring the roster up to date, before a call is planned; it always is in the process that made the group."""
+    def renew(self, at_least: int = 0) -> None:
+        """Bring the roster up to date, to an epoch if one is given; it always is in the process that made the group."""
 
     def method(self, method: str | Callable[..., Any] | Method) -> Method:
         """Return the method of the class, or the function, that a caller means."""
@@ -337,14 +342,10 @@ def is_on_event_loop() -> bool:
     return _get_running_loop() is not None
 
 
-def make_requests(
-    method: Method,
-    recipients: Recipients,
-    args: Sequence[Column],
-    kwargs: Mapping[str, Column],
-    arguments: Arguments,
-) -> Iterator[Request]:
-    """Store the values that have to be stored, and return the request to each recipient in order.
+def store_columns(
+    method: Method, args: Sequence[Column], kwargs: Mapping[str, Column], arguments: Arguments
+) -> list[Column]:
+    """Store the values that have to be stored, and return the arguments as they are sent.
 
     Raises:
         TypeError: the method does not take these arguments, and nothing has been stored; or a value cannot be pickled.
@@ -359,14 +360,21 @@ def make_requests(
             raise TypeError(f"argument {name!r} of {method.name!r}: {error}") from None
     if method.function is not None:
         columns = [Column([method.name]), Column([arguments.prepare(method.function)]), *columns]
+    return columns
+
+
+def make_requests(
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
+) -> Iterator[Request]:
+    """Return the request to each recipient in order; the last columns are the keyword arguments of these names."""
     same = []
     for column in columns:
         if column.index is None and not isinstance(column.values[0], Gathered):
             same.append(column.values[0])
     if recipients.answers is not None or len(same) < len(columns):
-        return _make_rows(method, recipients, columns, list(kwargs))
-    positional = len(columns) - len(kwargs)
-    request = Request(method.hosted, same[:positional], dict(zip(kwargs, same[positional:], strict=True)))
+        return _make_rows(method, recipients, columns, names)
+    positional = len(columns) - len(names)
+    request = Request(method.hosted, same[:positional], dict(zip(names, same[positional:], strict=True)))
     return itertools.repeat(request, len(recipients.called))
 
 
@@ -383,10 +391,11 @@ def _make_rows(
         args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
         if gathers:
             # A method of a host that streams must be a generator itself.
-            name, args, kwargs = f"_fairlead_gathered_{method.result}", [name, *_flatten(args, kwargs)], {}
+            plan, *flat = _flatten(args, kwargs)
+            name, args, kwargs = f"_fairlead_{method.result}", [[None, plan], name, *flat], {}
         if answers is not None and not answers[at]:
             name, args = "_fairlead_silent", [name, *args]
-        yield Request(name, args, kwargs, method.backpressure if name == "_fairlead_gathered_items" else None)
+        yield Request(name, args, kwargs, method.backpressure if name == "_fairlead_items" else None)
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

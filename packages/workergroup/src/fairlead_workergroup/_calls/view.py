@@ -3,6 +3,7 @@
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
@@ -94,14 +95,22 @@ class Target:
         while True:
             plan = target.plan(options)
             columns, named = make_columns(args, kwargs, plan.column) if args or kwargs else ([], {})
-            sharding = target.sharding
+            sharding, replan = target.sharding, None if self.sender.is_owner else partial(target.replan, options)
             try:
-                return Call(dispatch(self.sender, owner, method, plan, columns, named, options, sharding=sharding))
+                execution = dispatch(
+                    self.sender, owner, method, plan, columns, named, options, sharding=sharding, replan=replan
+                )
+                return Call(execution)
             except EpochError:
                 # Another thread has resized the group. Values that were split for its size before cannot be sent.
                 if any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values())):
                     raise
                 target = target.follow()
+
+    def replan(self, options: CallOptions) -> tuple[CallPlan, NamedSharding]:
+        """Return the plan of a call on the present axes of the group, and these axes."""
+        target = self.follow()
+        return target.plan(options), target.sharding
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]

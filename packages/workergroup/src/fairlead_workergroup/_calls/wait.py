@@ -2,7 +2,7 @@
 """Waiting for a call without blocking an event loop, and streams of results."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable
 from typing import Any, Generic, Self, TypeVar
 
 from ray import ObjectRef
@@ -11,7 +11,7 @@ from .._deadline import Deadline
 from .._futures import is_stream
 from .._observe.statistics import Outcome
 from ..exceptions import WorkerFailureError
-from .errors import short_traceback
+from .errors import Refused, short_traceback
 from .execution import Execution
 from .results import REPORT_EVERY_S
 
@@ -42,6 +42,8 @@ async def get_result(call: Execution) -> Any:
             if not await asyncio.to_thread(call.repeat, attempt):
                 await asyncio.to_thread(call.sender.save_trace, error)
                 raise
+        except Refused:
+            await asyncio.to_thread(call.follow, attempt)
 
 
 async def _wait_until_sent(call: Execution, deadline: Deadline) -> None:
@@ -123,7 +125,7 @@ async def _fetch(ref: ObjectRef[Any]) -> Any:
     return await asyncio.wrap_future(ref.future())
 
 
-async def iterate_outcomes(call: Execution) -> AsyncIterator[Outcome]:
+async def iterate_outcomes(call: Execution) -> AsyncGenerator[Outcome]:
     """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
     call.sender.roster.check_connected()
     deadline = call.order.deadline

@@ -116,15 +116,32 @@ class WorkerHost:
         """Run a method and drop its result, so that nothing is stored or sent back."""
         _drain(getattr(self, method)(*args, **kwargs))
 
-    def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        """Run a method whose arguments are lists of values from other workers; see `_regroup`."""
-        args, kwargs = _regroup(plan, flat)
+    def _fairlead_begin(self, how: list[Any], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a method of this host.
+
+        Args:
+            how: the epoch that the call was planned for, or None if it may run in any; and the plan by which `_regroup`
+                puts the arguments together, or None if they are complete.
+
+        Raises:
+            RayError: this worker is in another epoch, which the error names. Nothing has been called.
+        """
+        epoch, plan = how
+        if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):
+            refusal = RayError(f"{method!r} was planned for epoch {epoch}, and this worker is in epoch {own}.")
+            refusal.fairlead_epochs = epoch, own
+            raise refusal
+        if plan is not None:
+            args, kwargs = _regroup(plan, args)
         return getattr(self, method)(*args, **kwargs)
 
-    def _fairlead_gathered_items(self, method: str, plan: list[Any], *flat: Any) -> Any:
+    def _fairlead_value(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method; see `_fairlead_begin`."""
+        return self._fairlead_begin(how, method, args, kwargs)
+
+    def _fairlead_items(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do the same for a generator method, because Ray streams only from generator methods."""
-        args, kwargs = _regroup(plan, flat)
-        for item in getattr(self, method)(*args, **kwargs):  # noqa: UP028  as in `_delegate`
+        for item in self._fairlead_begin(how, method, args, kwargs):  # noqa: UP028  as in `_delegate`
             yield item
 
     def _fairlead_apply(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
@@ -289,14 +306,15 @@ class ConcurrentHost(WorkerHost):
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         await _run_to_end(getattr(self, method)(*args, **kwargs))
 
-    async def _fairlead_gathered_value(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        args, kwargs = _regroup(plan, flat)
-        result = getattr(self, method)(*args, **kwargs)
+    # After the wait, the check of the epoch and the start of the method are one step of the event loop.
+    async def _fairlead_value(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
+        await self._fairlead_pass()
+        result = self._fairlead_begin(how, method, args, kwargs)
         return await result if inspect.isawaitable(result) else result
 
-    async def _fairlead_gathered_items(self, method: str, plan: list[Any], *flat: Any) -> Any:
-        args, kwargs = _regroup(plan, flat)
-        items = getattr(self, method)(*args, **kwargs)
+    async def _fairlead_items(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
+        await self._fairlead_pass()
+        items = self._fairlead_begin(how, method, args, kwargs)
         if inspect.isasyncgen(items):
             async for item in items:
                 yield item

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repetition of calls of handles that all of their workers have refused, because they are in another epoch."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ray.exceptions import TaskCancelledError
+
+from fairlead_sharding import NamedSharding
+
+from .._deadline import Deadline
+from .._futures import get_one, wait
+from .._world import world
+from ..exceptions import EpochError, format_ranks
+from .errors import Refused, refused_epochs, retrieve_late
+from .execution import Execution
+from .plan import Column, Recipients
+from .sender import make_requests
+
+T = TypeVar("T")
+# A request reaches a worker that is not busy within this time.
+REFUSED_S = 1.0
+# A call waits between repetitions for workers that do not have the facts of its epoch yet, about 5 s in all.
+PAUSE_S, MOST_REFUSALS = 0.01, 9
+
+
+@dataclass(eq=False)
+class Follower:
+    """Repeats a call with the same values, planned for the group as it is then.
+
+    Attributes:
+        columns: the arguments as they were sent; the last ones are the keyword arguments `names`.
+        replan: returns the recipients on the present axes of the group, and these axes; None for the same ones.
+        was_ahead: whether workers have refused the call because they were in a later epoch, which may happen once.
+    """
+
+    columns: Sequence[Column]
+    names: Sequence[str]
+    recipients: Recipients
+    replan: Callable[[], tuple[Recipients, NamedSharding]] | None
+    was_ahead: bool = False
+
+    def follow(self, call: Execution, limit: Deadline) -> bool:
+        """Repeat a call; return True.
+
+        Raises:
+            EpochError: some of the workers have run the call, or it has been refused too often.
+        """
+        call.check_open()
+        attempt = call.attempt
+        ran, refusals = _find_refusals(call, limit)
+        newest = max((epoch for _, epoch in refusals), default=call.epoch)
+        is_ahead = newest > call.epoch
+        # An argument that was refused stays as it is.
+        is_argument = any(planned != call.epoch for planned, _ in refusals)
+        if ran or is_argument or (is_ahead and self.was_ahead) or attempt == MOST_REFUSALS:
+            raise _refused_error(call, newest, ran) from None
+        self.was_ahead |= is_ahead
+        world().event().wait(limit.left(at_most=PAUSE_S * 2**attempt))
+        call.sender.renew(newest)
+        order, found = call.order, self.recipients
+        # Values that were split for the size of the group before have to be sent to the same recipients.
+        if self.replan is not None and all(column.index is None for column in self.columns):
+            found, sharding = self.replan()
+            order = order._replace(ranks=found.called, sharding=sharding)
+        requests = make_requests(order.method, found, self.columns, self.names)
+        with call.sender.traced():
+            sent = call.sender.send(order._replace(requests=requests, deadline=limit, counts={}))
+        call.begin_again(order, found.returned, sent)
+        return True
+
+
+def following(call: Execution, run: Callable[[], Iterator[T]], timeout: float | None = None) -> Generator[T]:
+    """Yield what an iteration over a call yields; begin it again if all workers have refused the call."""
+    deadline = call.until(timeout)
+    while True:
+        attempt = call.attempt
+        try:
+            yield from run()
+            return
+        except Refused:
+            call.follow(attempt, deadline)
+
+
+async def following_async(call: Execution, run: Callable[[], AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Do the same without blocking an event loop."""
+    while True:
+        attempt = call.attempt
+        try:
+            async with contextlib.aclosing(run()) as results:
+                async for result in results:
+                    yield result
+            return
+        except Refused:
+            await asyncio.to_thread(call.follow, attempt)
+
+
+def _find_refusals(call: Execution, limit: Deadline) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the ranks that have run a call, or may have, and for each refusal the epochs of call and worker."""
+    ends = list(call.completions.values())
+    wait(ends, num_returns=len(ends), timeout=limit.left(at_most=REFUSED_S), fetch_local=False)
+    ran: list[int] = []
+    if pending := call.pending():
+        # Workers that run it may wait for those that have refused it, and those that are busy may still refuse it.
+        retrieve_late(call.futures, call)
+        parts = {call.ranks[at]: call.futures[at] for at in pending}
+        ran += call.sender.cancel(parts, call.method.name, force=False)
+        if not ran:
+            wait(ends, num_returns=len(ends), timeout=limit.left(), fetch_local=False)
+            call.check_late(limit)
+    refusals: list[tuple[int, int]] = []
+    for at in set(call.completions).difference(call.pending()):
+        error = _error_of(call, at)
+        if (epochs := refused_epochs(error)) is not None:
+            refusals.append(epochs)
+        elif call.ranks[at] not in ran and not (at in pending and _is_cancellation(error)):
+            ran.append(call.ranks[at])
+    return sorted(ran), refusals
+
+
+def _error_of(call: Execution, at: int) -> BaseException | None:
+    """Return the error of a worker that has finished; None if it has none, or had items before."""
+    items = call.items.setdefault(at, [])
+    if call.yields_items and at in call.answering and not items:
+        items.extend(itertools.islice(call.futures[at], 1))
+    try:
+        for ref in (*items[:1], call.completions[at]):
+            get_one(ref)
+    except Exception as error:  # noqa: BLE001  any exception of the worker
+        return error
+    return None
+
+
+def _is_cancellation(error: BaseException | None) -> bool:
+    """Return whether a worker has dropped a call that was cancelled before it started."""
+    return isinstance(error, TaskCancelledError) or isinstance(getattr(error, "cause", None), TaskCancelledError)
+
+
+def _refused_error(call: Execution, epoch: int, ran: Sequence[int]) -> EpochError:
+    refused = tuple(rank for rank in call.ranks if rank not in ran)
+    reason = f"{call.method.name!r} was planned for epoch {call.epoch}, and the epoch of the group has changed: "
+    if ran:
+        reason += (
+            f"rank(s) {format_ranks(ran)} have run it or begun to, and rank(s) {format_ranks(refused)} have not. The "
+            "rest of the call was cancelled. Make the call again if these ranks may run it twice."
+        )
+    else:
+        reason += "none of its workers has run it. Make the call again."
+    return EpochError(reason, epoch, tuple(ran), refused)

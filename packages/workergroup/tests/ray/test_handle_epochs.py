@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of handles while the epoch of the group changes: each runs in one epoch, or raises an error that says where."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import ray
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import (
+    EpochError,
+    PerWorker,
+    RayWorkerGroup,
+    RemoteError,
+    Shard,
+    WorkerFailureError,
+    current_worker,
+)
+
+
+def epoch():
+    return current_worker().epoch
+
+
+class Worker:
+    def __init__(self):
+        self.rank = int(os.environ["RANK"])
+        self.runs = 0
+
+    def take(self, *values):
+        self.runs += 1
+        return self.rank, epoch()
+
+    def count(self, most):
+        self.runs += 1
+        for _ in range(2):
+            yield self.rank, epoch()
+
+    def wait_for(self, gate, *values):
+        self.runs += 1
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+        return epoch()
+
+    def take_runs(self):
+        runs, self.runs = self.runs, 0
+        return runs
+
+    async def take_soon(self, *values):
+        self.runs += 1
+        return self.rank, epoch()
+
+    async def count_soon(self, most):
+        self.runs += 1
+        for _ in range(2):
+            yield self.rank, epoch()
+
+    async def wait_soon_for(self, gate):
+        self.runs += 1
+        while not os.path.exists(gate):
+            await asyncio.sleep(0.01)
+
+
+class Acting:
+    """A value that does something when it is first pickled, which is between the plan of a call and its delivery."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __reduce__(self):
+        act, self.act = self.act, int
+        act()
+        return int, ()
+
+
+def set_epoch(worker, epoch):
+    published = sys.modules["_fairlead_worker"]
+    published.facts = {**published.facts, "epoch": epoch}
+
+
+def publish_epoch(group):
+    """Publish the next epoch of a group, of which its workers do not know."""
+    roster, registration = group._resources.roster, group._resources.registration
+    now, epoch = roster.snapshot(), group.epoch + 1
+    facts = [replace(one, epoch=epoch) for one in now.facts]
+    roster.commit(epoch=epoch, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
+    registration.publish()
+
+
+def begin_epoch(group):
+    """Begin an epoch of a group as a restart does."""
+    publish_epoch(group)
+    return group.call(set_epoch, group.epoch)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in-turn", "overlapping"])
+def group(local_ray, request):
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster,
+            Worker,
+            sharding_annotations=NamedSharding.from_shape(dp=2, tp=2),
+            async_communication=request.param,
+        ) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def rank_ahead(group):
+    """Let rank 1 be in a later epoch than the others and the publication."""
+    group.at(dp=0, tp=1).call(set_epoch, group.epoch + 1).result()
+    group.call("take_runs").result()
+    yield 1
+    group.call(set_epoch, group.epoch).result()
+    group.call("take_runs").result()
+
+
+WAYS = ["result", "outcomes", "iteration", "await", "async iteration", "stream", "async stream"]
+
+
+def consume(call):
+    """Yield each way to take the results of a call."""
+
+    async def iterate():
+        return [one async for one in call]
+
+    async def stream():
+        return [one async for one in call.stream()]
+
+    async def wait():
+        return await call
+
+    yield "result", call.result
+    yield "outcomes", call.outcomes
+    yield "iteration", lambda: list(call)
+    yield "await", lambda: asyncio.run(wait())
+    yield "async iteration", lambda: asyncio.run(iterate())
+    if call._execution.yields_items:
+        yield "stream", lambda: list(call.stream())
+        yield "async stream", lambda: asyncio.run(stream())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_repeated(group, way):
+    """In whatever way results are taken, a call that all workers have refused runs once, in the new epoch."""
+    for method in ("take", "count", "take_soon", "count_soon"):
+        group.call("take_runs").result()
+        call = group.handle().call(method, Acting(lambda: begin_epoch(group).result()), timeout=60)
+        ways = dict(consume(call))
+        if way not in ways:
+            continue  # only for generators
+        results = ways[way]()
+        if way not in ("result", "await"):
+            results = [one.value for one in results]
+        if method.startswith("count") and "stream" not in way:
+            assert all(len(items) == 2 for items in results)
+            results = [items[0] for items in results]
+        assert sorted(set(results)) == [(rank, group.epoch) for rank in range(4)]
+        assert group.call("take_runs").result() == [1] * 4
+        assert call.epoch == group.epoch
+
+
+def test_mixed(group, rank_ahead):
+    """If some workers run a call and some refuse it, every way to take its results raises an error with both lists."""
+    for method in ("take", "count", "take_soon", "count_soon"):
+        call = group.handle().call(method, 2)
+        for way, take in consume(call):
+            with pytest.raises(
+                EpochError, match=r"rank\(s\) 0, 2, 3 have run it or begun to, and rank\(s\) 1 "
+            ) as raised:
+                take()
+            assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,)), way
+            assert raised.value.epoch == group.epoch + 1
+        assert group.call("take_runs").result() == [1, 0, 1, 1]
+
+
+def test_mixed_requests(group, rank_ahead):
+    """Functions, gathered arguments, pieces, and workers without a result refuse a call as well."""
+    handle = group.handle()
+    before = handle.at(tp=0).call("take", 1)
+    requests = [
+        lambda: handle.call(lambda worker: worker.take()),
+        lambda: handle.call("take", before),
+        lambda: handle.call("take", Shard([1, 2], "dp")),
+        lambda: handle.call("take", collect="dp"),
+        lambda: handle.call("count", before),
+        lambda: handle.call("count", 2, collect=()),
+        lambda: handle.call("take", discard=True),
+    ]
+    before.result()
+    for make in requests:
+        group.call("take_runs").result()
+        with pytest.raises(EpochError) as raised:
+            make().result(timeout=60)
+        assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
+        assert group.call("take_runs").result() == [1, 0, 1, 1]
+    assert handle.at(dp=1).call("take").result() == [(2, group.epoch), (3, group.epoch)]
+
+
+def test_repeated_requests(group):
+    """Pieces, own values, functions, gathered arguments and items of a map are the same in the repetition."""
+    handle = group.handle()
+
+    def acting():
+        return Acting(lambda: begin_epoch(group).result())
+
+    def pair(worker, *values):
+        return worker.rank, values, sys.modules["_fairlead_worker"].facts["epoch"]
+
+    def expect(*values):
+        return [(rank, value, group.epoch) for rank, value in enumerate(values)]
+
+    assert handle.call(pair, acting()).result() == expect(*[(0,)] * 4)
+    assert handle.call(pair, acting(), Shard([5, 6], "dp")).result() == expect((0, 5), (0, 5), (0, 6), (0, 6))
+    assert handle.call(pair, acting(), PerWorker([1, 2, 3, 4])).result() == expect((0, 1), (0, 2), (0, 3), (0, 4))
+    ones = handle.call(lambda worker: worker.rank)
+    assert handle.call(pair, acting(), ones).result() == expect(*[(0, [0, 1, 2, 3])] * 4)
+    assert handle.call(pair, acting(), collect=()).result() == (0, (0,), group.epoch)
+    assert handle.call(pair, acting(), discard=True).result() is None
+    epochs = {one for _, _, one in handle.map(pair, [1, acting(), 2])}
+    assert len(epochs) == 2
+
+    async def map_items():
+        return [one async for one in handle.map(pair, [acting(), 2, 3])]
+
+    assert [values for _, values, _ in asyncio.run(map_items())] == [(0,), (2,), (3,)]
+
+
+def test_behind(group):
+    """A call that is sent before the workers have the facts of the published epoch waits for them."""
+    handle, before = group.handle(), group.epoch
+    publish_epoch(group)
+    timer = threading.Timer(0.3, lambda: group.call(set_epoch, group.epoch).result())
+    timer.start()
+    assert handle.call("take").result() == [(rank, before + 1) for rank in range(4)]
+    timer.join()
+    assert group.call("take_runs").result()
+
+
+def test_never_published(group):
+    """A call that is refused again raises an error, and no worker has run it."""
+    handle = group.handle()
+    group.call(set_epoch, group.epoch + 1).result()
+    group.call("take_runs").result()
+    try:
+        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+            handle.call("take").result()
+        assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
+        # A call whose argument was refused has not run either.
+        refused = handle.call("take")
+        with pytest.raises(EpochError, match="none of its workers has run it"):
+            handle.call("take", refused).result()
+        with pytest.raises(RemoteError, match="'take' was planned for epoch"):
+            group.call("take", refused).result()
+        assert group.call("take_runs").result() == [0] * 4
+    finally:
+        group.call(set_epoch, group.epoch).result()
+
+
+def test_running(group, rank_ahead, gate):
+    """Workers that run a call, and may wait for the one that refused it, are not waited for."""
+    try:
+        began = time.monotonic()
+        with pytest.raises(EpochError) as raised:
+            group.handle().call("wait_soon_for", gate).result()
+        assert time.monotonic() - began < 30
+        assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
+    finally:
+        gate.touch()
+
+
+def test_busy(group, gate):
+    """A worker that is busy with a call of the owner is waited for when the others have refused a call."""
+    handle = group.handle()
+    handle.call("take").result()
+    busy = group.at(dp=0, tp=0).call("wait_for", gate)
+    value = Acting(lambda: begin_epoch(group))
+    timer = threading.Timer(2.0, gate.touch)
+    timer.start()
+    group.at(dp=1).call("take_runs").result()
+    assert handle.call("take", value).result(timeout=60) == [(rank, group.epoch) for rank in range(4)]
+    timer.join()
+    busy.result()
+    assert group.at(dp=1).call("take_runs").result() == [1, 1]
+
+
+def test_admission(group, gate):
+    """A method that overlaps with others is refused if the epoch changes after its arrival and before it starts."""
+    if not group._launcher.worker_class.concurrent:
+        pytest.skip("only for methods that overlap")
+    handle = group.handle()
+    handle.call("take").result()
+    running = group.call("wait_soon_for", gate)
+    pickled = ray.cloudpickle.dumps(set_epoch)
+    ends = [one._fairlead_function_alone.remote(60.0, "set_epoch", pickled, group.epoch + 1) for one in group.workers]
+    call = handle.call("take_soon")
+    time.sleep(0.5)
+    publish_epoch(group)
+    gate.touch()
+    assert call.result(timeout=60) == [(rank, group.epoch) for rank in range(4)]
+    ray.get(ends)
+    running.result()
+
+
+def test_resizes(local_ray):
+    """While the group is resized again and again, no result of a handle's call is of two epochs or of another size."""
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster.slots()[:2], Worker, sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
+    ):
+        handle, results, errors, is_over = group.handle(), [], [], threading.Event()
+
+        def run():
+            while not is_over.is_set():
+                try:
+                    results.append(handle.call("take", 1).result(timeout=60))
+                except (EpochError, WorkerFailureError) as error:
+                    errors.append(error)
+
+        caller = threading.Thread(target=run)
+        caller.start()
+        until = time.monotonic() + 5.0
+        sizes = {group.epoch: 2}
+        while time.monotonic() < until or len(sizes) < 5:
+            group.resize(dp=3, slots=cluster.slots()[2:])
+            sizes[group.epoch] = 3
+            group.resize(dp=2)
+            sizes[group.epoch] = 2
+        is_over.set()
+        caller.join(90)
+        assert not caller.is_alive()
+        assert len(results) > 10
+        for result in results:
+            (epoch,) = {one for _, one in result}
+            assert [rank for rank, _ in result] == list(range(sizes[epoch]))
+        assert len({result[0][1] for result in results}) > 1
