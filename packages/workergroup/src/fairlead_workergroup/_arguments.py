@@ -125,10 +125,7 @@ class PerWorker:
 
 
 class Source(NamedTuple):
-    """The objects that another call makes and that are an argument of this call, and the answers that a lane delivers.
-
-    It has the ids of the objects: references would keep the objects in the store after their last use.
-    """
+    """Objects that another call makes for this one: ids, as references would keep them, and answers of a lane."""
 
     method: str | None
     ids: tuple[bytes, ...]
@@ -185,18 +182,9 @@ class Gathered:
 
 
 class Arguments:
-    """Prepares the arguments of one call: one put for each distinct value, by identity.
+    """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive.
 
-    Keep the values alive as long as this object, because it distinguishes them by identity only.
-
-    Args:
-        put: stores a value and returns the reference to it.
-        for_lane: find out whether a lane can carry the arguments.
-
-    Attributes:
-        sources: the calls whose results are arguments of this one.
-        obstacle: why a lane cannot carry the arguments; empty if it can, or without `for_lane`.
-        has_answers: whether some of them are answers of a lane.
+    With `for_lane` it finds out why a lane cannot carry the arguments.
 
     >>> arguments = Arguments()
     >>> arguments.prepare(3), arguments.counts
@@ -204,7 +192,7 @@ class Arguments:
     """
 
     def __init__(self, put: Callable[[Any], Any] = ray.put, *, for_lane: bool = False) -> None:
-        self.obstacle: str = ""
+        self.obstacle: str = ""  # why a lane cannot carry the arguments
         self.has_answers: bool = False
         self._put = put
         self._for_lane = for_lane
@@ -212,11 +200,7 @@ class Arguments:
         self.sources: list[Source] = []
 
     def prepare(self, value: Any) -> Any:
-        """Return the value itself if it is inlined or a reference, otherwise a reference to the one stored copy.
-
-        A list or dict that is inlined is copied, because the call may be sent later or again with its present values.
-        A `Call` becomes the references to its results.
-        """
+        """Return what travels: an inlined value (lists and dicts copied), or a reference to the one stored copy."""
         if isinstance(value, ObjectRef):
             self.sources.append(Source(None, (value.binary(),)))
             self.obstacle = REFERENCE

@@ -101,11 +101,7 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
 
 
 def check_compression(wanted: bool | Compression) -> Compression | None:
-    """Return the gradient compression that a user asked for; True stands for "fp16", False for none.
-
-    Raises:
-        ValueError: there is no such compression.
-    """
+    """Return the gradient compression that a user asked for; True stands for "fp16", False for none."""
     if wanted is False:
         return None
     if wanted is True:

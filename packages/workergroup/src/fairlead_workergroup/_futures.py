@@ -31,11 +31,7 @@ _adding = threading.Lock()
 
 
 class Carrier(Protocol):
-    """The owner of the messages that answers arrive in.
-
-    Attributes:
-        failures: how many answers were errors.
-    """
+    """The owner of the messages that answers arrive in, which counts the answers that were errors."""
 
     failures: int
 
@@ -43,33 +39,21 @@ class Carrier(Protocol):
         """Receive messages until a condition holds; return whether it does within the time."""
 
     def attend(self, count: int) -> None:
-        """Add to the number of futures that an event loop waits for.
-
-        As long as there are any, the carrier receives their messages itself.
-        """
+        """Add to the number of futures that an event loop waits for; if there are any, the carrier receives alone."""
 
     def cancel(self, task: bytes, *, asks: bool) -> bool:
-        """Drop a request that has not been sent; return whether it was dropped.
-
-        With `asks`, the worker is asked to cancel a coroutine that runs.
-        """
+        """Return whether an unsent request was dropped; if it `asks`, a coroutine that runs is cancelled."""
 
 
 class LaneFuture:
-    """The answer of one worker that arrives as a message.
-
-    Attributes:
-        frames: the pickled answer; None if it is stored or an error.
-        ref: the reference to an answer in the object store; None if it came with the message.
-        has_references: whether the stored answer holds references, which only Ray can pass on.
-    """
+    """The answer of one worker: pickled frames, an error, or a reference if it is in the object store."""
 
     # A call makes one for each worker, so these are set when they change.
     done: bool = False
     failed: bool = False
     frames: Sequence[bytes] | None = None
     ref: ObjectRef[Any] | None = None
-    has_references: bool = False
+    has_references: bool = False  # in the stored answer, which only Ray can pass on then
     error: BaseException | None = None
     _callbacks: "tuple[Callable[[LaneFuture], None], ...]" = ()
 
@@ -161,12 +145,7 @@ class LaneFuture:
         return self.carrier.cancel(self.task, asks=asks)
 
     def store(self, timeout_s: float | None) -> ObjectRef[Any]:
-        """Return a reference to the answer in the object store; wait for the answer, and put it there if necessary.
-
-        Raises:
-            GetTimeoutError: the answer has not arrived in time.
-            Exception: the error of the worker.
-        """
+        """Return a reference to the answer in the object store; wait for the answer, and put it there if necessary."""
         value = None if self.ref is not None and not self.failed else get([self], timeout_s)[0]
         if self.ref is None:
             self.ref = ray.put(value)
@@ -256,11 +235,7 @@ class StoredItems:
         return self
 
     def __next__(self) -> ObjectRef[Any]:
-        """Wait for the next item, and return a reference to it.
-
-        Raises:
-            Exception: the error of the worker, at the place where Ray yields a reference to it.
-        """
+        """Wait for the next item and return a reference to it. Raise the error to which Ray would yield a reference."""
         item = next(self._stream, None)
         if item is None:
             self._stream.completed().get()
@@ -363,12 +338,7 @@ def wait(
 
 
 def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
-    """Return the values of futures, or raise the first error that arrives, as `ray.get` does.
-
-    Raises:
-        GetTimeoutError: they have not arrived in time.
-        Exception: the error of a worker.
-    """
+    """Return the values of futures, or raise the first error that arrives, as `ray.get` does."""
     messages = [future for future in futures if isinstance(future, LaneFuture)]
     if not messages:
         return world().get(futures, timeout=timeout)
@@ -416,10 +386,7 @@ def end_of(future: Any) -> Any:
 
 
 def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
-    """Return the bytes of fetched results, as sent.
-
-    Those of a number or a text are counted here, up to a few bytes, because Ray needs 7 us to tell the size of each.
-    """
+    """Return the bytes of fetched results, as sent; Ray needs 7 us for each, so plain values are counted here."""
     size, of_ray = 0, []
     for future, value in zip(futures, values, strict=True):
         if type(value) in PLAIN:

@@ -20,10 +20,7 @@ VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
-    """Return the bytes of each object that this process owns, without a request; 0 if the size is unknown.
-
-    The API is experimental in Ray, and the sizes are only for statistics. Without it all sizes are 0.
-    """
+    """Return the bytes of each object that this process owns, without a request; 0 if experimental Ray does not say."""
     if not refs:
         return []  # Ray may have been shut down, and would raise.
     try:
@@ -35,20 +32,14 @@ def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
 
 
 def still_referenced(ids: Iterable[bytes]) -> list[ObjectRef]:
-    """Return references to those objects that this process still refers to, also as arguments of tasks.
-
-    A reference to an object that has been freed would wait for ever. Without this API the result is empty.
-    """
+    """Return references to the objects still in use, as freed ones would wait for ever; none without this API."""
     count = getattr(ray._private.worker.global_worker.core_worker, "get_all_reference_counts", dict)
     known: Collection[bytes] = count()  # hexadecimal
     return [ObjectRef(one) for one in ids if one.hex().encode() in known]
 
 
 def actor_id_of(handle: Any) -> str:
-    """Return the id of an actor as hexadecimal text.
-
-    Handles have no public attribute for it. Without the first attribute another one, from older versions, is read.
-    """
+    """Return the id of an actor as hexadecimal text, which has no public attribute; older versions have another one."""
     return str((handle._actor_id if hasattr(handle, "_actor_id") else handle._ray_actor_id).hex())
 
 
@@ -58,19 +49,15 @@ def actor_id_of_ref(ref: ObjectRef) -> str:
 
 
 def task_of_ref(ref: ObjectRef) -> bytes:
-    """Return the id of the task that creates an object, as the task itself sees it.
-
-    It is cut out of the object's id, which begins with it, because the method that returns it is not documented.
-    """
+    """Return the id of the task that creates an object: the start of its id, as Ray's method is not documented."""
     task: bytes = ref.binary()[:24]
     return task
 
 
 def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
-    """Return the id of an object, the address of its owner and its status, with which a worker can fetch it.
+    """Return an object's id, owner and status, with which a worker can `ray.get` it; None without this API.
 
-    `ray.get` in a worker needs them. Pickling the reference gives them too, but keeps the object for the life of this
-    process. Without this API the result is None, and calls with stored arguments do not travel by a lane.
+    Pickling the reference gives them too, but keeps the object for the life of this process.
     """
     core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
     if not hasattr(core_worker, "serialize_object_ref"):
@@ -123,20 +110,12 @@ def skip_checks(actor_class: Any) -> Any:
 
 
 def dead_actors() -> frozenset[str]:
-    """Return the ids of this job's actors that are dead, with one request.
-
-    `ray.util.state.list_actors` is public but needs the dashboard. Without this API the result is empty, and the next
-    request to a dead worker reveals its death.
-    """
+    """Return the ids of this job's dead actors, in one request without the dashboard; empty without this API."""
     return frozenset(_read_actors("DEAD"))
 
 
 def actors_being_made() -> frozenset[str]:
-    """Return the ids of this job's actors that have been requested and not yet created, with two requests.
-
-    The API is private for the same reason as that of `dead_actors`. Without it the result is empty, and actors are
-    killed while Ray creates them.
-    """
+    """Return the ids of this job's actors that do not exist yet, with two requests; empty without this API."""
     return frozenset(_read_actors("DEPENDENCIES_UNREADY")).union(_read_actors("PENDING_CREATION"))
 
 
@@ -150,11 +129,7 @@ def _read_actors(state: str, job_id: str = "") -> Mapping[str, Any]:
 
 
 def death_causes(job_id: str) -> dict[str, str]:
-    """Return what the dead actors of a job died of, by actor id, in one request.
-
-    `ray.util.state.list_actors` is public but needs the dashboard. Without this call a death is known only from the
-    worker's process, without a cause.
-    """
+    """Return what the dead actors of a job died of, in one request without the dashboard; empty without this API."""
     return {actor_id: _cause_of(row.get("DeathCause")) for actor_id, row in _read_actors("DEAD", job_id).items()}
 
 
@@ -168,11 +143,7 @@ def _cause_of(cause: Any) -> str:
 
 
 def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
-    """Return the exit code and the signal with which a dead worker's process ended; None if Ray does not report it.
-
-    Ray (2.60) reports both only in the text of its error. Without that text both are None. They are only shown to
-    people.
-    """
+    """Return the exit code and the signal of a dead worker, which Ray (2.60) reports only in the text of its error."""
     # The output of the process may follow, which is not Ray's text.
     text = str(error).split("\nLast ")[0]
     by = re.search(r"The process receives a (SIG[A-Z0-9]+)", text)
@@ -184,11 +155,9 @@ def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
 
 
 def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
-    """Pickle a value, with the functions and classes of some modules by value.
+    """Pickle functions and classes of the modules that `by_value` names by value; without these APIs, by name.
 
-    `ray.cloudpickle.register_pickle_by_value` is public, but it affects the whole process: another thread that pickles
-    an argument at the same time would send its classes by value too. Without these two private functions of
-    cloudpickle, functions and classes that can be imported here travel by name.
+    `register_pickle_by_value` is public, but it affects what other threads pickle at the same time.
     """
     reduce_class: Any = getattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce", None)
     if reduce_class is None or not hasattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce"):
@@ -206,11 +175,9 @@ def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
 
 
 def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
-    """Return a copy of an actor handle whose public methods call `refuse` with their names instead.
+    """Return a weak copy of an actor handle whose public methods call `refuse`; without these attributes, the handle.
 
-    `ray.kill` and the pickling of handles need a real handle, so the copy is of a subclass with the same attributes. It
-    is a weak reference, as those that `ray.get_actor` returns. Without these attributes the handle itself is returned,
-    and its calls wait until the lane closes.
+    `ray.kill` and pickling need a real handle, so the copy is of a subclass.
     """
     if not hasattr(handle, "_ray_weak_ref"):
         return handle

@@ -84,10 +84,7 @@ def make_spans(timeline: Timeline) -> list[ReadableSpan]:
 
 
 class _Spans:
-    """The spans of one timeline, by the wall clock of this process.
-
-    The ids are made from the identity of a call, so that a call that is exported again has the same ones.
-    """
+    """The spans of one timeline, by this process's wall clock; the ids repeat if a call is exported again."""
 
     def __init__(self, timeline: Timeline) -> None:
         group = timeline.group

@@ -113,13 +113,9 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
 
 
 def _meet(store: dist.TCPStore, worker: CurrentWorker, timeout_s: float) -> str:
-    """Return a name that all workers share which are in this call now, after each of them has arrived.
+    """Return a name shared by all workers currently in this call, after each has arrived.
 
-    No worker counts its calls: some may have failed before they called, and others have waited for them in vain. When
-    rank 0 gives up, it answers those that have arrived with an empty name.
-
-    Raises:
-        torch.distributed.DistStoreError: others did not arrive in time.
+    No worker counts its calls, as some may have failed before. If rank 0 gives up, it answers with an empty name.
     """
     own = uuid.uuid4().hex
     arrivals = [f"epoch {worker.epoch} rank {rank}" for rank in range(worker.world_size)]

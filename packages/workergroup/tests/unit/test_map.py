@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from fairlead_workergroup._calls import map as map_module
-from fairlead_workergroup._calls.map import MapOptions, _Loads, map_items
+from fairlead_workergroup._calls.map import MapOptions, _Balancer, _Item, map_items
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup.exceptions import CallTimeoutError, WorkerFailureError
 
@@ -173,21 +173,22 @@ def test_the_item_that_a_loss_names(sender, monkeypatch):
     assert caught.value.__notes__ == ["item 1 of map('work'); workers lost with it: 1"]
 
 
-def test_the_least_loaded_worker():
-    """It is the first of those with the fewest items, whatever was added or lost; the record stays small."""
+def test_the_least_loaded_worker(sender):
+    """It is the first of those with the fewest items, whichever items have finished and workers were lost."""
     rng = random.Random(0)
-    loads, expected = _Loads(range(50)), dict.fromkeys(range(50), 0)
+    options = MapOptions(strategy="least_loaded", move_items=True, max_in_flight=100)
+    balancer, expected = _Balancer(sender, None, range(50), sender.method("work"), options), dict.fromkeys(range(50), 0)
     for turn in range(2_000):
         least = min(expected, key=expected.__getitem__)
-        assert loads.least_loaded() == least
-        some = [rank for rank, load in expected.items() if load and rng.random() < 0.5]
-        for rank, items in [(least, 1), *((rank, -1) for rank in some[:2])]:
-            loads.add(rank, items)
-            expected[rank] += items
+        assert balancer._choose() == least
+        balancer._send(_Item(turn, turn, least), may_wait=True)
+        expected[least] += 1
+        for call in rng.sample(list(balancer._sent), rng.randrange(3) if turn > 50 else 0):
+            rank = balancer._sent[call].rank
+            assert balancer.settle(call, call.result) == [(call.result(), call.result())]
+            if rank in expected:
+                expected[rank] -= 1
         if turn % 50 == 0 and len(expected) > 20:
             lost = rng.choice(list(expected))
-            loads.keep(lambda rank, lost=lost: rank != lost)
+            assert balancer._handle_loss(_Item(turn, turn, lost), WorkerFailureError(())) == []
             del expected[lost]
-            loads.add(lost, -1)
-        assert loads.values() == tuple(expected.values())
-    assert len(loads._least) <= 4 * len(expected) + 1

@@ -2,7 +2,6 @@
 """The distribution of many items over few workers, one worker for each item."""
 
 import asyncio
-import heapq
 import math
 import queue
 from collections import Counter, deque
@@ -40,7 +39,7 @@ MOST_LOSSES = 3
 
 @dataclass(frozen=True)
 class MapOptions:
-    """Whether `map` moves the items of a worker that dies to others, and returns exceptions as results."""
+    """The options of `map`; with `move_items`, the items of a worker that dies go to the others."""
 
     strategy: Strategy
     move_items: bool
@@ -198,46 +197,6 @@ class _Arrivals:
             return arrived
 
 
-class _Loads:
-    """The number of items that each worker has, by ascending rank, without the workers that were lost."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._loads = dict.fromkeys(ranks, 0)
-        self.ranks: list[int] = list(ranks)
-        # The load and rank of each worker; entries of another load than the present one do not count.
-        self._least = [(0, rank) for rank in ranks]
-
-    def __getitem__(self, rank: int) -> int:
-        return self._loads[rank]
-
-    def __bool__(self) -> bool:
-        return bool(self._loads)
-
-    def values(self) -> tuple[int, ...]:
-        """Return the number of items of each worker, in order."""
-        return tuple(self._loads.values())
-
-    def add(self, rank: int, items: int) -> None:
-        """Add to the number of items of a worker, unless it was lost."""
-        if rank in self._loads:
-            self._loads[rank] += items
-            heapq.heappush(self._least, (self._loads[rank], rank))
-            if len(self._least) > 4 * len(self._loads):
-                self._least = [(load, one) for one, load in self._loads.items()]
-                heapq.heapify(self._least)
-
-    def keep(self, is_there: Callable[[int], bool]) -> None:
-        """Forget the workers that are not there."""
-        self._loads = {rank: load for rank, load in self._loads.items() if is_there(rank)}
-        self.ranks = list(self._loads)
-
-    def least_loaded(self) -> int:
-        """Return the first of the workers with the fewest items."""
-        while self._loads.get(self._least[0][1]) != self._least[0][0]:
-            heapq.heappop(self._least)
-        return self._least[0][1]
-
-
 class _Balancer:
     """Sends items to workers, and owns the record of the items that each worker has."""
 
@@ -248,7 +207,8 @@ class _Balancer:
         self._sender = sender
         self._owner = owner
         self._options = options
-        self._loads = _Loads(ranks)
+        # The number of items that each worker has, by ascending rank, without the workers that were lost.
+        self._loads = dict.fromkeys(ranks, 0)
         self._arrivals = _Arrivals()
         # The calls that an event loop does not await yet.
         self._new: list[Execution] = []
@@ -263,10 +223,7 @@ class _Balancer:
         self._losses: Counter[int] = Counter()
 
     def fill(self, items: Iterator[Any], *, until: float, may_wait: bool) -> bool:
-        """Send items before `until` while the worker whose turn it is has room; return whether an item is unfinished.
-
-        On an event loop, `may_wait` sends a call later instead of blocking the loop.
-        """
+        """Send items before position `until` while a worker has room; return whether an item is unfinished."""
         self._drop_departed()
         while (self._again or (self._position < until and not self._failed)) and (rank := self._choose()) is not None:
             if self._again:
@@ -283,23 +240,23 @@ class _Balancer:
     def _drop_departed(self) -> None:
         """Send no more items to ranks that a resize has removed; items that they have are finished there."""
         now = self._sender.roster.snapshot()
-        if now is self._members or now.has(self._loads.ranks):
+        if now is self._members or now.has(list(self._loads)):
             self._members = now
             return
-        self._loads.keep(lambda rank: now.has([rank]))
+        self._loads = {rank: items for rank, items in self._loads.items() if now.has([rank])}
         if not self._loads:
             gone = now.resizes[-1]
             raise EpochError(f"The group was resized {gone}, and all workers of this map have left it.", gone.epoch)
 
     def _choose(self) -> int | None:
         """Return the rank whose turn it is; None if it has no room now."""
-        ranks, strategy = self._loads.ranks, self._options.strategy
+        ranks, strategy = list(self._loads), self._options.strategy
         if strategy == "round_robin":
             rank = ranks[self._turn % len(ranks)]
         elif strategy == "least_loaded":
-            rank = self._loads.least_loaded()
+            rank = min(ranks, key=self._loads.__getitem__)
         else:
-            at = strategy(self._loads.values())
+            at = strategy(tuple(self._loads.values()))
             if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(ranks):
                 raise ValueError(
                     f"the load balancing strategy returned {at!r}; it must return which of {len(ranks)} workers gets "
@@ -321,7 +278,7 @@ class _Balancer:
             self._unsent += self._handle_loss(item, error)
             return
         self._turn += 1
-        self._loads.add(item.rank, 1)
+        self._loads[item.rank] += 1
         self._sent[call] = item
         if may_wait:
             self._new.append(call)
@@ -375,14 +332,12 @@ class _Balancer:
 
     def _release(self, call: Execution) -> _Item:
         item = self._sent.pop(call)
-        self._loads.add(item.rank, -1)
+        if item.rank in self._loads:
+            self._loads[item.rank] -= 1
         return item
 
     def _fail(self, call: Execution, error: Exception) -> _Finished:
-        """Return the position and the error of an item that failed; nothing if it has to be repeated.
-
-        After a `_Failure`, which the caller raises in its turn, no more items are sent.
-        """
+        """Return the position and the error of an item, after which none is sent; nothing if the item is repeated."""
         item = self._release(call)
         if isinstance(error, WorkerFailureError):
             return self._handle_loss(item, error)
@@ -396,7 +351,7 @@ class _Balancer:
 
     def _handle_loss(self, item: _Item, error: WorkerFailureError) -> _Finished:
         """Move the item of a lost worker to the others, if there are any and the options allow it."""
-        self._loads.keep(lambda rank: rank != item.rank)
+        self._loads.pop(item.rank, None)
         self._losses[item.position] += 1
         losses = self._losses[item.position]
         if self._options.move_items and self._loads and losses < MOST_LOSSES:

@@ -51,38 +51,15 @@ class CallOptions:
         self.__dict__.update(collect=collect, first_along=as_axes(self.first_along))
 
 
-def make_options(collect: Axes, first_along: Axes, timeout: float | None, retries: int, discard: bool) -> CallOptions:
-    """Return the options of a call. They are kept, so the same options again cost next to nothing."""
-    given: tuple[Any, ...] = collect, first_along, timeout, retries, discard
-    try:
-        options = _keep_options(*given)
-    except TypeError:  # axes in a list are not kept; an option of a wrong type is refused below
-        options = None
-    return options or CallOptions(*given)
-
-
-# By type too: True is no number of retries, and it is equal to 1.
-_keep_options = lru_cache(maxsize=64, typed=True)(CallOptions)
-
-
 @dataclass(frozen=True)
 class Mesh:
-    """The workers that a call may reach, on the axes that it may name.
-
-    Attributes:
-        single: whether every axis was indexed away, so that one worker is left and no axis can be named.
-    """
+    """The workers that a call may reach, on the axes that it may name; `single` if every axis was indexed away."""
 
     sharding: NamedSharding
     single: bool = False
 
     def at(self, coords: dict[str, int | slice]) -> "Mesh":
-        """Return the mesh of the workers at some coordinates; as in numpy, an integer drops its axis.
-
-        Raises:
-            ValueError: an axis does not exist, or a slice selects nothing.
-            IndexError: a coordinate is outside its axis; the message names both.
-        """
+        """Return the mesh of the workers at some coordinates; as in numpy, an integer drops its axis."""
         self.check(coords)
         selected = self.sharding.at(**coords) if coords else self.sharding
         if isinstance(selected, NamedSharding):
@@ -115,20 +92,13 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one `at` selects: the coordinates, counted from the first one, by axis.
+    """What one `at` selects."""
 
-    The group has to have the `largest` coordinate along each axis.
-    """
-
-    coords: Mapping[str, int | slice]
-    largest: Mapping[str, int]
+    coords: Mapping[str, int | slice]  # counted from the first one, by axis
+    largest: Mapping[str, int]  # the largest coordinate along each axis that the group has to have
 
     def apply(self, mesh: Mesh, resizes: Sequence[Resize]) -> Mesh:
-        """Return the mesh of the selected workers.
-
-        Raises:
-            EpochError: the group does not have one of the coordinates any more.
-        """
+        """Return the mesh of the selected workers; raise `EpochError` if the group lacks one of the coordinates now."""
         for axis, largest in self.largest.items():
             size = mesh.sharding.get_axis_size(axis)
             if largest >= size:
@@ -165,15 +135,10 @@ def select(mesh: Mesh, coords: Mapping[str, int | slice]) -> Selection:
 
 @dataclass(frozen=True)
 class Column:
-    """One argument of a call for all called workers.
+    """The values of one argument for all called workers."""
 
-    Attributes:
-        values: the distinct values.
-        index: the position in `values` for each called worker, -1 for None; None if all get the only value.
-    """
-
-    values: Sequence[Any]
-    index: Sequence[int] | None = None
+    values: Sequence[Any]  # distinct
+    index: Sequence[int] | None = None  # the position of each called worker's value, -1 for None; None if all share one
 
     def map(self, function: Callable[[Any], Any]) -> "Column":
         """Return the column with a function applied to each distinct value."""
@@ -188,17 +153,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Recipients:
-    """The workers that a call reaches.
-
-    Attributes:
-        called: the ranks that are called. Requests, futures and columns are in this order.
-        returned: the ranks that return a result, in the order of the results.
-        answers: whether each called worker returns a result; None if all do.
-    """
+    """The workers that a call reaches. Requests, futures and columns are in the order of `called`."""
 
     called: list[int]
-    returned: list[int]
-    answers: list[bool] | None
+    returned: list[int]  # in the order of the results
+    answers: list[bool] | None  # of each called worker; None if all return a result
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,22 +190,13 @@ class CallExplanation:
 
 @dataclass(frozen=True)
 class CallPlan(Recipients):
-    """The recipients of a call, in ascending order, and the piece of each argument for each of them.
-
-    Attributes:
-        coordinate_0: axes along which only coordinate 0 is called.
-    """
+    """The recipients of a call, in ascending order, with which it finds the piece of each argument for each of them."""
 
     mesh: Mesh
-    coordinate_0: tuple[str, ...]
+    coordinate_0: tuple[str, ...]  # axes along which only coordinate 0 is called
 
     def column(self, what: str, value: Any) -> Column:
-        """Return an argument as a column. It is replicated unless it is a `Shard` or a `PerWorker`.
-
-        Raises:
-            ValueError: there are too few or too many pieces or values, or an axis does not exist or is not called.
-            TypeError: the pieces are not a sequence.
-        """
+        """Return an argument as a column. It is replicated unless it is a `Shard` or a `PerWorker`."""
         if isinstance(value, Shard):
             return self._shard_column(value)
         if isinstance(value, PerWorker):
@@ -304,12 +254,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def column_per_worker(what: str, values: Any, count: int) -> Column:
-    """Return the column in which each of `count` called workers gets its own value.
-
-    Raises:
-        ValueError: there are too few or too many values.
-        TypeError: the values are not a sequence. Strings, sets and mappings are not.
-    """
+    """Return the column in which each of `count` called workers gets its own value from a sequence."""
     if isinstance(values, PassedOn):
         values = values.answers()
     elif isinstance(values, (str, bytes)) or hasattr(values, "keys") or not hasattr(values, "__getitem__"):
@@ -322,7 +267,7 @@ def column_per_worker(what: str, values: Any, count: int) -> Column:
 def make_columns(
     args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[str, Any], Column], method: str = ""
 ) -> tuple[list[Column], dict[str, Column]]:
-    """Return the positional and the keyword arguments of a call as columns; `method` is its name in errors."""
+    """Return the arguments of a call as columns, each made from its description in errors and its value."""
 
     def column(what: str, value: Any) -> Column:
         try:
@@ -336,19 +281,7 @@ def make_columns(
 
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
-    """Plan a call. Plans are cached, so the same question again costs next to nothing.
-
-    Args:
-        mesh: the workers that the call may reach.
-        collect: None if every called worker returns a result. With axes, one worker for each coordinate along them
-            returns a result, the one at coordinate 0 of all other axes; results are row-major in the order given. With
-            an empty tuple, one worker does.
-        first_along: axes along which only coordinate 0 is called.
-        discard: whether no worker returns a result.
-
-    Raises:
-        ValueError: an axis does not exist, is named twice, or is both collected and in `first_along`; or `collect` is
-            given together with `discard`.
+    """Plan a call, from a cache if possible; `RayWorkerGroup.call` describes the options.
 
     >>> mesh = Mesh(NamedSharding([[3, 1], [2, 0]], ["dp", "tp"]))
     >>> plan = plan_call(mesh, collect="dp")

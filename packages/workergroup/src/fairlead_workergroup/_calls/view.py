@@ -21,7 +21,6 @@ from .plan import (
     Mesh,
     Selection,
     make_columns,
-    make_options,
     plan_call,
     select,
 )
@@ -47,23 +46,14 @@ class _Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Target:
-    """The workers that a call goes to.
-
-    Attributes:
-        sender: the sender of the group.
-        mesh: the workers on their axes.
-        sharding: the axes of the whole group that the mesh was made from.
-        map_options: the options of `map` that hold for the whole group.
-        options: the options that `with_options` has set; None without.
-        path: the selections that lead from the group to these workers.
-    """
+    """The workers that a call goes to."""
 
     sender: Sender
     mesh: Mesh
-    sharding: NamedSharding
+    sharding: NamedSharding  # the axes of the whole group that the mesh was made from
     map_options: MapOptions
-    options: CallOptions | None = None
-    path: tuple[Selection, ...] = ()
+    options: CallOptions | None = None  # those that `with_options` has set
+    path: tuple[Selection, ...] = ()  # from the group to these workers
 
     def at(self, coords: dict[str, int | slice]) -> "Target":
         """Return the target of the workers at some coordinates."""
@@ -71,11 +61,7 @@ class Target:
         return replace(self, mesh=mesh, path=(*self.path, select(self.mesh, coords)))
 
     def follow(self) -> "Target":
-        """Return the same workers on the present axes of the group.
-
-        Raises:
-            EpochError: the group does not have some of them any more.
-        """
+        """Return the same workers on the present axes of the group; raise `EpochError` if it lacks some of them."""
         now = self.sender.roster.snapshot()
         mesh = Mesh(now.sharding)
         for selection in self.path:
@@ -461,7 +447,7 @@ class TypedCalls(AddressedWorkers):
             WorkerFailureError: a worker that would be called is known to be dead, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        options = make_options(collect, first_along, timeout, retries, discard)
+        options = CallOptions(collect, first_along, timeout, retries, discard)
         return self._renew_target().call(self, method, options, args, kwargs)
 
     def explain(
@@ -486,5 +472,5 @@ class TypedCalls(AddressedWorkers):
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
         """
-        options = make_options(collect, first_along, timeout, retries, discard)
+        options = CallOptions(collect, first_along, timeout, retries, discard)
         return self._target.explain(method, options, args, kwargs)

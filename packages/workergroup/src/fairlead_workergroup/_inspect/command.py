@@ -243,10 +243,7 @@ def _trace(options: argparse.Namespace, output: Output) -> int:
 
 
 def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[float, float]]) -> SeenGroup:
-    """Return a group with another look at the workers that seem late, if there are any.
-
-    A worker that waits in a loop of its own is now and then in another line of it than the others.
-    """
+    """Look again at workers that seem late: one in a loop of its own is at times in another line than the others."""
     for _ in range(LOOKS):
         found = diagnose(seen, stuck_after_s=after_s, calls=calls)
         late = {rank for one in found if one.kind == "late" for rank in one.ranks}

@@ -34,7 +34,7 @@ _WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or that explains it.
+    """Something that is wrong, or that explains it; also the JSON of `why`.
 
     Attributes:
         kind: "dead", "stopped" (SIGSTOP), "late" (others wait for it), "stuck" (no progress, and nobody is elsewhere),
@@ -43,10 +43,8 @@ class Finding:
         axes: the axes along which others wait for it.
         coords: the coordinates that all of `ranks` have in common.
         since_s: for how long; of a straggler, how long its method takes.
-        where: the innermost frame of the method, `file:line in function`; empty if it is not known.
+        where, waiting_where: the innermost frame of the method, `file:line in function`; empty if it is not known.
         stacks: the frames of the first of them, from the innermost one to its method.
-        waiting: the ranks that wait for them.
-        waiting_where: where these are.
         wrong: whether something is wrong; otherwise it only explains.
     """
 
@@ -71,11 +69,7 @@ def diagnose(
     stragglers: Sequence[WorkerTiming] = (),
     calls: Mapping[CallKey, tuple[float, float]] | None = None,
 ) -> list[Finding]:
-    """Return what is wrong with a group that was looked at with stacks, the most certain first.
-
-    Workers without progress for less than `stuck_after_s` are not suspected. `stragglers` are slower than their peers,
-    the slowest first, and `calls` says when the running calls were made, as from `Timeline.find_calls`.
-    """
+    """Return what is wrong with a group that was looked at with stacks, the most certain first."""
     findings = [_report_dead(one) for one in seen.workers if one.state == "dead"]
     findings += [_report_stopped(one) for one in seen.workers if one.stopped]
     blamed = {rank for finding in findings for rank in finding.ranks}

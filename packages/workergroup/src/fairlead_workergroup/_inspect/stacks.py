@@ -23,7 +23,7 @@ class FoldedStack:
 
 
 def fold_stacks(workers: Iterable[SeenWorker], *, threads: bool = False) -> list[FoldedStack]:
-    """Return the distinct stacks of methods, or of all `threads`, those of most workers first."""
+    """Return the distinct stacks, those of most workers first: of all threads, or of the method only."""
     found = group_pairs((_comparable(worker, threads), worker.rank) for worker in workers)
     folded = [FoldedStack(tuple(sorted(ranks)), stacks) for stacks, ranks in found.items()]
     return sorted(folded, key=lambda one: (-len(one.ranks), one.ranks))

@@ -134,11 +134,7 @@ def _keep_late(timings: Sequence[WorkerTiming], spans: Mapping[int, Sequence[Spa
 
 
 def _is_synchronous(spans: Mapping[int, Sequence[Span]]) -> bool:
-    """Return whether the workers end a method together, whenever each of them began: they wait for each other in it.
-
-    Then a worker that begins a call late takes as much less time for it. The offsets between the clocks of nodes do not
-    matter, as only the changes from call to call are compared.
-    """
+    """Return whether workers wait for each other: those that begin late take as much less time, from call to call."""
     late = _without_medians(_align(spans, lambda span: span.start))
     took = _without_medians(_align(spans, _work))
     limits = [OUTLIER * statistics.median(map(abs, values)) for values in (late, took)]

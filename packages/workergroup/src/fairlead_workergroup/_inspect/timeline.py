@@ -19,43 +19,27 @@ CallKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """One call of a worker.
+    """One call of a worker, by the clock of this process."""
 
-    Attributes:
-        number: the number of the call, counted by the worker.
-        start: when it began, by the clock of this process.
-        end: when it ended; None if it still runs.
-        waited_s: how long it waited for other workers, as far as that is marked.
-        task: identifies the request among those of the worker.
-    """
-
-    number: int
+    number: int  # counted by the worker
     method: str
     start: float
-    end: float | None
-    waited_s: float = 0.0
+    end: float | None  # None while it runs
+    waited_s: float = 0.0  # for other workers, as far as that is marked
     failed: bool = False
-    task: bytes = b""
+    task: bytes = b""  # identifies the request among those of the worker
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call that the driver has made, or something else that it has done with the group.
+    """One call that the driver has made, or something else that it has done with the group."""
 
-    Attributes:
-        method: the method, or what was done; of a loss, which is a moment and no call, what was lost.
-        start: when it was made, by the clock of this process.
-        end: when its caller had the results; None if that is not so, or nobody waited for it.
-        workers: how many workers were called; 0 if it is no call.
-        tasks: what the first of them were asked.
-    """
-
-    method: str
-    start: float
-    end: float | None
+    method: str  # or what was done or lost; a loss is a moment and no call
+    start: float  # by the clock of this process
+    end: float | None  # when its caller had the results; None if nobody waited for it, or until then
     failed: bool
-    workers: int
-    tasks: tuple[bytes, ...]
+    workers: int  # how many were called; 0 if it is no call
+    tasks: tuple[bytes, ...]  # of the first of them
 
     @property
     def is_moment(self) -> bool:
@@ -65,36 +49,28 @@ class Request:
 
 @dataclass(frozen=True)
 class WorkerTimeline:
-    """What one worker has done lately: its calls in the order in which they ended, with the one that runs as the last.
-
-    Each reported step has its time. The times may be wrong by `error_s` against those of other nodes.
-    """
+    """What one worker has done lately."""
 
     worker: RegisteredWorker
-    spans: tuple[Span, ...]
-    steps: tuple[tuple[float, int], ...]
-    error_s: float
+    spans: tuple[Span, ...]  # in the order in which they ended; the one that runs is the last
+    steps: tuple[tuple[float, int], ...]  # the steps that it reported, each with the time
+    error_s: float  # by how much its times may be wrong against those of other nodes
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a group has done lately: the workers that could be read, by rank, and the calls of the driver.
-
-    The calls are missing without an agent on its node, and their times may be wrong by `error_s`. `read_at` is by the
-    clock of this process.
-    """
+    """What a group has done lately, by the clock of this process."""
 
     group: RegisteredGroup
-    workers: tuple[WorkerTimeline, ...]
-    requests: tuple[Request, ...]
+    workers: tuple[WorkerTimeline, ...]  # those that could be read, by rank
+    requests: tuple[Request, ...]  # of the driver; empty if its node has no agent
     read_at: float
-    error_s: float
+    error_s: float  # by how much the times of the driver may be wrong
 
     def find_calls(self) -> dict[CallKey, tuple[float, float]]:
         """Return the earliest and the latest moment at which the driver can have made each running call.
 
-        They are equal for a call of all workers in the driver's log, also when it was repeated. They do not tell a call
-        of some workers from later ones, which were not sent to the same workers.
+        They are equal for a call of all workers in the driver's log. Calls of some workers may be later ones.
         """
         of_all = {one.start for one in self.requests if one.workers == self.group.sharding.size}
         made = {task: one.start for one in self.requests for task in one.tasks}

@@ -30,13 +30,7 @@ NOTE = "The trace"
 
 
 def make_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the content of the file.
-
-    There is a track for each worker, grouped by node, with a span for each call, its reported steps as a counter, and
-    an instant for each failed call and each restart; and tracks for the calls and transfers of the driver, with an
-    arrow to the first of the workers that each call reached, and an instant for each loss that it has met. Times are in
-    microseconds since the first event.
-    """
+    """Return the file's content: a track for each worker and for the driver's calls, in us from the first event."""
     group = timeline.group
     starts = [span.start for one in timeline.workers for span in one.spans]
     starts += [request.start for request in timeline.requests]
@@ -160,11 +154,7 @@ class TraceSaver:
         self._saved: tuple[float, Path] | None = None
 
     def save_for(self, error: BaseException) -> None:
-        """Save a trace, and add a note to an error that says where; without the variable, do nothing.
-
-        Errors within a few seconds, such as those of several threads, share one trace. An error that has its note gets
-        no other one.
-        """
+        """Save a trace if the variable is set, and note its path in an error. Errors of a few seconds share a trace."""
         folder = os.environ.get("FAIRLEAD_TRACE_DIR")
         if not folder or any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
             return

@@ -36,12 +36,7 @@ def user_of(connected: socket.socket) -> int:
 
 
 class LocalSocket:
-    """A Unix socket and its connections, each under the name that a worker gave with the key of the lane.
-
-    A message needs no thread of its own there, as it does with ZeroMQ. Only the two processes can read what the socket
-    carries. It has no file, and ends with the process. Where such a socket cannot be made, it has no connections.
-    The poller reports the events of its files, which the owner passes to `note`.
-    """
+    """A Unix socket and its connections by name. Where such a socket cannot be made, it has no connections."""
 
     def __init__(self, poller: select.epoll) -> None:
         self._poller = poller
@@ -86,10 +81,7 @@ class LocalSocket:
             self._readable.append(link)
 
     def receive(self, *, drains: bool) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield messages that have arrived: the name of the sender, and the frames.
-
-        Without `drains`, one of each connection that has been reported; the poller reports those with more again.
-        """
+        """Yield all messages that have arrived, or without `drains` one of each connection that was reported."""
         readable, self._readable = self._readable, []
         for name, packets in list(self._links.values()) if drains else readable:
             try:

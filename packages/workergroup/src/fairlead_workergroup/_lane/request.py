@@ -14,10 +14,7 @@ from .session import Body
 
 
 def encode(requests: Iterable[Any]) -> Iterator[tuple[str, Body]]:
-    """Yield the method and the content of each request.
-
-    Requests with the same arguments are pickled once.
-    """
+    """Yield the method and the content of each request; requests with the same arguments are pickled once."""
     last: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
     body: Body | None = None

@@ -29,13 +29,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
 class Router:
-    """The sockets that the workers connect to, each under its own name. The caller serialises their use.
-
-    Workers of this node connect by a Unix socket, and those of other nodes by ZeroMQ over TCP, to `address`.
-
-    Raises:
-        LaneError: the port cannot be bound.
-    """
+    """The sockets of a lane: Unix on this node, ZeroMQ over TCP between nodes. The caller serialises their use."""
 
     def __init__(self, address: str, port: int) -> None:
         zmq: Any = importlib.import_module("zmq")
@@ -96,10 +90,7 @@ class Router:
         os.eventfd_write(self._wake, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for messages or an interruption, and let workers connect; return whether messages are there.
-
-        After an interruption they are not, so that the caller lets the thread that caused it use the socket.
-        """
+        """Wait, and let workers connect; return False after an interruption, to let another thread use the socket."""
         is_undisturbed, note = True, self._local.note
         happened = self._poller.poll(0 if self._has_message() else timeout_s)
         # A look at the socket that takes its announcement, such as one by another thread, costs one wait at most.
@@ -138,11 +129,7 @@ class Router:
 
     @contextlib.contextmanager
     def batch(self, lost: Callable[[bytes], object]) -> Iterator[None]:
-        """Send the messages of a block to other nodes together at its end; call `lost` if there is no connection.
-
-        The library's own thread takes messages that follow each other at once without going to sleep in between, which
-        saves a switch of threads for each of them.
-        """
+        """Send the messages of a block together, which saves thread switches; call `lost` without a connection."""
         batch: list[tuple[bytes, Sequence[Any]]] = []
         self._batch = batch
         try:

@@ -45,11 +45,7 @@ LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Body:
-    """The content of a request: the pickled method with the arguments that travel with the call, and the other
-    arguments.
-
-    These are references to stored objects and answers of workers, by position or name.
-    """
+    """The content of a request, pickled but for stored objects and answers of workers, which are `sources`."""
 
     pickled: bytes
     sources: tuple[tuple[int | str, Any], ...]
@@ -125,27 +121,18 @@ class _Pending:
 
 @dataclass(eq=False)
 class Session:
-    """The connection with one worker. The lane serialises its use.
-
-    Attributes:
-        items: the generator of the serve call, which yields the answers that go through the object store.
-        send_frames: sends a message to the worker; returns whether there is a connection.
-        greeted: whether the worker has connected and said what it has received.
-        stopping: whether the worker will end the serve call after the calls before.
-        error: the error that ended the serve call.
-        exhausted: whether the object store has no answer any more, although the worker has announced one.
-    """
+    """The connection with one worker. The lane serialises its use."""
 
     rank: int
     handle: Any
     actor_id: bytes
     identity: bytes
-    items: ObjectRefGenerator
-    send_frames: Callable[[bytes, Sequence[Any]], bool]
-    greeted: bool = False
-    stopping: bool = False
-    error: BaseException | None = None
-    exhausted: bool = False
+    items: ObjectRefGenerator  # of the serve call, which yields the answers that go through the object store
+    send_frames: Callable[[bytes, Sequence[Any]], bool]  # returns whether there is a connection
+    greeted: bool = False  # whether the worker has connected and said what it has received
+    stopping: bool = False  # whether the worker will end the serve call after the calls before
+    error: BaseException | None = None  # which ended the serve call
+    exhausted: bool = False  # whether the object store lacks an answer that the worker has announced
     _sent: int = 0
     _received: int = 0
     _told: int = 0
@@ -158,10 +145,7 @@ class Session:
     _end_error: BaseException | None = None
 
     def call(self, future: LaneFuture | LaneStream, body: Body) -> bool:
-        """Send a call, or queue it until it is its turn; return `is_busy`.
-
-        It fails at once if the serve call has ended since the session was found.
-        """
+        """Send a call, or queue it until its turn; return `is_busy`. It fails if the serve call has ended."""
         if self._end_error is not None:
             future.resolve(error=self._end_error)
             return False

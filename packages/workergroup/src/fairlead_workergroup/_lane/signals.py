@@ -19,10 +19,7 @@ _fast: Any = importlib.import_module("_signal" if importlib.util.find_spec("_sig
 
 
 class Delay:
-    """A block at whose end, and not before, the handlers of signals run, which only the main thread runs.
-
-    A signal that arrives in the block calls `arrived`, which ends a wait there.
-    """
+    """Runs the handlers of signals at the end of a block of the main thread; `arrived` ends a wait there."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived

@@ -27,20 +27,12 @@ KEY = "fairlead-group-"
 
 
 def actor_name(place: Place, token: str, incarnation: int) -> str:
-    """Return the name of the actor of a worker, by which other processes find it.
-
-    Ray refuses a second actor of the same name: two groups may have the same prefix, two slots in different clusters
-    the same numbers, and a rank several incarnations.
-    """
+    """Return a name that no other actor has: prefixes, slot numbers and ranks may repeat, so it holds the token."""
     return f"{place.name}-{token[:6]}-{place.rank}-{incarnation}"
 
 
 class Registration:
-    """Keeps what is published about one group up to date, also at the node of its driver.
-
-    Only that node has the methods of the class. `published` is what was published last, by node id. While `lane` is
-    set, the workers serve nobody but their driver; publish after a change.
-    """
+    """Keeps what is published about one group up to date; only the driver's node has the methods of the class."""
 
     def __init__(self, roster: Roster, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
         self._roster = roster
@@ -72,26 +64,25 @@ class Registration:
         }
 
     def name_actors(self, names: Mapping[str, str]) -> None:
-        """Publish actors by their own names, given by their ids; for processes that take over ranks."""
+        """Publish actors that take over ranks by their own names, and forget those that are lost or being replaced."""
         stay = [one for one in self._roster.snapshot().members if one.state == "alive"]
         ids = {actor_id_of(one.handle) for one in stay}
         self._names = {one: name for one, name in self._names.items() if one in ids} | dict(names)
 
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
-        """Publish the workers as they are now, and actors of ranks that are starting; do not wait for the agents."""
-        with self._lock:  # a change and the opening of a lane may publish at once
-            now = self._roster.snapshot()
-            driver_node = self._about["driver"]["node_id"]
-            by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
-            for member in now.members:
-                row = self._row(member, (starting or {}).get(member.rank))
-                by_node.setdefault(row["node_id"], []).append(row)
-            self._version += 1
-            axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
-            about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
-            self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
-            self.published[driver_node]["methods"] = self._methods
-            publish(self.key, self._version, self.published)
+        """Publish the present workers, and those starting without their processes; do not wait for the agents."""
+        now = self._roster.snapshot()
+        driver_node = self._about["driver"]["node_id"]
+        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
+        for member in now.members:
+            row = self._row(member, (starting or {}).get(member.rank))
+            by_node.setdefault(row["node_id"], []).append(row)
+        self._version += 1
+        axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
+        about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
+        self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
+        self.published[driver_node]["methods"] = self._methods
+        publish(self.key, self._version, self.published)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
         process = member.place.process(member.coords) if actor is not None or member.handle is None else member.process

@@ -36,10 +36,7 @@ class RequestLog:
         _logs[group] = self
 
     def begin(self, method: str, began: float, futures: Sequence[Any]) -> int:
-        """Note a call that was made at a moment of `time.monotonic`, and return the number of its entry.
-
-        A call without workers has none, which is 0.
-        """
+        """Note a call made at a moment of `time.monotonic`; return its entry's number, 0 for a call without workers."""
         if not futures:
             return 0
         tasks = [task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]]

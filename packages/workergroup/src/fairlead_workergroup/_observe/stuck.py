@@ -17,9 +17,7 @@ Frame = tuple[str, str, str]
 
 
 def find_method_frames(stacks: str) -> tuple[Frame, ...]:
-    """Return the frames of the thread that runs the user's method, from the innermost one to the method.
-
-    Each is (file, line, function). If no thread runs a method, they are those of the first thread.
+    """Return the frames of the thread that runs the user's method, innermost first, or of the first thread.
 
     >>> find_method_frames('''Thread 0x1 (most recent call first):
     ...   File "/lib/threading.py", line 320 in wait
@@ -52,11 +50,7 @@ def find_innermost(stacks: str) -> str:
 
 
 def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:
-    """Return stuck workers with notes that name the ranks that do not wait where most of the group waits.
-
-    Two workers wait at the same place if they run the same method and, where stacks are available, their Python stacks
-    agree down to that method.
-    """
+    """Add notes that name the ranks that are not in the method and Python frames where most of the group waits."""
     places = {one.rank: (one.method, find_method_frames(one.stacks)) for one in stuck}
     ((place, count),) = Counter(places.values()).most_common(1) or [((None, ()), 0)]
     odd = [rank for rank in statuses if places.get(rank) != place]

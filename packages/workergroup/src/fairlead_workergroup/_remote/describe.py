@@ -11,13 +11,7 @@ import ray
 
 
 def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return what the driver has to know about a class that it may not be able to import, as plain data.
-
-    That is the short name of the class; its public methods (kind and parameters) and the full names of their functions;
-    how many items a generator method may be ahead of its reader; the default options of `@ray.remote` or of a
-    `_default_options` attribute; the options that workers of a group cannot have; and the results of `configure_worker`
-    for the keyword arguments in `asks`.
-    """
+    """Describe a class that the driver may not be able to import as plain data; `asks` are for `configure_worker`."""
     decorated = resolve(target)
     cls = undecorate(decorated)
     methods: dict[str, tuple[str, Any]] = {}
@@ -101,10 +95,7 @@ def _kind_of_code(function: Any) -> str:
 
 
 def _parameters(function: Any, bound: bool) -> Any:
-    """Return (name, name of the kind, required) of each parameter except `self`; None if Python cannot tell.
-
-    These are the parameters of the function that is called: a decorated function may take other parameters.
-    """
+    """Return (name, kind, required) of each parameter but `self`, of the function that is called; None if unknown."""
     try:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
@@ -135,10 +126,7 @@ def undecorate(worker: Any) -> type:
 
 
 def _import(full_name: str) -> Any:
-    """Import `package.module.Outer.Class`: the longest prefix that is a module, then its attributes.
-
-    Not `pkgutil.resolve_name`, which hides an ImportError that a module raises.
-    """
+    """Import `package.module.Outer.Class`; unlike `pkgutil.resolve_name`, show an ImportError that a module raises."""
     parts = full_name.split(".")
     for split in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:split])

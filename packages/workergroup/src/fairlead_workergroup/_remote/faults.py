@@ -16,10 +16,7 @@ NAME = "fairlead-hang-"
 
 
 def hang(host: Any, how: str, token: str) -> None:
-    """Wait for a byte in a pipe, which an agent writes; a file tells the agent the number of the pipe.
-
-    The agent finds the file by the token.
-    """
+    """Wait for a byte in a pipe that an agent writes; it finds the pipe's number in a file, by the token."""
     read, write = os.pipe()
     file = os.memfd_create(NAME + token)
     os.write(file, str(write).encode())

@@ -52,10 +52,7 @@ NO_TASK = bytes(24)
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickle a value, with None in place of references and actor handles; `found` says whether there are any.
-
-    It does not stop at the first one, because the rest may be what cannot be pickled.
-    """
+    """Pickle a value with None for references, and note `found`; go on after one, as the rest may not be picklable."""
 
     found = False
 
@@ -67,13 +64,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def dump(value: Any) -> list[Any] | None:
-    """Return a pickled value, with its buffers apart; None if it holds a reference or an actor handle.
-
-    Only Ray may pickle a reference: outside Ray, pickling it keeps its object for the life of the process.
-
-    Raises:
-        Exception: the value cannot be pickled.
-    """
+    """Return a pickled value and its buffers; None if it holds a reference, which Ray has to pickle."""
     if type(value) in PLAIN:
         return [pickle.dumps(value, 5)]
     buffers: list[pickle.PickleBuffer] = []
@@ -151,11 +142,7 @@ def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any
 
 
 def read_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any], dict[int | str, Any]]:
-    """Return the name of the host's method, its positional and keyword arguments, and references to fetch for these.
-
-    The second frame, if there is one, has the arguments that do not travel with every request: objects in the object
-    store, whose references are returned by their places, and answers of other workers.
-    """
+    """Return the host's method, its arguments, and references to fetch; a second frame has these and answers."""
     name, args, kwargs = pickle.loads(frames[0])
     refs: dict[int | str, Any] = {}
     if len(frames) > 1:
@@ -176,10 +163,7 @@ def fill(args: list[Any], kwargs: dict[str, Any], values: Iterable[tuple[int | s
 
 
 def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
-    """Return a reference to an object of the driver, which keeps the object until this call has ended.
-
-    Ray's own way to hand a reference over, pickling it, would keep the object for the life of the driver.
-    """
+    """Return a reference that lasts as long as this call; a pickled one would last as long as the driver."""
     own: Any = ray
     ref = own.ObjectRef(binary, owner)
     worker = own._private.worker.global_worker
@@ -188,11 +172,7 @@ def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
 
 
 class Connection:
-    """The numbered messages between a worker and the driver.
-
-    Raises:
-        ModuleNotFoundError: this Python has no pyzmq, and the driver cannot be reached without it.
-    """
+    """The numbered messages between a worker and the driver."""
 
     # Whether the driver has said anything.
     is_welcome: bool = False
@@ -255,11 +235,7 @@ class Connection:
         self.send(BYE, INLINE, 0)
 
     def look(self, *, waits: bool = False) -> bool:
-        """Accept a message, perhaps after a short wait; return whether one has arrived.
-
-        Raises:
-            DriverLostError: the driver cannot be reached any more.
-        """
+        """Accept a message, perhaps after a short wait; return whether one has arrived."""
         link = self._link
         try:
             message = None if link.is_new else link.receive(waits=waits)
@@ -309,11 +285,7 @@ def serve(
     find: Callable[[str], Callable[..., Any]],
     name_task: Callable[[Callable[[], bytes] | None], None],
 ) -> Iterator[Any]:
-    """Run the calls that arrive by a lane, one after the other, until the driver ends it.
-
-    It yields the answers that the driver gets through the object store. `find` returns a method of the host by its
-    name, and `name_task` tells the record how to find out which task runs.
-    """
+    """Run the calls of a lane in order until the driver stops it; yield the answers that travel through Ray."""
     connection = Connection(config)
     task = NO_TASK
     name_task(lambda: task)

@@ -47,11 +47,7 @@ class DriverLostError(ConnectionError):
 
 
 class Packets:
-    """Messages over a Unix socket that keeps the bounds of packets.
-
-    Linux delivers all of a packet or nothing, in order, so a message of one frame is one packet. The methods raise
-    OSError if the other side has closed the connection.
-    """
+    """Messages over a Unix socket that keeps the bounds of packets; Linux delivers each whole and in order."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -93,11 +89,7 @@ class Packets:
             self._unsent.popleft()
 
     def receive(self, flags: int = 0) -> list[bytes] | None:
-        """Receive a packet; return the message that it completes, and None if more packets of it follow.
-
-        Raises:
-            BlockingIOError: none has arrived, and the flags or the time limit of the socket say not to wait.
-        """
+        """Receive a packet; return the message that it completes, and None if more packets of it follow."""
         packet = self._receive(PACKET_BYTES + 1, flags)
         if not packet:
             raise ConnectionResetError("the other side has closed the connection")
@@ -137,13 +129,10 @@ def _join(frames: list[bytes]) -> list[bytes]:
 
 
 class Link(Protocol):
-    """A worker's connection with the driver. Its methods raise DriverLostError if the driver has closed it.
+    """A worker's connection with the driver."""
 
-    There is none since `lost_at`, by `time.monotonic`. The worker has said nothing on one that `is_new`.
-    """
-
-    lost_at: float | None
-    is_new: bool
+    lost_at: float | None  # by `time.monotonic`; None while there is a connection
+    is_new: bool  # whether the worker has not said anything on it
 
     def files(self) -> list[int]:
         """Return the files that become readable when something happens."""
@@ -159,13 +148,7 @@ class Link(Protocol):
 
 
 class LocalLink:
-    """A Unix socket. Once the driver has sent something, its connection ends with the driver, and not before.
-
-    Unless `waits` is set, `send` does not wait for a driver that does not receive: a thread sends the rest.
-
-    Raises:
-        OSError: the driver's socket cannot be reached, or takes less than a packet at a time.
-    """
+    """A Unix socket, whose connection ends with the driver. If `send` does not wait, a thread sends the rest."""
 
     lost_at: float | None = None
     is_new: bool = True
@@ -240,10 +223,7 @@ def _lost(error: OSError) -> DriverLostError:
 
 
 def make_socket(zmq: Any, context: Any, kind: int, options: dict[int, Any]) -> tuple[Any, Any, Any]:
-    """Return a ZeroMQ socket with these options, and the functions that receive and send one frame.
-
-    The wrappers of pyzmq around these functions, for features that are not used here, take as long as the functions.
-    """
+    """Return a ZeroMQ socket, and what receives and sends a frame: pyzmq's own wrappers double their time."""
     made = context.socket(kind)
     for option, value in options.items():
         made.setsockopt(option, value)
@@ -339,11 +319,7 @@ class NetworkLink:
 
 
 def connect(config: LaneConfig, *, waits: bool = True) -> Link:
-    """Connect with the driver of a lane: by its Unix socket if it is on this node and can be reached so.
-
-    Raises:
-        ModuleNotFoundError: another way is needed, and this Python has no pyzmq.
-    """
+    """Connect with the driver of a lane: by its Unix socket if it is on this node and can be reached so."""
     if config.local_address:
         with contextlib.suppress(OSError):  # such as in a network namespace of its own
             return LocalLink(config, waits=waits)

@@ -29,10 +29,9 @@ Registered = tuple[int, int, str]
 
 
 def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return what `look` says of workers, and of their processes.
+    """Return what `look` says of workers, with their processes, the letter of each state and `rss_bytes`.
 
-    That is `pid`, `started`, `process`, the letter of the process's state, and `rss_bytes`. `missing` is true for one
-    that is starting and has no process yet.
+    A worker that is starting and has no process yet is `missing`.
     """
     processes = _find_starting(workers)
     rows = look([(pid, started) for pid, started in processes], stuck_after_s, dump)
@@ -77,12 +76,7 @@ def look_at_process(pid: int, started: int, host: str) -> str:
 
 
 def read_timelines(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
-    """Return what workers have done lately, by the monotonic clock of this machine; None for one that has ended.
-
-    Returns:
-        For each worker `calls`: (number, method, start, end, seconds waited, whether it failed, task) of each finished
-        call, the oldest first; `steps`: (time, step); and `running`: (number, method, start, task), or None.
-    """
+    """Return the calls, steps and running call of workers, by this machine's monotonic clock; None if one has ended."""
     return [_read_timeline(process) for process in processes]
 
 
@@ -106,11 +100,7 @@ def _read_timeline(process: Process) -> dict[str, Any] | None:
 
 
 def read_requests(pid: int, started: int, host: str, group: str) -> list[tuple[Any, ...]]:
-    """Return the latest calls that a driver on this machine has made of a group; none if it is not here.
-
-    Returns:
-        For each (start, end or 0, whether it failed, number of workers, method, the tasks of the first workers).
-    """
+    """Return the latest calls of a driver on this machine: start, end or 0, failed, workers, method, tasks."""
     if host != socket.gethostname() or start_tick(pid) != started:
         return []
     return [

@@ -50,11 +50,7 @@ def mark_of(group: str, rank: int) -> str:
 
 
 def mark_tree(identity: str) -> mmap.mmap:
-    """Mark everything that this process starts from now on.
-
-    Returns:
-        The page that forks of this process share; keep it.
-    """
+    """Mark everything that this process starts from now on; return the page that forks share, to be kept."""
     os.environ[VARIABLE.decode()] = identity
     # The name has the pid, which tells the worker from its forks, because they have the same page.
     file, page = make_memory_file(f"{PAGE.decode()}{identity}:{os.getpid()}", mmap.PAGESIZE)
@@ -63,11 +59,7 @@ def mark_tree(identity: str) -> mmap.mmap:
 
 
 class Trees:
-    """Find workers of one machine and the processes that they have started.
-
-    Marks are the prefix of the identity given to `mark_tree`: they find workers that are not known, and processes whose
-    worker has died. `children` were below the workers before.
-    """
+    """Find workers of a machine and what they started: by process, by mark after a death, and by earlier children."""
 
     def __init__(self, workers: Iterable[Process], marks: Sequence[str], children: Iterable[Process] = ()) -> None:
         self._workers = set(workers)
@@ -80,10 +72,7 @@ class Trees:
     def look(
         self, processes: Table | None = None, read: Callable[[Process], Sequence[Mark]] | None = None
     ) -> tuple[list[Process], list[Process]]:
-        """Return the workers and the children that run now.
-
-        Callers may give all processes of this machine, and a function that reads the marks of one.
-        """
+        """Return the workers and the children that run now; for tests, of the given processes."""
         processes = read_processes() if processes is None else processes
         running = {(pid, started) for pid, (_, started) in processes.items()}
         for one in running - self._workers - self._children:
@@ -110,10 +99,9 @@ def end_trees(
     within_s: float,
     grace_s: float = WORKER_GRACE_S,
 ) -> list[Process]:
-    """Wait until workers have ended, then end the processes that they have started; return those still alive.
+    """Wait until workers have ended, then end their children with SIGTERM and SIGKILL; return who is still alive.
 
-    Ray has `grace_s` to end the workers before they get SIGKILL. Their children, and those that were below them before,
-    get SIGTERM, and SIGKILL after `CHILD_GRACE_S`.
+    Workers get SIGKILL after `grace_s`, and all of it may take `within_s`.
     """
     deadline = time.monotonic() + within_s
     trees = Trees(workers, marks, children)
@@ -286,11 +274,7 @@ def read_marks(process: Process) -> list[Mark]:
 
 
 def start_guard(workers: Sequence[tuple[int, int, str]], name: str, limit: int) -> list[bool]:
-    """Start a thread that ends workers whose memory passes a limit; return whether each worker is alive.
-
-    Memory shared with others, such as values in the object store, does not count. `read_verdicts` finds the ended
-    workers by `name`.
-    """
+    """Start a thread that ends workers whose trees hold more unshared bytes than a limit; return who is alive."""
     threading.Thread(target=_guard, args=(name, list(workers), limit), daemon=True, name="fairlead-guard").start()
     return [start_tick(pid) == started for pid, started, _ in workers]
 

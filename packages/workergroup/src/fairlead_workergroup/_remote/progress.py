@@ -54,10 +54,7 @@ NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0)
 
 
 class Record:
-    """Write the record of this process, and check whether a task that starts has been cancelled.
-
-    Methods are given by name; `begin` takes the index of one. The signal, unless it is 0, writes the stacks.
-    """
+    """Write the record of this process, and check whether a task that starts has been cancelled."""
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
         about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
@@ -87,14 +84,7 @@ class Record:
         self._write(time.monotonic())
 
     def begin(self, method: int) -> int:
-        """Record that a method starts.
-
-        Returns:
-            A key for `end`.
-
-        Raises:
-            TaskCancelledError: the task was cancelled before it started.
-        """
+        """Record that a method starts, by its index, and return a key for `end`; raise if its task was cancelled."""
         started = time.monotonic()
         self._calls += 1
         self._now = (method, started, self._task(), self._calls, self._waited)
@@ -137,11 +127,7 @@ class Record:
                 self._write(now)
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
-        """Record progress, with a step and a line of text for people.
-
-        Raises:
-            TypeError, ValueError: the step is not a whole number, or does not fit in 64 bits.
-        """
+        """Record progress, with a step and a line of text for people."""
         if step is not None:
             # Check first: every later write packs the step again.
             step = operator.index(step)
@@ -225,10 +211,7 @@ class OverlappingRecord(Record):
 
 
 def make_task_reader() -> Callable[[], bytes]:
-    """Return a function that returns the id of the task that runs.
-
-    It uses private attributes of Ray: the public function takes twice as long, and every call pays for it.
-    """
+    """Return a function that returns the id of the running task, by private attributes in half of the time."""
     try:
         read: Any = ray._private.worker.global_worker.core_worker.get_current_task_id
         read().binary()
@@ -239,24 +222,12 @@ def make_task_reader() -> Callable[[], bytes]:
 
 
 def open_record(pid: int) -> int | None:
-    """Open the record of a process of this machine.
-
-    Returns:
-        The open file; None if the process has no record or has ended.
-    """
+    """Open the record of a process of this machine; None if it has no record or has ended."""
     return open_memory_file(pid, NAME)
 
 
 def read_record(file: int) -> dict[str, Any]:
-    """Return the content of a record as plain data.
-
-    Returns:
-        A dict with method, running_s, since_progress_s, step, message, calls, task, waiting and dump_signal. Times are
-        seconds before now, by the clock of this machine.
-
-    Raises:
-        TimeoutError: the worker wrote the record during each of many attempts to read it.
-    """
+    """Return the content of a record as plain data; times are seconds before now."""
     seen = b""
     complete: list[tuple[Any, ...]] = []
     for _ in range(TRIES):
@@ -302,10 +273,7 @@ def _read_about(file: int) -> Any:
 
 
 def write_cancelled(file: int, tasks: Sequence[bytes]) -> bool:
-    """Prevent a worker from starting these tasks; return False if it was stopped in the middle of taking others.
-
-    Several threads or processes may do this at once, if each has opened the record itself.
-    """
+    """Prevent a worker from starting these tasks; return False if it was stopped in the middle of taking others."""
     if not _lock(file, fcntl.LOCK_SH, LOCK_S):
         return False
     try:
@@ -318,11 +286,7 @@ def write_cancelled(file: int, tasks: Sequence[bytes]) -> bool:
 
 
 def _lock(file: int, how: int, within_s: float) -> bool:
-    """Lock a record while cancelled tasks are added or taken; return whether it was possible in time.
-
-    The kernel keeps the lock for each open file: functions shipped by value share no memory, and a process that is
-    killed leaves no lock behind.
-    """
+    """Lock an open record, and return whether that was possible in time; the kernel unlocks it after a kill."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -356,14 +320,9 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 
 
 def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return what each worker is doing, and whether it is stuck; with `dump`, also the stacks of stuck workers.
+    """Return each worker's record, with `gone`, `stuck` (busy or stopped without progress), and `stacks` or a `note`.
 
-    A worker is stuck if it is busy, or its process is stopped, and it has made no progress for `stuck_after_s`.
-
-    Returns:
-        For each worker its record, or nothing if the record could not be read, with these entries added: `gone`,
-        whether its process has ended; `stuck`; `stacks`; `note`, why there are no stacks. The entries of `OF_NODE` are
-        left out, because the answers of all nodes meet in one process.
+    The entries of `OF_NODE` are left out, because the answers of all nodes meet in one process.
     """
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as open_files:
@@ -391,11 +350,7 @@ def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list
 
 
 def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
-    """Prevent each worker from starting a task.
-
-    Returns:
-        For each task, whether the worker had started it already and may still be running it.
-    """
+    """Prevent each worker from starting a task; return for each whether it has been started and may still run."""
     running: list[bool] = []
     for process, task in tasks:
         with record_file(process) as file:

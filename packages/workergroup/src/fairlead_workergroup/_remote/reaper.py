@@ -25,16 +25,12 @@ PROGRAM = inspect.getsource(sys.modules[end_orphans.__module__])
 
 
 def start_reaper(identity: str) -> None:
-    """Start the reaper of this process.
-
-    The shell ends at once, and leaves it as a child of init in a session of its own: Ray kills the children of a worker
-    that ends. A pidfd tells it of that end, and no fork of the worker can hold that back, as it could with a pipe.
-    """
+    """Start the reaper of this process as a child of init, because Ray kills the children of a worker that ends."""
     pid, program = os.getpid(), os.memfd_create("fairlead-reaper")
     os.write(program, PROGRAM.encode())
     os.lseek(program, 0, os.SEEK_SET)
     try:
-        worker = os.pidfd_open(pid)
+        worker = os.pidfd_open(pid)  # no fork of the worker can hold back its end, as it could with a pipe
         about = map(str, (worker, program, pid, start_tick(pid), identity, GRACE_S))
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-I", "-S", "-c", WAIT, *about],

@@ -30,11 +30,7 @@ REQUESTS_FILE = "fairlead-requests-"
 
 
 def open_ring(file_name: str, form: str) -> tuple[Callable[..., None], mmap.mmap, int]:
-    """Create a ring that lives as long as this process.
-
-    Returns:
-        The function that packs an entry, the memory, and the size of an entry.
-    """
+    """Create a ring that lives as long as this process; return what packs an entry, the memory, and an entry's size."""
     layout = struct.Struct(form)
     # The file stays open: readers find it among the open files of the process.
     _, page = make_memory_file(file_name, KEPT * layout.size)
@@ -42,11 +38,7 @@ def open_ring(file_name: str, form: str) -> tuple[Callable[..., None], mmap.mmap
 
 
 def make_call_ring() -> Callable[[int, int, float, float, float, bool, bytes], None]:
-    """Create the ring of finished calls, and return the function that adds one.
-
-    It is a closure with the values as parameters, because every call of a worker pays for it: attributes, or a tuple of
-    values, would cost twice as much.
-    """
+    """Create the ring of finished calls, and return the function that adds one."""
     pack, page, size = open_ring(CALLS_FILE, CALL)
     next_number = itertools.count(1).__next__
 
@@ -70,10 +62,7 @@ def make_step_ring() -> Callable[[float, int], None]:
 
 
 def read_ring(pid: int, file_name: str, form: str) -> list[tuple[Any, ...]]:
-    """Return the entries of a ring of a process of this machine, the oldest first, without their sequence numbers.
-
-    Entries that are being written are left out. A process without this ring has no entries.
-    """
+    """Return the complete entries of a ring of a process of this machine, oldest first; none if it has no ring."""
     file = open_memory_file(pid, file_name)
     if file is None:
         return []

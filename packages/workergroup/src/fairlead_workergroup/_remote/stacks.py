@@ -21,11 +21,7 @@ WRITE_S = 5.0
 
 
 def write_stacks_on_signal() -> int:
-    """Make this process write the stacks of all its threads when it gets a signal; return the signal.
-
-    Most system calls start again after the signal, but a sleep or a poll returns early. So send it only to processes
-    that have been judged stuck.
-    """
+    """Write all stacks on a signal, and return it. Signal only stuck processes, as it ends sleeps and polls early."""
     chosen = signal.SIGRTMIN + 5
     file = os.memfd_create(NAME)
     # A reader empties the file before it sends the signal; with O_APPEND the stacks then begin at the start.
@@ -35,11 +31,7 @@ def write_stacks_on_signal() -> int:
 
 
 def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, str]]:
-    """Make processes of this machine write their stacks, all at once; return these or why there are none, by pidfd.
-
-    The processes are given by pidfd, which never refers to another process, each with its pid and the signal in its
-    record.
-    """
+    """Make processes, by pidfd with pid and signal, write their stacks; return these, or why there are none."""
     found: dict[int, tuple[str, str]] = {}
     waiting: dict[int, tuple[int, int, int, int]] = {}
     for process, (pid, number) in asked.items():

@@ -54,27 +54,16 @@ LOADER = (
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """The environment of one worker, split by who sets it.
+    """The environment of one worker, split by who sets it."""
 
-    Attributes:
-        variables: the host sets them before the user's class is imported.
-        loader_variables: Ray sets them before the process starts, so the worker cannot use a prestarted process.
-        path: the entries of PYTHONPATH. The host puts them into `sys.path` before Python's own, because the variable
-            has no effect in a running process.
-    """
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-    loader_variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)  # set by the host before it imports the user's class
+    loader_variables: Mapping[str, str] = field(default_factory=dict)  # set by Ray, in a new process
+    # The entries of PYTHONPATH, which has no effect in a running process: the host puts them before Python's own.
     path: tuple[str, ...] = ()
 
 
 def check_env_vars(env_vars: Mapping[str, str]) -> None:
-    """Refuse variables that are not text, and names that Ray or the group sets.
-
-    Raises:
-        TypeError: a name or a value is not a string.
-        ValueError: a name is reserved.
-    """
+    """Refuse variables that are not text, and names that Ray or the group sets."""
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
@@ -125,24 +114,14 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class WorkerPython:
-    """The Python of the workers; by default the driver's own.
-
-    Attributes:
-        runtime_env: Ray's runtime_env; empty for the driver's own Python, so that Ray can use prestarted processes.
-        variables: the variables by which tools find the environment that they run in.
-    """
+    """The Python of the workers, with its own `variables`. An empty `runtime_env` lets Ray use prestarted processes."""
 
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)  # by which tools find their environment
 
 
 def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvSpec | None:
-    """Return the given Python, or else the one registered for the class, or else None for the driver's own.
-
-    Raises:
-        TypeError: the given Python is neither a spec nor text.
-        ValueError: the table in the pyproject.toml cannot be read.
-    """
+    """Return the given Python, or else the one registered for the class, or else None for the driver's own."""
     if python is not None and not isinstance(python, (str, VenvSpec)):
         raise TypeError(f"python must be a VenvSpec, a path or a uv command, got {type(python).__name__}")
     if python is None:
@@ -151,12 +130,7 @@ def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvS
 
 
 def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> WorkerPython:
-    """Build the Python on the nodes where workers will start, and check that it has the cluster's Python and Ray.
-
-    Raises:
-        ValueError: the spec describes nothing that could be built.
-        WorkerStartError: the Python could not be built; the error of each node.
-    """
+    """Build the Python on the nodes where workers will start, and check that it has the cluster's Python and Ray."""
     if python is None:
         return WorkerPython()
     try:

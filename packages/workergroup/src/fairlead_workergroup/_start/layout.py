@@ -20,16 +20,7 @@ def lay_out(
     workers_per_node: int | Sequence[int] | None = None,
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
 ) -> tuple[Place, ...]:
-    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`.
-
-    Args:
-        workers_per_node: how many workers each logical node gets: None for one per slot, a number for all nodes, or a
-            number for each logical node in use.
-        bundle_indices_list: `(node_idx, [bundle indices])` of each tied group.
-
-    Raises:
-        TypeError, ValueError: the request does not fit the slots.
-    """
+    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`."""
     if not slots:
         raise ValueError("a worker group needs at least one slot, got none")
     if bundle_indices_list is not None and workers_per_node is not None:
@@ -173,11 +164,7 @@ def _tie(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple
 
 
 def check_sharding(given: NamedSharding | None, world_size: int) -> NamedSharding:
-    """Return the axes over the ranks of a group: those given, or one axis `worker` over all.
-
-    Raises:
-        TypeError, ValueError: these are not axes over the ranks of the group.
-    """
+    """Return the axes over the ranks of a group: those given, or one axis `worker` over all."""
     if given is None:
         return NamedSharding.from_shape(worker=world_size)
     if not isinstance(given, NamedSharding):

@@ -53,10 +53,7 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 
 
 def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:
-    """Refuse options that would make Ray run a worker's methods on several threads.
-
-    In an asyncio actor (`concurrent`), `max_concurrency` bounds how many methods overlap.
-    """
+    """Refuse options that would run methods on several threads; `max_concurrency` of an asyncio actor does not."""
     several = "concurrency_groups" if options.get("concurrency_groups") else ""
     if not concurrent and options.get("max_concurrency", 1) not in (None, 1):
         several = f"max_concurrency={options['max_concurrency']!r}"
@@ -75,17 +72,7 @@ def actor_options(
     runtime_env: Mapping[str, Any],
     concurrent: bool = False,
 ) -> dict[str, Any]:
-    """Return the Ray options of a worker in a slot, without its name and its scheduling strategy.
-
-    Args:
-        of_class: the default options of the user's class.
-        resources: the resources from `configure_worker`, where `num_gpus` and `num_cpus` override those of the slot.
-        runtime_env: the runtime_env of the process; empty lets Ray use a prestarted process.
-
-    Raises:
-        ValueError: the options request something that the slot does not hold, which Ray would leave pending without an
-            error; or several threads.
-    """
+    """Return the Ray options of a worker in a slot, and refuse requests for which Ray would wait without an error."""
     options = {name: value for name, value in of_class.items() if name not in _OURS and value is not None}
     options.pop("runtime_env", None)
     held = slot.worker_resources

@@ -25,20 +25,13 @@ from ..exceptions import WorkerStartError
 
 @dataclass(frozen=True)
 class Method:
-    """A public method of the user's class, or a function in place of one.
-
-    Attributes:
-        kind: plain, generator, async or async_generator.
-        signature: its parameters; None if Python cannot tell.
-        function: the pickled function, or a reference to it; None for a method.
-        backpressure: the number of items after which a generator waits until one of them is read; None for no limit.
-    """
+    """A public method of the user's class, or a function in place of one."""
 
     name: str
-    kind: str
-    signature: inspect.Signature | None
-    function: Any = None
-    backpressure: int | None = None
+    kind: str  # plain, generator, async or async_generator
+    signature: inspect.Signature | None  # None if Python cannot tell
+    function: Any = None  # pickled, or a reference to that; None for a method
+    backpressure: int | None = None  # after so many items a generator waits until one is read
 
     @cached_property
     def hosted(self) -> str:
@@ -62,11 +55,7 @@ class Method:
         return named[at] if at < len(named) else at
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse arguments that the method does not take, before a request is sent.
-
-        Raises:
-            TypeError: as calling the method would.
-        """
+        """Raise the `TypeError` that calling the method with these arguments would raise, before a request is sent."""
         shape = len(args), tuple(kwargs)
         if self.signature is None or shape in self._accepted:
             return
@@ -84,25 +73,16 @@ class Method:
 
 @dataclass(frozen=True)
 class WorkerClass:
-    """A user's class as described by the process that can import it.
+    """A user's class as described by the process that can import it; `cls` is None if only its name was given."""
 
-    Attributes:
-        target: the full name or the pickled bytes from which a worker loads it.
-        options: the options of its own `@ray.remote(...)` or `_default_options`.
-        configurations: the result of its `configure_worker` for each worker; None if it has none.
-        concurrent: whether its async methods overlap.
-        cls: the class itself; None if only its name was given.
-        full_names: `module.Class.method` of the function of each method.
-    """
-
-    target: str | bytes
+    target: str | bytes  # the full name or the pickled bytes from which a worker loads it
     name: str
     methods: Mapping[str, Method]
     options: Mapping[str, Any] = field(default_factory=dict)
-    configurations: Sequence[tuple[dict[str, Any], ...]] | None = None
-    concurrent: bool = False
+    configurations: Sequence[tuple[dict[str, Any], ...]] | None = None  # of `configure_worker`, for each worker
+    concurrent: bool = False  # whether its async methods overlap
     cls: type | None = None
-    full_names: Mapping[str, str] = field(default_factory=dict)
+    full_names: Mapping[str, str] = field(default_factory=dict)  # `module.Class.method` of each method's function
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a process without the class needs to call its methods, as plain data."""
@@ -146,12 +126,7 @@ class WorkerClass:
         return skip_checks(ray.remote(skip_tracing(cls)))
 
     def method(self, method: str | Callable[..., Any]) -> Method:
-        """Return the method for a method's name, a method of the class, or any other function.
-
-        Raises:
-            AttributeError: there is no method of this name; the error lists the methods of the class.
-            TypeError: the argument is neither a name nor a function that can run in a worker.
-        """
+        """Return the method for a method's name, a method of the class, or any other function."""
         if not isinstance(method, str):
             function = _without_ray(method)
             name = self._name_of(function)
@@ -180,12 +155,7 @@ class WorkerClass:
 
 
 def full_name(worker: Any) -> str:
-    """Return `package.module.Class` of a class or a `@ray.remote` class, or the name itself if one is given.
-
-    Raises:
-        TypeError: the argument is neither a class nor a name.
-        ValueError: the name cannot be that of a class in a module.
-    """
+    """Return `package.module.Class` of a class or a `@ray.remote` class, or the name itself if one is given."""
     if isinstance(worker, str):
         parts = worker.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -219,14 +189,7 @@ def describe_class(
     timeout_s: float,
     concurrent: bool = False,
 ) -> WorkerClass:
-    """Describe a class in this process, or in one short task on the node if only its name is given.
-
-    `asks` has keyword arguments for its `configure_worker`, a dict for each worker.
-
-    Raises:
-        WorkerStartError: the class cannot be imported or configured where it would run.
-        TypeError, ValueError: it is not a class, or has options of a method that workers of a group cannot have.
-    """
+    """Describe a class in this process, or in one short task on the node if only its name is given."""
     target = make_target(worker)
     if isinstance(worker, str):
         task = ray.remote(describe).options(
@@ -343,11 +306,7 @@ def function_kind(function: Callable[..., Any]) -> str:
 
 
 def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature without the first parameter, which is the worker; None if Python cannot tell.
-
-    Raises:
-        TypeError: the function has no positional parameter for the worker's instance.
-    """
+    """Return the signature without the first parameter, which is the worker; None if Python cannot tell."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -365,17 +324,9 @@ def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature 
 
 
 def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
-    """Pickle a function so that workers without its module can run it.
+    """Pickle a function with the functions and classes of modules that are not installed by value, all others by name.
 
-    Functions and classes of modules that are not installed travel by value. Those of the standard library, of
-    installed packages, and of the package that the workers import their class from travel by name: there the function
-    must see the same module as the workers do.
-
-    Args:
-        shared: the top-level package of the class, if the workers import it by name.
-
-    Raises:
-        TypeError: the function cannot be pickled; the error names the function and the variable that cannot be.
+    The package that workers import their class from is among the others, so that they see the same module.
     """
 
     def by_value(module: str) -> bool:
