@@ -65,11 +65,6 @@ class LaneFuture:
         """Return the id of the answer."""
         return self.task + bytes(4)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the answer has arrived."""
-        return self.done
-
     def resolve(
         self,
         frames: Sequence[bytes] | None = None,
@@ -171,13 +166,13 @@ class LaneStream:
         return self._carrier.cancel(self.task, asks=asks)
 
     @property
-    def is_ready(self) -> bool:
+    def done(self) -> bool:
         """Whether the next item, or the end, has arrived."""
         return bool(self._items) or self._end.done
 
     def next_ready(self) -> bool:
         """Return whether the next item, or the end, has arrived."""
-        return self.is_ready
+        return self.done
 
     def add_item(self, item: LaneFuture) -> None:
         """Add an item that has arrived."""
@@ -193,7 +188,7 @@ class LaneStream:
         return self
 
     def __next__(self) -> LaneFuture:
-        self._carrier.run(lambda: self.is_ready, None)
+        self._carrier.run(lambda: self.done, None)
         if not self._items:
             raise StopIteration
         return self._items.popleft()
@@ -202,12 +197,12 @@ class LaneStream:
         return self
 
     async def __anext__(self) -> LaneFuture:
-        while not self.is_ready:
+        while not self.done:
             waiting: Future[None] = Future()
             self._waiting.append(waiting)
             self._carrier.attend(1)
             try:
-                if not self.is_ready:
+                if not self.done:
                     await asyncio.wrap_future(waiting)
             finally:
                 self._carrier.attend(-1)
@@ -229,7 +224,7 @@ class StoredItems:
 
     def next_ready(self) -> bool:
         """Return whether the next item, or the end, has arrived."""
-        return self._stream.is_ready
+        return self._stream.done
 
     def __iter__(self) -> "StoredItems":
         return self
@@ -320,10 +315,10 @@ def wait(
 
     def is_enough() -> bool:
         if num_returns == len(futures):
-            while left and left[-1].is_ready:
+            while left and left[-1].done:
                 left.pop()
             return not left
-        return sum(1 for future in messages if future.is_ready) + len(ready) >= num_returns
+        return sum(1 for future in messages if future.done) + len(ready) >= num_returns
 
     while True:
         if of_ray:
@@ -331,7 +326,7 @@ def wait(
         turn_s = None if len(carriers) == 1 and not of_ray else TURN_S
         for carrier in carriers:
             carrier.run(is_enough, deadline.left(turn_s))
-        done = [one for one in futures if (one in ready if not is_message(one) else one.is_ready)]
+        done = [one for one in futures if (one in ready if not is_message(one) else one.done)]
         if len(done) >= num_returns or deadline.passed:
             chosen = set(done[:num_returns])
             return done[:num_returns], [one for one in futures if one not in chosen]

@@ -95,9 +95,8 @@ class _NoneNeeded(list[inspect.Parameter]):
 def skip_checks(actor_class: Any) -> Any:
     """Keep Ray from checking a call without arguments, if the method can be called so; return the actor class.
 
-    Before each request Ray binds its arguments to the parameters of the method, which takes a tenth of the time of a
-    request. It leaves that out if there are neither arguments nor parameters, so the parameters say that there are
-    none. A Ray that keeps them elsewhere checks every call.
+    Binding arguments takes a tenth of the time of a request. Ray leaves it out if there are neither arguments nor
+    parameters, so the parameters say that there are none. A Ray that keeps them elsewhere checks every call.
     """
     try:
         signatures = actor_class.__ray_metadata__.method_meta.signatures

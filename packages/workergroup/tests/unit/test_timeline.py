@@ -33,9 +33,9 @@ def record(request, monkeypatch):
     own = Record.__init__.__globals__
     monkeypatch.setitem(own, "make_task_reader", lambda: lambda: b"t" * 24)
     # Records of other tests are open in this process too.
-    for make, name in (("make_call_ring", "CALLS_FILE"), ("make_step_ring", "STEPS_FILE")):
+    for name in ("CALLS_FILE", "STEPS_FILE"):
         monkeypatch.setattr(ring, name, f"{getattr(ring, name)}-{random.random()}")
-        monkeypatch.setitem(own[make].__globals__, name, getattr(ring, name))
+        monkeypatch.setitem(own, name, getattr(ring, name))
     made = request.param(["__init__", "train", "save"])
 
     def calls():

@@ -2,6 +2,7 @@
 """The distribution of many items over few workers, one worker for each item."""
 
 import asyncio
+import contextlib
 import math
 import queue
 from collections import Counter, deque
@@ -173,30 +174,6 @@ async def _async_results(
         await asyncio.to_thread(balancer.close)
 
 
-class _Arrivals:
-    """The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer."""
-
-    # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one has arrived.
-    # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
-
-    def __init__(self) -> None:
-        self._arrived: queue.SimpleQueue[tuple[Execution, Future[Any]]] = queue.SimpleQueue()
-
-    def add(self, call: Execution) -> None:
-        """Wait for the answer of a call of one worker."""
-        call.futures[0].future().add_done_callback(lambda answer: self._arrived.put((call, answer)))
-
-    def take(self, timeout: float) -> dict[Execution, Future[Any]]:
-        """Return the calls that have arrived with their answers, once there is one; none after `timeout` seconds."""
-        arrived: dict[Execution, Future[Any]] = {}
-        try:
-            arrived.update([self._arrived.get(timeout=timeout)])
-            while True:
-                arrived.update([self._arrived.get_nowait()])
-        except queue.Empty:
-            return arrived
-
-
 class _Balancer:
     """Sends items to workers, and owns the record of the items that each worker has."""
 
@@ -209,7 +186,10 @@ class _Balancer:
         self._options = options
         # The number of items that each worker has, by ascending rank, without the workers that were lost.
         self._loads = dict.fromkeys(ranks, 0)
-        self._arrivals = _Arrivals()
+        # The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer.
+        # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one is there.
+        # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
+        self._arrived: queue.SimpleQueue[tuple[Execution, Future[Any]]] = queue.SimpleQueue()
         # The calls that an event loop does not await yet.
         self._new: list[Execution] = []
         self._members = sender.roster.snapshot()
@@ -283,7 +263,7 @@ class _Balancer:
         if may_wait:
             self._new.append(call)
         else:
-            self._arrivals.add(call)
+            call.futures[0].future().add_done_callback(lambda answer: self._arrived.put((call, answer)))
 
     def take_new(self) -> list[Execution]:
         """Return the calls that an event loop does not await yet."""
@@ -305,7 +285,7 @@ class _Balancer:
         arrived: dict[Execution, Future[Any]] = {}
         while not arrived:
             self._sender.roster.check_connected()  # a Ray that has been shut down answers nothing
-            arrived = self._arrivals.take(until.left(at_most=CONNECTED_EVERY_S) or 0.0)
+            arrived = self._take_arrived(until.left(at_most=CONNECTED_EVERY_S) or 0.0)
             if until.passed:
                 break
         finished: _Finished = []
@@ -316,11 +296,20 @@ class _Balancer:
             except CallTimeoutError as error:
                 finished = self._fail(oldest, error)
             else:  # when only its value is on the way, there is no deadline any more
-                arrived = arrived or self._arrivals.take(deadline.left(at_most=CONNECTED_EVERY_S) or 0.0)
+                arrived = arrived or self._take_arrived(deadline.left(at_most=CONNECTED_EVERY_S) or 0.0)
         # Each arrival is taken once, so all are settled here, without the items that have been given up.
         for call in sorted(arrived.keys() & self._sent.keys(), key=lambda call: self._sent[call].position):
             finished += self.settle(call, partial(_result_of, call, arrived[call]))
         return finished
+
+    def _take_arrived(self, timeout: float) -> dict[Execution, Future[Any]]:
+        """Return the calls that have arrived with their answers, once there is one; none after `timeout` seconds."""
+        arrived: dict[Execution, Future[Any]] = {}
+        with contextlib.suppress(queue.Empty):
+            arrived.update([self._arrived.get(timeout=timeout)])
+            while True:
+                arrived.update([self._arrived.get_nowait()])
+        return arrived
 
     def settle(self, call: Execution, result: Callable[[], Any]) -> _Finished:
         """Return the position and the result of an item that has finished; nothing if it has to be repeated."""

@@ -23,6 +23,8 @@ from .stacks import write_frames, write_ranks
 from .stragglers import WorkerTiming
 from .timeline import CallKey
 
+# Stopped by SIGSTOP; late: others wait for it; stuck: no progress, and nobody is elsewhere; unknown: its node did not
+# answer; starting: its constructor has not finished; driver: stopped or gone; straggler: slower than its peers.
 Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
 MOST_STRAGGLERS = 8
 # Parts of the names of files in which workers wait for each other.
@@ -34,32 +36,20 @@ _WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or that explains it; also the JSON of `why`.
-
-    Attributes:
-        kind: "dead", "stopped" (SIGSTOP), "late" (others wait for it), "stuck" (no progress, and nobody is elsewhere),
-            "starting" (its constructor has not finished), "unknown" (its node did not answer), "driver" (the process
-            that owns the group is stopped or gone), or "straggler" (slower than its peers).
-        axes: the axes along which others wait for it.
-        coords: the coordinates that all of `ranks` have in common.
-        since_s: for how long; of a straggler, how long its method takes.
-        where, waiting_where: the innermost frame of the method, `file:line in function`; empty if it is not known.
-        stacks: the frames of the first of them, from the innermost one to its method.
-        wrong: whether something is wrong; otherwise it only explains.
-    """
+    """Something that is wrong, or that explains it, for people and as JSON."""
 
     kind: Kind
     ranks: tuple[int, ...]
     text: str
-    axes: tuple[str, ...] = ()
-    coords: Mapping[str, int] = field(default_factory=dict)
+    axes: tuple[str, ...] = ()  # along which others wait for it
+    coords: Mapping[str, int] = field(default_factory=dict)  # those that all of `ranks` have in common
     method: str | None = None
-    since_s: float = 0.0
-    where: str = ""
-    stacks: str = ""
-    waiting: tuple[int, ...] = ()
+    since_s: float = 0.0  # for how long; of a straggler, how long its method takes
+    where: str = ""  # the innermost frame of the method, `file:line in function`; empty if it is not known
+    stacks: str = ""  # the frames of the first rank, from the innermost one to its method
+    waiting: tuple[int, ...] = ()  # the ranks that wait for them
     waiting_where: str = ""
-    wrong: bool = True
+    wrong: bool = True  # otherwise it only explains
 
 
 def diagnose(

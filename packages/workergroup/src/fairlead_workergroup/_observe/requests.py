@@ -17,20 +17,14 @@ from .._futures import task_of_future
 from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
 
-NAME_BYTES = 64
-
 
 class RequestLog:
     """Write the ring of the calls of one group, given by its id."""
 
     def __init__(self, group: str) -> None:
-        size = struct.calcsize(REQUEST)
-        file, page = make_memory_file(REQUESTS_FILE + group, KEPT * size)
+        self._layout = struct.Struct(REQUEST)
+        file, self._page = make_memory_file(REQUESTS_FILE + group, KEPT * self._layout.size)
         weakref.finalize(self, os.close, file)
-        # The same memory three times. A write of one word takes less time than one of a whole entry.
-        self._bytes = memoryview(page)
-        self._words, self._times = self._bytes.cast("q"), self._bytes.cast("d")
-        self._size = size // 8
         self._lock = threading.Lock()
         self._written = 0
         _logs[group] = self
@@ -63,25 +57,18 @@ class RequestLog:
         moment = time.monotonic() if ended is None else ended
         with self._lock:
             for number in entries:
-                at = number % KEPT * self._size
+                at = number % KEPT * self._layout.size
+                kept, _, ended_before = struct.unpack_from("=qdd", self._page, at)
                 # A later entry may have taken its place.
-                if number and self._words[at] == number and not self._times[at + 2]:
-                    self._words[at + 3] = failed
-                    self._times[at + 2] = moment
+                if number and kept == number and not ended_before:
+                    struct.pack_into("=dq", self._page, at + struct.calcsize("=qd"), moment, failed)
 
     def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> int:
         """Write an entry that has no end yet, and return its number."""
-        text = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0") + tasks
         with self._lock:
             self._written = number = self._written + 1
-            at, last = number % KEPT * self._size, (number % KEPT + 1) * self._size - 1
-            self._words[at] = number
-            self._times[at + 1] = began
-            self._times[at + 2] = 0.0
-            self._words[at + 3] = False
-            self._words[at + 4] = workers
-            self._bytes[8 * (at + 5) : 8 * (at + 5) + len(text)] = text
-            self._words[last] = number
+            at, text = number % KEPT * self._layout.size, name.encode()
+            self._layout.pack_into(self._page, at, number, began, 0.0, False, workers, text, tasks, number)
         return number
 
 

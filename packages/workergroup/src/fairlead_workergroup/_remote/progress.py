@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from .process import Process, make_memory_file, open_memory_file, open_process, process_state, start_tick
-from .ring import make_call_ring, make_step_ring
+from .ring import CALL, CALLS_FILE, STEP, STEPS_FILE, make_ring
 from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
@@ -74,8 +74,8 @@ class Record:
         # Bound methods: a lookup by the format's text would cost every call half as much again.
         self._pack = struct.Struct(STATE).pack_into
         self._pack_ended = struct.Struct(ENDED).pack_into
-        self._finished = make_call_ring()
-        self._steps = make_step_ring()
+        self._finished = make_ring(CALLS_FILE, CALL)
+        self._steps = make_ring(STEPS_FILE, STEP)
         # How many threads wait for other workers, since when the first of them does, and how long they did before.
         self._waiting = 0
         self._waiting_since = 0.0

@@ -6,7 +6,6 @@ number at both ends, so that a reader sees one that was being written, and leave
 """
 
 import itertools
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -29,34 +28,17 @@ STEPS_FILE = "fairlead-steps"
 REQUESTS_FILE = "fairlead-requests-"
 
 
-def open_ring(file_name: str, form: str) -> tuple[Callable[..., None], mmap.mmap, int]:
-    """Create a ring that lives as long as this process; return what packs an entry, the memory, and an entry's size."""
+def make_ring(file_name: str, form: str) -> Callable[..., None]:
+    """Create a ring that lives as long as this process, and return the function that adds the values of an entry."""
     layout = struct.Struct(form)
     # The file stays open: readers find it among the open files of the process.
     _, page = make_memory_file(file_name, KEPT * layout.size)
-    return layout.pack_into, page, layout.size
-
-
-def make_call_ring() -> Callable[[int, int, float, float, float, bool, bytes], None]:
-    """Create the ring of finished calls, and return the function that adds one."""
-    pack, page, size = open_ring(CALLS_FILE, CALL)
+    pack, size = layout.pack_into, layout.size
     next_number = itertools.count(1).__next__
 
-    def add(call: int, method: int, started: float, ended: float, waited: float, failed: bool, task: bytes) -> None:
+    def add(*values: Any) -> None:
         number = next_number()
-        pack(page, number % KEPT * size, number, call, method, started, ended, waited, failed, task, number)
-
-    return add
-
-
-def make_step_ring() -> Callable[[float, int], None]:
-    """Create the ring of reported steps, and return the function that adds one."""
-    pack, page, size = open_ring(STEPS_FILE, STEP)
-    next_number = itertools.count(1).__next__
-
-    def add(reported: float, step: int) -> None:
-        number = next_number()
-        pack(page, number % KEPT * size, number, reported, step, number)
+        pack(page, number % KEPT * size, number, *values, number)
 
     return add
 
