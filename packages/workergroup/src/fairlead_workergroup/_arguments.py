@@ -148,13 +148,7 @@ class NotPicklableError(TypeError):
 
 
 def is_inlined(value: Any) -> bool:
-    """Return whether a value travels with every call instead of being stored.
-
-    None, bool, numbers, str and bytes travel, and tuples, lists and dicts of at most 16 of these, up to 10 kB in all.
-
-    >>> is_inlined(3), is_inlined({"lr": 0.1}), is_inlined("x" * 20_000), is_inlined(["x" * 6_000] * 2)
-    (True, True, False, False)
-    """
+    """Return whether a value travels with every call: plain ones, or containers of at most 16 of these, up to 10 kB."""
     if type(value) in (list, tuple):
         return len(value) <= INLINE_ITEMS and sum(map(_size, value)) <= INLINE_BYTES
     if type(value) is dict:
@@ -182,14 +176,7 @@ class Gathered:
 
 
 class Arguments:
-    """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive.
-
-    With `for_lane` it finds out why a lane cannot carry the arguments.
-
-    >>> arguments = Arguments()
-    >>> arguments.prepare(3), arguments.counts
-    (3, {'puts': 0, 'bytes_put': 0})
-    """
+    """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive."""
 
     def __init__(self, put: Callable[[Any], Any] = ray.put, *, for_lane: bool = False) -> None:
         self.obstacle: str = ""  # why a lane cannot carry the arguments

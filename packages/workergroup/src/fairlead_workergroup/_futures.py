@@ -99,7 +99,11 @@ class LaneFuture:
             return pickle.loads(self.frames[0], buffers=self.frames[1:]) if self.frames else None
         elif self.frames is not None:
             self.error = _load_error(self.frames)
-        raise _as_raised(self.error) if self.error is not None else AssertionError("the answer has not arrived")
+        if self.error is None:
+            raise AssertionError("the answer has not arrived")
+        shown = self.error.as_instanceof_cause() if isinstance(self.error, RayTaskError) else self.error
+        shown.__traceback__ = None
+        raise cast(BaseException, shown)
 
     def size(self) -> int:
         """Return the bytes of the answer, as sent or stored."""
@@ -261,15 +265,6 @@ def _load_error(frames: Sequence[bytes]) -> BaseException:
     except Exception:  # noqa: BLE001  the import of its module may raise anything
         error = UnserializableException(frames[1].decode())
     return error
-
-
-def _as_raised(error: BaseException) -> BaseException:
-    """Return the exception that `ray.get` raises for an error."""
-    shown: BaseException = error
-    if isinstance(error, RayTaskError):
-        shown = cast(BaseException, error.as_instanceof_cause())
-    shown.__traceback__ = None
-    return shown
 
 
 def _set(future: Future[Any], value: Any = None, *, error: BaseException | None = None) -> None:

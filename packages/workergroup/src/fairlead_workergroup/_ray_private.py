@@ -55,13 +55,12 @@ def task_of_ref(ref: ObjectRef) -> bytes:
 
 
 def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
-    """Return an object's id, owner and status, with which a worker can `ray.get` it; None without this API.
-
-    Pickling the reference gives them too, but keeps the object for the life of this process.
-    """
+    """Return an object's id, owner and status for `ray.get` in a worker; None without this API, so the call goes by
+    Ray."""
     core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
     if not hasattr(core_worker, "serialize_object_ref"):
         return None
+    # Pickling the reference gives them too, but keeps the object for the life of this process.
     _, owner, status = core_worker.serialize_object_ref(ref)
     return ref.binary(), owner, status
 
@@ -154,14 +153,12 @@ def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
 
 
 def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
-    """Pickle functions and classes of the modules that `by_value` names by value; without these APIs, by name.
-
-    `register_pickle_by_value` is public, but it affects what other threads pickle at the same time.
-    """
+    """Pickle functions and classes of the modules that `by_value` names by value; without these APIs, by name."""
     reduce_class: Any = getattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce", None)
     if reduce_class is None or not hasattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce"):
         return bytes(ray.cloudpickle.dumps(value))
 
+    # `register_pickle_by_value` is public, but it affects what other threads pickle at the same time.
     class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, (type, types.FunctionType)) and by_value(str(obj.__module__)):

@@ -59,7 +59,10 @@ def export_spans(group: RayWorkerGroup | GroupHandle, exporter: SpanExporter | N
     own = exporter is None
     with head_deadline(HEAD_S):
         spans = make_spans(read_timeline(find_group(handle.group_id)))
-    exporter = _make_exporter() if exporter is None else exporter
+    if exporter is None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        exporter = OTLPSpanExporter()
     try:
         if spans and exporter.export(spans) is not SpanExportResult.SUCCESS:
             raise WorkerGroupError(
@@ -70,12 +73,6 @@ def export_spans(group: RayWorkerGroup | GroupHandle, exporter: SpanExporter | N
         if own:
             exporter.shutdown()
     return len(spans)
-
-
-def _make_exporter() -> SpanExporter:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter()
 
 
 def make_spans(timeline: Timeline) -> list[ReadableSpan]:

@@ -281,13 +281,7 @@ def make_columns(
 
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
-    """Plan a call, from a cache if possible; `RayWorkerGroup.call` describes the options.
-
-    >>> mesh = Mesh(NamedSharding([[3, 1], [2, 0]], ["dp", "tp"]))
-    >>> plan = plan_call(mesh, collect="dp")
-    >>> plan.called, plan.returned
-    ([0, 1, 2, 3], [3, 2])
-    """
+    """Plan a call, from a cache if possible; `RayWorkerGroup.call` describes the options."""
     return _make_plan(mesh, None if collect is None else as_axes(collect), as_axes(first_along), discard)
 
 

@@ -60,7 +60,11 @@ def diagnose(
     calls: Mapping[CallKey, tuple[float, float]] | None = None,
 ) -> list[Finding]:
     """Return what is wrong with a group that was looked at with stacks, the most certain first."""
-    findings = [_report_dead(one) for one in seen.workers if one.state == "dead"]
+    findings = [
+        _about("dead", [one], f"{describe(one)} is dead. {one.note}".rstrip())
+        for one in seen.workers
+        if one.state == "dead"
+    ]
     findings += [_report_stopped(one) for one in seen.workers if one.stopped]
     blamed = {rank for finding in findings for rank in finding.ranks}
     findings += _find_late(seen, stuck_after_s, blamed, calls or {})
@@ -130,10 +134,6 @@ def write_place(worker: SeenWorker) -> str:
     file, line, function = own
     within = f" ({frames[0][2]})" if own is not frames[0] else ""
     return f"{worker.method!r} at {os.path.basename(file)}:{line} in {function}{within}"
-
-
-def _report_dead(worker: SeenWorker) -> Finding:
-    return _about("dead", [worker], f"{describe(worker)} is dead. {worker.note}".rstrip())
 
 
 def _report_stopped(worker: SeenWorker) -> Finding:

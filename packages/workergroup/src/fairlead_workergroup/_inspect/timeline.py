@@ -68,10 +68,8 @@ class Timeline:
     error_s: float  # by how much the times of the driver may be wrong
 
     def find_calls(self) -> dict[CallKey, tuple[float, float]]:
-        """Return the earliest and the latest moment at which the driver can have made each running call.
-
-        They are equal for a call of all workers in the driver's log. Calls of some workers may be later ones.
-        """
+        """Return when the driver can have made each running call: at one moment if it called all workers, or until
+        then."""
         of_all = {one.start for one in self.requests if one.workers == self.group.sharding.size}
         made = {task: one.start for one in self.requests for task in one.tasks}
         found = {}

@@ -171,15 +171,12 @@ class LocalLink:
         self._is_flushing = False
 
     def close(self) -> None:
-        """Close the socket."""
         self._packets.close()
 
     def files(self) -> list[int]:
-        """Return the files that become readable when something happens."""
         return [self._packets.fileno()]
 
     def send(self, message: Sequence[bytes]) -> None:
-        """Send a message so that it arrives whatever this thread does next."""
         try:
             with self._sending:
                 self._packets.send(message)
@@ -206,7 +203,6 @@ class LocalLink:
             self._flush()
 
     def receive(self, *, waits: bool) -> list[bytes] | None:
-        """Return a message; None if there is none."""
         try:
             message = None
             while message is None:
@@ -271,7 +267,6 @@ class NetworkLink:
         self._socket.connect(config.address)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)

@@ -29,10 +29,7 @@ Registered = tuple[int, int, str]
 
 
 def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return what `look` says of workers, with their processes, the letter of each state and `rss_bytes`.
-
-    A worker that is starting and has no process yet is `missing`.
-    """
+    """Return what `look` says of workers, with their processes; one that is starting without a process is `missing`."""
     processes = _find_starting(workers)
     rows = look([(pid, started) for pid, started in processes], stuck_after_s, dump)
     return [

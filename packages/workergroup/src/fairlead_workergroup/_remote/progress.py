@@ -42,7 +42,7 @@ CANCELLED_AT, ID_BYTES = 800, 24
 # A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
 ABOUT_AT = CANCELLED_AT + 8
 TRIES = 10_000
-# The entries of a record that only processes of its node need.
+# The entries of a record that only processes of its node need; the answers of all nodes meet in one process.
 OF_NODE = ("task", "dump_signal")
 # The worker holds the lock for microseconds, unless it is stopped.
 LOCK_S = 2.0
@@ -320,10 +320,8 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 
 
 def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return each worker's record, with `gone`, `stuck` (busy or stopped without progress), and `stacks` or a `note`.
-
-    The entries of `OF_NODE` are left out, because the answers of all nodes meet in one process.
-    """
+    """Return each worker's record, with `gone`, `stuck` (busy or stopped without progress), and `stacks` or a
+    `note`."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as open_files:
         dumps: dict[int, tuple[int, int]] = {}

@@ -2,17 +2,14 @@
 """How long the start of a group took: by phase, and for the slowest workers."""
 
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rich.console import RenderableType
 from rich.table import Table
-
-from .._display import table_html
 
 PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
 DRIVER_PHASES: tuple[PhaseName, ...] = ("reserve", "environment", "agents", "describe")
@@ -48,7 +45,7 @@ class StartPhase:
 
 @dataclass(frozen=True)
 class StartReport:
-    """How long the start of a group took, as a table for people or as JSON.
+    """How long the start of a group took; `rich.print` shows a table.
 
     Attributes:
         group: the name of the group.
@@ -73,10 +70,6 @@ class StartReport:
                 return phase
         raise KeyError(name)
 
-    def to_json(self) -> str:
-        """Return the report as JSON, with the names of the attributes."""
-        return json.dumps(asdict(self))
-
     def __str__(self) -> str:
         longest = max(self.phases, key=lambda phase: phase.seconds)
         return (
@@ -88,24 +81,15 @@ class StartReport:
         table = Table(title=str(self))
         for name in HEADER:
             table.add_column(name, justify="left" if name in (HEADER[0], HEADER[-1]) else "right")
-        for row in self._rows():
-            table.add_row(*row)
-        return table
-
-    def _repr_html_(self) -> str:
-        return table_html(str(self), HEADER, self._rows())
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
+        for phase in self.phases:
+            table.add_row(
                 phase.name,
                 f"{phase.seconds:.3f}",
                 "" if phase.median_s is None else f"{phase.median_s:.3f}",
                 "" if phase.max_s is None else f"{phase.max_s:.3f}",
                 ", ".join(f"{rank} ({seconds:.3f} s)" for rank, seconds in phase.slowest),
             )
-            for phase in self.phases
-        ]
+        return table
 
 
 class StartClock:

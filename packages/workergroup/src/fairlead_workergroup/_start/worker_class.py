@@ -279,11 +279,7 @@ def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Si
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function for errors and logs.
-
-    >>> function_name(os.path.join), function_name(functools.partial(max, 1))
-    ('join', 'max')
-    """
+    """Return the name of a function for errors and logs."""
     while isinstance(function, functools.partial):
         function = function.func
     name: str = getattr(function, "__qualname__", type(function).__qualname__)
@@ -324,12 +320,10 @@ def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature 
 
 
 def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
-    """Pickle a function with the functions and classes of modules that are not installed by value, all others by name.
-
-    The package that workers import their class from is among the others, so that they see the same module.
-    """
+    """Pickle a function; modules that are not installed go by value, except for the package that workers import."""
 
     def by_value(module: str) -> bool:
+        # The function must see the same module as the workers do.
         return module.partition(".")[0] != shared and not is_installed(module)
 
     try:
