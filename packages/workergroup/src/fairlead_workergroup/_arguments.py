@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of calls: marks for arguments that differ between workers, and the put rule.
-
-Small plain values travel with the call. Every other value is stored once and passed by reference.
-"""
+"""The arguments of calls. Small plain values travel with a call; every other value is stored once."""
 
 import contextlib
 import inspect
@@ -257,19 +254,24 @@ def _obstacle_of(result: Any) -> str:
 
 def _explain_failure(value: Any, error: BaseException) -> str:
     """Return the part of a value that cannot be pickled, and the innermost reason, in one line."""
-    path, innermost = "", error
+    path, part, reason = find_unpicklable(value, error, ray.cloudpickle.dumps)
+    where = f"its part {path} of type {type(part).__name__}" if path else f"a {type(part).__name__}"
+    return f"{where} cannot be pickled: {reason}"
+
+
+def find_unpicklable(value: Any, error: BaseException, dumps: Callable[[Any], object]) -> tuple[str, Any, str]:
+    """Return the path of the part of a value that cannot be pickled, the part, and the innermost reason."""
+    path = ""
     for _ in range(5):
-        parts = ((step, part, _pickling_error(part)) for step, part in _parts(value))
+        parts = ((step, part, _pickling_error(part, dumps)) for step, part in _parts(value))
         found = next(((step, part, failed) for step, part, failed in parts if failed is not None), None)
         if found is None:
             break
-        step, value, innermost = found
+        step, value, error = found
         path += step
-    while innermost.__cause__ is not None:
-        innermost = innermost.__cause__
-    where = f"its part {path} of type {type(value).__name__}" if path else f"a {type(value).__name__}"
-    reason = " ".join(str(innermost).split())
-    return f"{where} cannot be pickled: {type(innermost).__name__}: {reason[:500]}"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return path, value, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -287,9 +289,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", part) for name, part in named)
 
 
-def _pickling_error(value: Any) -> Exception | None:
+def _pickling_error(value: Any, dumps: Callable[[Any], object]) -> Exception | None:
     try:
-        ray.cloudpickle.dumps(value)
+        dumps(value)
     except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
         return error
     return None

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The futures of requests: Ray's own, and those of answers that arrive as messages of a lane.
-
-Everything that waits for workers does so through these functions, so that results, errors and deadlines of both kinds
-are handled in one place.
-"""
+"""The futures of requests, Ray's own and those of a lane's answers, and all waiting for them."""
 
 import asyncio
 import pickle

@@ -66,16 +66,12 @@ def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
 
 
 def skip_tracing(cls: type) -> type:
-    """Keep Ray from wrapping the methods of an actor class for its tracing, if that is not enabled; return the class.
-
-    Every call of a method would run the wrapper, which does nothing then. Ray has no option for it, only the mark of
-    methods that have been wrapped already. A Ray without the mark, or that does not tell whether tracing is enabled,
-    wraps the methods.
-    """
+    """Keep Ray from wrapping the methods of an actor class for its tracing while that is disabled; return the class."""
     try:
         is_enabled: bool = ray.util.tracing.tracing_helper._is_tracing_enabled()
     except AttributeError:
         is_enabled = True
+    # Ray has no option for it, only the mark of methods that have been wrapped already.
     for _, function in inspect.getmembers(cls, inspect.isfunction):
         function.__dict__["__ray_tracing_wrapped__"] = not is_enabled
     return cls
@@ -171,10 +167,8 @@ def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
 
 
 def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
-    """Return a weak copy of an actor handle whose public methods call `refuse`; without these attributes, the handle.
-
-    `ray.kill` and pickling need a real handle, so the copy is of a subclass.
-    """
+    """Return a weak copy of an actor handle whose public methods call `refuse`; without these attributes, the
+    handle."""
     if not hasattr(handle, "_ray_weak_ref"):
         return handle
 
@@ -188,6 +182,7 @@ def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
         def remote(self, *_: Any, **__: Any) -> NoReturn:
             refuse(self._name)
 
+    # `ray.kill` and the pickling of handles need a real handle.
     class RefusingHandle(ray.actor.ActorHandle):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             if name.startswith("_"):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a call: which workers it reaches, which values they get, and which of them return a result.
-
-Planning is pure: it makes no request to Ray.
-"""
+"""The plan of a call: which workers it reaches, which values they get, and which of them return a result. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

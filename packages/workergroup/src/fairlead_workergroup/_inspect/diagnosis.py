@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a group, from what its workers were doing when they were looked at. Pure.
+"""What is wrong with a group. Pure.
 
-The record of a worker says which call it runs, and its stacks where in it. Workers of one group make the same calls, so
-those that are elsewhere than most are the ones that the others wait for.
+Workers of one group make the same calls, so those that are elsewhere than most are the ones that the others wait for.
 """
 
 import math

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that arrive while the main thread sends or receives a message.
-
-Their handlers raise KeyboardInterrupt or SystemExit between any two steps of the code. A message that was sent or
-received in part would make the lane useless for all later calls.
-"""
+"""Signals whose handlers wait for the end of a message, because one that was sent or received in part ends the lane."""
 
 import importlib.util
 import signal

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group publishes about itself at the agents of its nodes, for processes that look at it from outside.
-
-It holds names, places and processes. It never holds values of arguments, environment variables or anything else of the
-user's.
-"""
+"""What a group publishes about itself at the agents of its nodes: names, places and processes, never the user's
+values."""
 
 import os
 import socket

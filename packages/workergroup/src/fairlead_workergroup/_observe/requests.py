@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latest calls that this process has made of a group, in memory that the agent of its node can read.
-
-So the timeline of a job shows them also while this process is stopped.
-"""
+"""The latest calls of this process, in memory that the agent of its node can read, even while this process is
+stopped."""
 
 import contextlib
 import os

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's end of a lane: it receives calls as messages, runs them and sends the answers. Shipped by value.
 
-The messages of each direction are numbered. A message is kept until the other side has acknowledged it, and sent again
-after a reconnect; a message whose number is not the next one is dropped. So a call runs once, also if the network
-fails.
+Messages are numbered. They are kept until the other side acknowledges them, and sent again after a reconnect, so a call
+runs once.
 """
 
 import contextlib

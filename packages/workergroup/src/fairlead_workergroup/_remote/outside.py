@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that does not own a group finds out about workers, in the agents of their nodes.
-
-Shipped by value, to the agents: the standard library only, and what is shipped with it.
-"""
+"""What an agent finds out about the workers of its node for other processes. Shipped by value."""
 
 import os
 import socket

@@ -99,10 +99,7 @@ def end_trees(
     within_s: float,
     grace_s: float = WORKER_GRACE_S,
 ) -> list[Process]:
-    """Wait until workers have ended, then end their children with SIGTERM and SIGKILL; return who is still alive.
-
-    Workers get SIGKILL after `grace_s`, and all of it may take `within_s`.
-    """
+    """Wait for workers, then end their children with SIGTERM; kill what lasts longer, and return what is alive."""
     deadline = time.monotonic() + within_s
     trees = Trees(workers, marks, children)
     until = _sooner(deadline, grace_s)

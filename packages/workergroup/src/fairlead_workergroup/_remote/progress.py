@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of what a worker is doing, in a page of memory that other processes of its node can read at any moment.
+"""The record of what a worker is doing, in a page of memory that processes of its node can read while it hangs.
 
-The worker writes its state at the start of each method, and marks its end. A reader needs no answer from the worker, so
-it can read while the worker hangs. The page has two copies of the state, written in turn: if a worker was stopped in
-the middle of a write, the reader takes the other copy. The page is an anonymous file (`memfd_create`) among the
-worker's open files, so nothing is left behind, however the worker ends.
-
-A worker is identified by its pid and its start tick, because the system reuses pids."""
+The page is an anonymous file, which ends with the worker. It has two copies of the state, written in turn: if a worker
+was stopped in the middle of a write, the reader takes the other copy. A pid and a start tick identify a worker, because
+the system reuses pids.
+"""
 
 import contextlib
 import fcntl

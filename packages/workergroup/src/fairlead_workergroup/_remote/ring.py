@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latest finished calls and reported steps of a worker, in memory that other processes of its node can read.
+"""The latest finished calls and reported steps of a worker, in an anonymous file that processes of its node can read.
 
-The memory is an anonymous file, as that of the record. One process writes, without a lock; each entry has its sequence
-number at both ends, so that a reader sees one that was being written, and leaves it out.
+Each entry has its sequence number at both ends, so a reader leaves out one that is being written.
 """
 
 import itertools

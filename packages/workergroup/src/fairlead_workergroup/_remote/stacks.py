@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python stacks of a process that may never answer again, written by its own signal handler.
+"""The Python stacks of a process that may never answer again, written into an anonymous file. Shipped by value.
 
-faulthandler writes them without the interpreter, so this works while the main thread is in a native call, even in one
-that holds the GIL. They go to an anonymous file (`memfd_create`) among the process's open files, so nothing is left
-behind. Shipped by value to the workers and to the node agents.
+faulthandler writes them without the interpreter, even while a native call holds the GIL.
 """
 
 import faulthandler

@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from .._arguments import find_unpicklable
 from .._observe.remote_errors import remote_traceback
 from .._ray_private import dumps_by_value, skip_checks, skip_tracing
 from .._remote.describe import describe, kind_of, undecorate
@@ -329,9 +330,13 @@ def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
     try:
         return dumps_by_value(function, by_value)
     except Exception as error:
-        reason = _reason(function, by_value, error)
+        name = function_name(function)
+        while isinstance(function, functools.partial):
+            function = function.func
+        path, part, reason = find_unpicklable(function, error, lambda value: dumps_by_value(value, by_value))
+        used = f"it uses {path.removeprefix('.')!r}, a {type(part).__qualname__}: " if path else ""
         raise TypeError(
-            f"the function {function_name(function)!r} cannot be sent to the workers: {reason}. Pass the value as an "
+            f"the function {name!r} cannot be sent to the workers: {used}{reason}. Pass the value as an "
             "argument, or create it inside the function."
         ) from error
 
@@ -357,22 +362,3 @@ def _installation_folders() -> tuple[str, ...]:
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.update([*site.getsitepackages(), site.getusersitepackages()])
     return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
-
-
-def _reason(function: Callable[..., Any], by_value: Callable[[str], bool], error: Exception) -> str:
-    """Return which variable of a function cannot be pickled, and why, or else the error itself."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    used = inspect.getclosurevars(function) if inspect.isfunction(function) else None
-    for name, value in {**used.nonlocals, **used.globals}.items() if used else ():
-        try:
-            dumps_by_value(value, by_value)
-        except Exception as own:  # noqa: BLE001  an object's own reduction may raise anything
-            return f"it uses {name!r}, a {type(value).__qualname__}: {_innermost(own)}"
-    return _innermost(error)
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
