@@ -9,17 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .._remote.lane import ANSWER_BYTES
-from .._remote.links import (
-    DEAD_LINK_MS,
-    FRAME_BYTES,
-    HEARTBEAT_MS,
-    NO_BLOCK,
-    RECEIVES_MORE,
-    SEND_MORE,
-    LaneConfig,
-    make_socket,
-    split,
-)
+from .._remote.links import NO_BLOCK, RECEIVES_MORE, SEND_MORE, LaneConfig, make_socket, split
 from ..exceptions import LaneError
 from .local import LocalSocket
 
@@ -42,23 +32,17 @@ class Router:
         self._gatekeeper = self._context.socket(zmq.REP)
         self._gatekeeper.bind(ZAP_ADDRESS)
         options: dict[int, Any] = {
-            zmq.LINGER: 0,
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 0,
-            zmq.MAXMSGSIZE: FRAME_BYTES,
-            zmq.IPV6: ":" in address,
             zmq.ROUTER_MANDATORY: 1,
             # A worker that reconnects before the old connection has timed out takes its place.
             zmq.ROUTER_HANDOVER: 1,
             zmq.CURVE_SERVER: 1,
             zmq.CURVE_SECRETKEY: self._server[1],
             zmq.ZAP_DOMAIN: b"fairlead",
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
         }
-        self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.ROUTER, options)
         host = f"[{address}]" if ":" in address else address
         self.address: str = f"tcp://{host}:{port}"
+        made = make_socket(zmq, self._context, zmq.ROUTER, self.address, options)
+        self._socket, self._receive_frame, self._send_frame = made
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:

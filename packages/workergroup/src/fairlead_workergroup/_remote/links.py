@@ -218,10 +218,19 @@ def _lost(error: OSError) -> DriverLostError:
     return DriverLostError(f"the driver has closed its connection of the lane, or has ended: {error}")
 
 
-def make_socket(zmq: Any, context: Any, kind: int, options: dict[int, Any]) -> tuple[Any, Any, Any]:
+def make_socket(zmq: Any, context: Any, kind: int, address: str, options: dict[int, Any]) -> tuple[Any, Any, Any]:
     """Return a ZeroMQ socket, and what receives and sends a frame: pyzmq's own wrappers double their time."""
     made = context.socket(kind)
-    for option, value in options.items():
+    common = {
+        zmq.LINGER: 0,
+        zmq.SNDHWM: 0,
+        zmq.RCVHWM: 0,
+        zmq.MAXMSGSIZE: FRAME_BYTES,
+        zmq.IPV6: "[" in address,
+        zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
+    }
+    for option, value in {**common, **options}.items():
         made.setsockopt(option, value)
     plain: Any = super(zmq.Socket, made)
     return made, plain.recv, plain.send
@@ -245,21 +254,15 @@ class NetworkLink:
         self._read_event = monitor.recv_monitor_message
         self._context = zmq.Context()
         options: dict[int, Any] = {
-            zmq.LINGER: 0,
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 0,
             zmq.ROUTING_ID: config.identity,
             zmq.CURVE_SERVERKEY: config.server_key,
             zmq.CURVE_PUBLICKEY: config.public_key,
             zmq.CURVE_SECRETKEY: config.secret_key,
-            zmq.IPV6: "[" in config.address,
             zmq.RECONNECT_IVL: RECONNECT_MS,
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
             zmq.RCVTIMEO: POLL_MS,
-            zmq.MAXMSGSIZE: FRAME_BYTES,
         }
-        self._socket, self._receive_frame, self._send_frame = make_socket(zmq, self._context, zmq.DEALER, options)
+        made = make_socket(zmq, self._context, zmq.DEALER, config.address, options)
+        self._socket, self._receive_frame, self._send_frame = made
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
