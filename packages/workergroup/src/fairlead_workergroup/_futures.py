@@ -38,7 +38,8 @@ class Carrier(Protocol):
         """Add to the number of futures that an event loop waits for; if there are any, the carrier receives alone."""
 
     def cancel(self, task: bytes, *, asks: bool) -> bool:
-        """Return whether an unsent request was dropped; if it `asks`, a coroutine that runs is cancelled."""
+        """Drop a request that has not been sent, and return whether it was; with `asks`, cancel a coroutine that
+        runs."""
 
 
 class LaneFuture:

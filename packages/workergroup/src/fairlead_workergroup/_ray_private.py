@@ -20,7 +20,7 @@ VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
-    """Return the bytes of each object that this process owns, without a request; 0 if experimental Ray does not say."""
+    """Return the bytes of each object that this process owns, without a request; 0 if Ray does not know."""
     if not refs:
         return []  # Ray may have been shut down, and would raise.
     try:
@@ -55,8 +55,7 @@ def task_of_ref(ref: ObjectRef) -> bytes:
 
 
 def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
-    """Return an object's id, owner and status for `ray.get` in a worker; None without this API, so the call goes by
-    Ray."""
+    """Return an object's id, owner and status for `ray.get` in a worker; None without this API, and no lane."""
     core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
     if not hasattr(core_worker, "serialize_object_ref"):
         return None
@@ -167,8 +166,7 @@ def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
 
 
 def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
-    """Return a weak copy of an actor handle whose public methods call `refuse`; without these attributes, the
-    handle."""
+    """Return a weak copy of an actor handle whose public methods call `refuse`; the handle itself without its API."""
     if not hasattr(handle, "_ray_weak_ref"):
         return handle
 

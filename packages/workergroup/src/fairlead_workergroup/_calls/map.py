@@ -326,7 +326,7 @@ class _Balancer:
         return item
 
     def _fail(self, call: Execution, error: Exception) -> _Finished:
-        """Return the position and the error of an item, after which none is sent; nothing if the item is repeated."""
+        """Return the position and the error of an item; nothing if it is repeated. After a `_Failure`, send no more."""
         item = self._release(call)
         if isinstance(error, WorkerFailureError):
             return self._handle_loss(item, error)

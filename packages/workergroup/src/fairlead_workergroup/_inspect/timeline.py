@@ -68,8 +68,7 @@ class Timeline:
     error_s: float  # by how much the times of the driver may be wrong
 
     def find_calls(self) -> dict[CallKey, tuple[float, float]]:
-        """Return when the driver can have made each running call: at one moment if it called all workers, or until
-        then."""
+        """Return the earliest and latest moment of each running call; they are equal for a call of all workers."""
         of_all = {one.start for one in self.requests if one.workers == self.group.sharding.size}
         made = {task: one.start for one in self.requests for task in one.tasks}
         found = {}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group publishes about itself at the agents of its nodes: names, places and processes, never the user's
-values."""
+"""What a group publishes at the agents of its nodes: names, places and processes, and never the user's values."""
 
 import os
 import socket

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latest calls of this process, in memory that the agent of its node can read, even while this process is
-stopped."""
+"""The latest calls of this process, in memory that the agent of its node can read even while it is stopped."""
 
 import contextlib
 import os

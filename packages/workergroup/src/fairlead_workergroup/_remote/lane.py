@@ -51,7 +51,7 @@ NO_TASK = bytes(24)
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickle a value with None for references, and note `found`; go on after one, as the rest may not be picklable."""
+    """Pickle a value with None for references; `found` tells of them, and the rest must be picklable too."""
 
     found = False
 
@@ -63,7 +63,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def dump(value: Any) -> list[Any] | None:
-    """Return a pickled value and its buffers; None if it holds a reference, which Ray has to pickle."""
+    """Return a pickled value and its buffers; None if it holds a reference, which would never be freed."""
     if type(value) in PLAIN:
         return [pickle.dumps(value, 5)]
     buffers: list[pickle.PickleBuffer] = []
@@ -141,7 +141,7 @@ def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any
 
 
 def read_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any], dict[int | str, Any]]:
-    """Return the host's method, its arguments, and references to fetch; a second frame has these and answers."""
+    """Return the host's method and its arguments; a second frame has answers, and references to fetch."""
     name, args, kwargs = pickle.loads(frames[0])
     refs: dict[int | str, Any] = {}
     if len(frames) > 1:

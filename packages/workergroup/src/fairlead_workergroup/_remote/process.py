@@ -50,7 +50,7 @@ def mark_of(group: str, rank: int) -> str:
 
 
 def mark_tree(identity: str) -> mmap.mmap:
-    """Mark everything that this process starts from now on; return the page that forks share, to be kept."""
+    """Mark everything that this process starts from now on; keep the returned page, which forks share."""
     os.environ[VARIABLE.decode()] = identity
     # The name has the pid, which tells the worker from its forks, because they have the same page.
     file, page = make_memory_file(f"{PAGE.decode()}{identity}:{os.getpid()}", mmap.PAGESIZE)
@@ -72,7 +72,8 @@ class Trees:
     def look(
         self, processes: Table | None = None, read: Callable[[Process], Sequence[Mark]] | None = None
     ) -> tuple[list[Process], list[Process]]:
-        """Return the workers and the children that run now; for tests, of the given processes."""
+        """Return the workers and the children that run now. Callers may give the processes, and what reads their
+        marks."""
         processes = read_processes() if processes is None else processes
         running = {(pid, started) for pid, (_, started) in processes.items()}
         for one in running - self._workers - self._children:

@@ -318,8 +318,7 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 
 
 def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return each worker's record, with `gone`, `stuck` (busy or stopped without progress), and `stacks` or a
-    `note`."""
+    """Return each worker's record, `gone`, `stuck` (busy or stopped without progress), and `stacks` or a `note`."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as open_files:
         dumps: dict[int, tuple[int, int]] = {}

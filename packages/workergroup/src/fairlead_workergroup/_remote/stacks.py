@@ -29,7 +29,7 @@ def write_stacks_on_signal() -> int:
 
 
 def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, str]]:
-    """Make processes, by pidfd with pid and signal, write their stacks; return these, or why there are none."""
+    """Make processes write their stacks; return the stacks, or why there are none. All are keyed by pidfd."""
     found: dict[int, tuple[str, str]] = {}
     waiting: dict[int, tuple[int, int, int, int]] = {}
     for process, (pid, number) in asked.items():
