@@ -26,7 +26,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, plan_call
-from fairlead_workergroup._calls.sender import make_requests, send
+from fairlead_workergroup._calls.sender import make_requests, send, store_columns
 from fairlead_workergroup._membership.model import Member, Started
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.observer import Observer
@@ -125,7 +125,8 @@ def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[R
         batch = plan.column("batch", Shard(pieces, "dp"))
         arguments = Arguments(put=lambda value: value)
         rate = {"lr": plan.column("lr", 0.1)}
-        for rank, request in zip(plan.called, make_requests(method, plan, [batch], rate, arguments), strict=True):
+        requests = make_requests(method, plan, store_columns(method, [batch], rate, arguments), list(rate))
+        for rank, request in zip(plan.called, requests, strict=True):
             send(members[rank], request)
 
     call()

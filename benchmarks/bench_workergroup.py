@@ -26,7 +26,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, _make_plan, _piece_index, plan_call
-from fairlead_workergroup._calls.sender import make_requests
+from fairlead_workergroup._calls.sender import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
@@ -146,7 +146,8 @@ def _plan_rows() -> Iterator[Row]:
                 batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
                 arguments = Arguments(put=lambda value: value)
                 rate = {"lr": plan.column("lr", 0.1)}
-                for _ in make_requests(method, plan, [batch], rate, arguments):
+                columns = store_columns(method, [batch], rate, arguments)
+                for _ in make_requests(method, plan, columns, list(rate)):
                     pass
 
             (timing,) = interleaved(plan, repeats=11)
