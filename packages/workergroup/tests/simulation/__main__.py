@@ -8,6 +8,7 @@ import os
 import sys
 
 from .exploration import describe, explore, run_seed, shrink
+from .scripts import run_group
 from .toy import FAULTS, run_toy
 
 
@@ -16,9 +17,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay the run of this seed, and print its history")
     parser.add_argument("--runs", type=int, default=10_000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--fault", choices=FAULTS, default="", help="inject this fault into the toy group")
+    parser.add_argument("--fault", choices=FAULTS, default="", help="run the toy group with this fault")
     options = parser.parse_args()
-    script = functools.partial(run_toy, fault=options.fault)
+    script = functools.partial(run_toy, fault=options.fault) if options.fault else run_group
     if options.seed is not None:
         one = run_seed(script, options.seed, keep=True)
         print(*one.history, sep="\n")

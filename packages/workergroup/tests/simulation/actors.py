@@ -24,6 +24,14 @@ class Takes(NamedTuple):
     value: Any = None
 
 
+class Until(NamedTuple):
+    """What a method returns that ends when a condition holds, or at a moment, at which it calls a function."""
+
+    is_over: Callable[[], bool]
+    due: float
+    give_up: Callable[[], object]
+
+
 class SimRef:
     """A reference to an object that a pretended actor makes."""
 
@@ -73,6 +81,7 @@ class Request:
     refs: list[SimRef]
     due: float | None = None
     ends_at: float | None = None
+    until: Until | None = None
     outcome: tuple[Any, Callable[[], BaseException] | None] = (None, None)
     drops_value: bool = False
 
@@ -159,6 +168,9 @@ class Actor:
     def is_ready(self) -> bool:
         """Return whether something can happen to it; set `due` if it will be."""
         self.due = None
+        # Most actors are idle at most points.
+        if self.is_running and not (self.queue or self.running or self.alone is not None or self.is_killed):
+            return False
         return bool(self._events())
 
     def step(self) -> None:
@@ -179,7 +191,7 @@ class Actor:
         for request in self.running:
             if request.ends_at is None:
                 continue
-            if request.ends_at <= now:
+            if request.ends_at <= now or (request.until is not None and request.until.is_over()):
                 events.append(lambda request=request: self._finish(request))
             else:
                 self._look_at(request.ends_at)
@@ -253,6 +265,9 @@ class Actor:
             request.outcome = value.value if isinstance(value, Takes) else value, None
         if value is HANG:
             self.running.append(request)
+        elif isinstance(value, Until):
+            request.until, request.ends_at, request.outcome = value, value.due, (None, request.outcome[1])
+            self.running.append(request)
         elif request.method in _AT_ONCE:
             request.resolve(*request.outcome)
         else:
@@ -274,6 +289,8 @@ class Actor:
 
     def _finish(self, request: Request) -> None:
         self.running.remove(request)
+        if request.until is not None:
+            request.until.give_up()
         self._ray.world.note(f"ends {request.method} of request {request.refs[0].number}")
         request.resolve(*request.outcome)
 
@@ -302,6 +319,8 @@ class Actor:
         return result if result is HANG else Takes(result.seconds if isinstance(result, Takes) else 0.0, self.about())
 
     def _run_fairlead_apply(self, name: str, pickled: bytes, *args: Any, **kwargs: Any) -> Any:
+        if name == "warm_up":
+            return self.about()
         function = getattr(remote_facts, name, None) or ray.cloudpickle.loads(pickled)
         return self._ray.run_in(self.worker, function, *args, **kwargs)
 
@@ -344,7 +363,8 @@ def _error_of(ref: SimRef) -> Callable[[], BaseException]:
 
 
 def _task_error(name: str, error: BaseException) -> Callable[[], BaseException]:
-    return lambda: RayTaskError(name, f"{type(error).__name__}: {error}", error)
+    # Otherwise it asks the machine for its address.
+    return lambda: RayTaskError(name, f"{type(error).__name__}: {error}", error, pid=FIRST_PID, ip="10.0.0.0")
 
 
 class Method:

@@ -2,14 +2,16 @@
 """What holds in every run of a group, whatever it does. Each error begins with the name of the invariant."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from fairlead_placement import Slot
 from fairlead_workergroup._calls.execution import Execution
 from fairlead_workergroup._membership.model import Member, Snapshot
 from fairlead_workergroup._membership.roster import Roster
 
 from .actors import Actor
+from .placement import PretendedPlacement
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
 
@@ -21,10 +23,24 @@ class Invariants:
     """Watch one group during a run.
 
     Args:
+        placement: what the group claims and leases, and nobody else; None if that is not checked.
         max_restarts: how often a rank may be restarted.
+
+    Attributes:
+        standby_slots: returns the slots that are kept for standbys.
     """
 
-    def __init__(self, world: SimulatedWorld, ray: PretendedRay, roster: Roster, *, max_restarts: int = 3) -> None:
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        ray: PretendedRay,
+        roster: Roster,
+        *,
+        placement: PretendedPlacement | None = None,
+        max_restarts: int = 3,
+    ) -> None:
+        self._placement = placement
+        self.standby_slots: Callable[[], Sequence[Slot]] = tuple
         self._ray = ray
         self._roster = roster
         self._max_restarts = max_restarts
@@ -43,18 +59,33 @@ class Invariants:
     def check_at_rest(self) -> None:
         """Check what holds when no task of the group does anything."""
         now = self._roster.snapshot()
-        for member in () if now.ended else now.members:
+        for member in () if now.ended or now.is_broken else now.members:
             self._check_facts(member, now)
         for call in self._calls:
             self._check_epoch(call)
         self._check_order()
+        if self._placement is not None and not now.ended:
+            self._check_holdings(now, self._placement)
 
     def check_ended(self) -> None:
         """Check that a group that has been shut down has left nothing behind."""
         left = [repr(actor) for actor in self._ray.actors if actor.is_running or not actor.is_created]
         assert not left, f"leak: {', '.join(left)}"
+        placement = self._placement
+        assert placement is None or not (placement.claims or placement.leases), "leak: claims or leases of ports"
         pending = [future for call in self._calls for future in call.futures if not future.is_done]
         assert not pending, f"open futures: {pending}"
+
+    def _check_holdings(self, now: Snapshot, placement: PretendedPlacement) -> None:
+        """Check that the group holds what its members and standbys need, and nothing else."""
+        standbys = {slot.key for slot in self.standby_slots()}
+        expected = {place.slot.key for place in now.places} | standbys
+        claimed = {key for claim in placement.claims for key in claim.keys}
+        assert claimed == expected, f"claims: {sorted(claimed)} instead of {sorted(expected)}"
+        assert len(placement.leases) <= 1, f"leases: {placement.leases}"
+        mine = {member.process.key for member in now.members}
+        others = [one for one in self._ray.actors if one.is_running and one.key not in mine and one.rank is not None]
+        assert not others, f"leak: {others} belong to no rank"
 
     def _check_change(self) -> None:
         """Check the snapshot after each step."""
@@ -93,6 +124,9 @@ class Invariants:
         has = facts.get("rank"), facts.get("epoch"), facts.get("world_size")
         expected = member.rank, now.epoch, len(now.members)
         assert has == expected, f"stale facts: {actor} has {has} instead of {expected}"
+        for name, value in now.facts[member.rank].env.items() if now.facts else ():
+            own = actor.worker.environ.get(name)
+            assert own == value, f"stale facts: {actor} has {name}={own} instead of {value}"
 
     def _check_epoch(self, call: Execution) -> None:
         """Check that all workers of a call that has ended ran it with the facts of its epoch."""
@@ -105,14 +139,15 @@ class Invariants:
 
     def _check_order(self) -> None:
         """Check that all workers began the calls in one order."""
-        at = {future.number: place for place, call in enumerate(self._calls) for future in call.futures}
+        calls = [call for call in self._calls if not call.attempt]
+        at = {future.number: place for place, call in enumerate(calls) for future in call.futures}
         orders: dict[Any, list[int]] = defaultdict(list)
         for actor in self._ray.actors:
             orders[actor] = [at[one.number] for one in actor.worker.ran if one.number in at]
         for actor, order in orders.items():
             for other, again in orders.items():
                 shared = set(order) & set(again)
-                mine, its = ([one for one in calls if one in shared] for calls in (order, again))
+                mine, its = ([one for one in began if one in shared] for began in (order, again))
                 assert mine == its, f"order of calls: {actor} began {mine}, and {other} began {its}"
 
     def _find(self, member: Member) -> Actor | None:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_placement import PlacementError, ResourceInsufficientError, Slot
+from fairlead_placement import HeadTimeoutError, PlacementError, ResourceInsufficientError, Slot
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._start import launch
+from fairlead_workergroup._start.report import WORKER_PHASES
 
-from .ray import PretendedRay
+from .ray import HEAD_S, PretendedRay
 
 FIRST_PORT = 20_000
 # How long a lease waits for the agent of its node, and how often a wait for constructors looks whether it goes on.
@@ -50,6 +51,7 @@ class PretendedPlacement:
         """Claim slots, or none of them."""
         self.ray.world.point(f"claims {len(slots)} slots")
         for slot in slots:
+            self.ray.check_node(slot.node_id, "claims a slot")
             if sum(slot.key in claim.keys for claim in self.claims) >= slot.capacity:
                 raise ResourceInsufficientError(f"{holder!r} cannot run in bundle {slot.key}, which is full")
         claim = Held(self.claims, frozenset(slot.key for slot in slots))
@@ -75,11 +77,27 @@ class PretendedPlacement:
         return tuple((one,) for one in made)
 
     def create_actors(
-        self, plans: Sequence[Any], described: Any, names: Sequence[str], *, add: Callable[[Any, Any], None], **_: Any
+        self,
+        plans: Sequence[Any],
+        described: Any,
+        names: Sequence[str],
+        *,
+        add: Callable[[Any, Any], None],
+        clock: Any,
+        **_: Any,
     ) -> None:
         """Create the actors of workers, as `_start.launch.create_actors` does."""
         for plan in plans:
-            add(plan, self.ray.create(plan.place.slot.node_id))
+            add(plan, self.create_actor(plan))
+            clock.note(plan.place.rank, create=0.0)
+
+    def create_actor(self, plan: Any, *_: Any) -> Any:
+        """Create the actor of a worker, as `_start.launch.create_actor` does."""
+        head = self.ray.head
+        self.ray.world.wait_for("asks the head to create a worker", lambda: not head.is_silent, HEAD_S)
+        if head.is_silent:
+            raise HeadTimeoutError("Ray's head (GCS) did not answer a request to create a worker")
+        return self.ray.create(plan.place.slot.node_id)
 
     def wait_started(
         self,
@@ -87,6 +105,7 @@ class PretendedPlacement:
         plans: Sequence[Any],
         *,
         timeout_s: float,
+        clock: Any,
         check: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> list[Mapping[str, Any]]:
@@ -106,4 +125,5 @@ class PretendedPlacement:
                     waiting = [other.place.rank for other in pending.values()]
                     done = len(started) - len(pending) - 1
                     raise launch._start_error(error, plan, done, waiting) from error
+                clock.note(plan.place.rank, **dict.fromkeys(WORKER_PHASES, 0.0))
         return [ref.value() for ref in started]

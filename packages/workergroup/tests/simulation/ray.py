@@ -19,7 +19,7 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_workergroup._remote import facts as remote_facts
 
 from .actors import Actor, Handle, Request, SimRef, Worker
-from .scheduler import SimulatedWorld
+from .scheduler import SimulatedWorld, SimulationError
 
 # How long a request to the head waits for it.
 HEAD_S = 10.0
@@ -32,6 +32,7 @@ class Node:
     Attributes:
         drains_until: when it ends, if it drains.
         is_silent: whether its agent does not answer.
+        died_in: the step of the run in which it died.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Node:
     is_alive: bool = True
     drains_until: float | None = None
     is_silent: bool = False
+    died_in: int = -1
 
 
 @dataclass(eq=False)
@@ -73,6 +75,8 @@ class PretendedRay:
         self.is_connected: bool = True
         self.sent: Counter[str] = Counter()
         self._overlapping = overlapping
+        # The step in which each task has asked the head last which nodes or actors there are.
+        self._asked: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._refs: weakref.WeakValueDictionary[bytes, SimRef] = weakref.WeakValueDictionary()
 
@@ -166,7 +170,15 @@ class PretendedRay:
         self.world.wait_for(f"asks the head to {request}", lambda: not self.head.is_silent, within_s)
         if self.head.is_silent:
             raise HeadTimeoutError(f"Ray's head (GCS) did not answer a request to {request}")
+        if "drain" not in function.__name__:
+            self._asked[self.world.thread()] = self.world.steps
         return getattr(self, f"_head_{function.__name__}")(*args)
+
+    def check_node(self, node_id: str, what: str) -> None:
+        """Fail the run if the present task uses a node of which the head could have told it that it is dead."""
+        node, asked = self.nodes[node_id], self._asked.get(self.world.thread(), -1)
+        if not node.is_alive and node.died_in < asked:
+            raise self.world.fail(SimulationError(f"dead slot: {self.world.who} {what} on {node_id}, which is dead"))
 
     def _head_alive_nodes(self) -> frozenset[str]:
         return frozenset(node.id for node in self.nodes.values() if node.is_alive)
@@ -237,9 +249,12 @@ class PretendedRay:
     def _agent_find_children(self, keys: Sequence[tuple[int, int]]) -> list[list[Any]]:
         return [[] for _ in keys]
 
-    def _agent_end_trees(self, keys: Sequence[tuple[int, int]], *_: Any) -> list[tuple[int, int]]:
-        for key in keys:
-            if (actor := self.find(key)) is not None:
+    def _agent_end_trees(
+        self, keys: Sequence[tuple[int, int]], children: Sequence[Any], marks: Sequence[str], *_: Any
+    ) -> list[tuple[int, int]]:
+        for actor in self.actors:
+            tree = actor.worker.facts.get("tree", "")
+            if actor.is_running and (actor.key in keys or any(tree.startswith(mark) for mark in marks)):
                 actor.end("its node agent has ended it")
         return []
 
@@ -264,6 +279,7 @@ class PretendedRay:
     def end_node(self, node_id: str) -> None:
         """End a node now."""
         self.nodes[node_id].is_alive = False
+        self.nodes[node_id].died_in = self.world.steps
         for actor in self.actors:
             if actor.node.id == node_id:
                 actor.end("its node has died")

@@ -317,7 +317,8 @@ class SimulatedWorld:
             if not self._main.acquire(timeout=STUCK_S):
                 self.failure = SimulationError(f"outside the seam: {self._describe_stuck()}")
             self.is_over = True
-            for task in self._tasks[:]:
+            # The script ends last: others may use what it has replaced.
+            for task in self._tasks[::-1]:
                 task.turn.release()
                 task.ended.acquire(timeout=STOP_S)
         if self.failure is not None:

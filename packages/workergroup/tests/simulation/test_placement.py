@@ -12,6 +12,7 @@ from fairlead_workergroup._lifecycle import launcher
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.shutdown import RunningWorker
 from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._start.report import StartClock
 
 from .actors import HANG
 from .calls import make_places
@@ -86,13 +87,13 @@ def test_starts():
         plans = [SimpleNamespace(place=place, process=place.process({"dp": place.rank})) for place in places]
         made = {}
         launcher.create_actors(
-            plans, None, [], name="a", clock=None, add=lambda plan, actor: made.update({plan.place.rank: actor})
+            plans, None, [], name="a", clock=StartClock(), add=lambda plan, actor: made.update({plan.place.rank: actor})
         )
         facts = [{"rank": rank, "env": {}} for rank in made]
 
         def wait(timeout_s):
             refs = [made[one["rank"]]._fairlead_start.remote(one, [], [], {}) for one in facts]
-            return launcher.wait_started(refs, plans, name="a", timeout_s=timeout_s, clock=None)
+            return launcher.wait_started(refs, plans, name="a", timeout_s=timeout_s, clock=StartClock())
 
         assert [answer["node_id"] for answer in wait(10)] == [place.slot.node_id for place in places]
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -15,6 +14,7 @@ from .._display import table_html
 from .._futures import LaneFuture, is_message, references_of, wait
 from .._observe.statistics import CallStatistics, Outcome
 from .._start.worker_class import Method
+from .._world import now
 from ..exceptions import CallTimeoutError, WorkerFailureError
 from .errors import short_traceback
 from .execution import Execution, SendState
@@ -68,7 +68,7 @@ def dispatch(
         CallTimeoutError, WorkerFailureError, WorkerGroupError: the call could not be sent.
         EpochError: the group has been resized since the call was planned.
     """
-    began = time.monotonic()
+    began = now()
     if options.retries:
         sender.check_retries(options.retries)
     method = sender.method(method)

@@ -4,7 +4,6 @@
 import contextlib
 import itertools
 import threading
-import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from fairlead_placement.spi import never_connect
 from fairlead_sharding import NamedSharding
 
+from .. import _world
 from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
 from .._futures import LaneFuture, is_message
@@ -286,7 +286,7 @@ class Sender:
 
     def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
-        waited_s, reason = time.monotonic() - order.began, reason or self.membership.describe_wait()
+        waited_s, reason = _world.now() - order.began, reason or self.membership.describe_wait()
         return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
     def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:

@@ -4,7 +4,6 @@
 import contextlib
 import itertools
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from .._remote.facts import warm_up
 from .._remote.process import mark_of
 from .._start.environment import RANK_VARIABLES
 from .._start.launch import create_actor
+from .._world import world
 from .delivery import pickle_function
 from .launcher import Launcher
 from .resources import usable_slots
@@ -57,7 +57,7 @@ class Standbys:
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
-        self._lock = threading.Lock()
+        self._lock = world().lock()
         self._warm: list[Standby] = []
         # Slots without a process, and those in which one is starting.
         self._cold: list[Slot] = []

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole `RayWorkerGroup`, the shipped one, on pretended nodes: its cluster, its class, and what its methods do."""
+
+import dataclasses
+from collections import defaultdict
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from fairlead_placement import PlacementError, RayVirtualCluster, Slot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
+
+from .actors import HANG, Takes, Until, Worker
+from .ray import PretendedRay
+from .scheduler import SimulatedWorld, SimulationError
+
+START_S = 40.0
+# A method that meets others waits at most this long for them; `START_S` would end it later.
+MEET_S = 30.0
+
+
+class Model:
+    """The class of the user; `Behaviour` says what its methods do in pretended workers."""
+
+    def step(self) -> None: ...
+    def meet(self, number: int) -> None: ...
+    def slow(self) -> None: ...
+    def fail(self) -> None: ...
+    def on_restart(self, value: Any = None) -> None: ...
+    def on_resize(self) -> None: ...
+    def on_handover(self) -> None: ...
+    def clean_up(self) -> None: ...
+
+
+@cache
+def _describe() -> WorkerClass:
+    return describe_class(Model, asks=[{}], node_id="", runtime_env=None, timeout_s=0.0)
+
+
+def describe_model(*_: Any, **__: Any) -> WorkerClass:
+    """Return the description of the class, which is made once for all runs."""
+    return _describe()
+
+
+class PretendedCluster(RayVirtualCluster):
+    """A cluster with some slots on each pretended node."""
+
+    port_range = None  # type: ignore[assignment]
+
+    def __init__(self, ray: PretendedRay, each: int) -> None:
+        self.num_gpus_per_node = 0
+        self.communication_backend = "gloo"
+        self._ray = ray
+        self._slots = [
+            _make_slot(node, number, at) for number, node in enumerate(ray.nodes.values()) for at in range(each)
+        ]
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the slots as they are now."""
+        return tuple(self._slots)
+
+    def replace_lost_nodes(self, **_: Any) -> Any:
+        """Reserve slots on living nodes in place of those on dead ones."""
+        self._ray.world.point("replaces lost nodes")
+        living = [node for node in self._ray.nodes.values() if node.is_alive and node.drains_until is None]
+        if not living:
+            raise PlacementError("no node is left")
+        for at, slot in enumerate(self._slots):
+            if not self._ray.nodes[slot.node_id].is_alive:
+                node = living[0]
+                group = SimpleNamespace(id=b"again" + bytes([at]), bundle_specs=slot.placement_group.bundle_specs)
+                local_rank = sum(one.node_id == node.id for one in self._slots)
+                self._slots[at] = dataclasses.replace(
+                    slot, placement_group=group, node_id=node.id, node_ip=node.ip, local_rank=local_rank
+                )
+
+
+def _make_slot(node: Any, number: int, at: int) -> Slot:
+    bundles = [{"CPU": 1.0}] * (at + 1)
+    return Slot(
+        placement_group=SimpleNamespace(id=node.id.encode(), bundle_specs=bundles),
+        bundle_index=at,
+        node_idx=number,
+        node_id=node.id,
+        node_ip=node.ip,
+        node_rank=number,
+        local_rank=at,
+        worker_resources={"CPU": 1.0},
+    )
+
+
+@dataclasses.dataclass
+class Behaviour:
+    """What the methods of the class do in pretended workers.
+
+    Attributes:
+        hook_fault: what a hook does on the first rank that runs it: "", "raises" or "hangs".
+        meets_on_restart: whether `on_restart` waits for all ranks of the group.
+    """
+
+    ray: PretendedRay
+    hook_fault: str = ""
+    meets_on_restart: bool = False
+    _met: dict[Any, set[int]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+
+    def install(self) -> None:
+        """Give the pretended workers these methods."""
+        self.ray.methods |= {
+            "meet": lambda worker, number: self._meet(worker, "meet", number),
+            "slow": lambda worker: Takes(5.0),
+            "fail": self._fail,
+            "on_restart": self._on_restart,
+            "on_resize": lambda worker: self._hook(worker) or self._meet(worker, "on_resize", worker.epoch),
+            "on_handover": lambda worker: self._hook(worker) or "state",
+            "clean_up": lambda worker: None,
+        }
+
+    def _fail(self, worker: Worker) -> None:
+        raise RuntimeError("the method fails")
+
+    def _on_restart(self, worker: Worker, value: Any = None) -> Any:
+        if (outcome := self._hook(worker)) is not None or not self.meets_on_restart:
+            return outcome
+        return self._meet(worker, "on_restart", worker.epoch)
+
+    def _hook(self, worker: Worker) -> Any:
+        fault, self.hook_fault = self.hook_fault, self.hook_fault and "done"
+        if fault == "raises":
+            raise RuntimeError("the hook fails")
+        return HANG if fault == "hangs" else None
+
+    def _meet(self, worker: Worker, method: str, key: Any) -> Until:
+        """Wait in a worker until all ranks of its epoch run the method, or one of them is lost."""
+        ray, epoch, size = self.ray, worker.epoch, worker.facts["world_size"]
+        met = self._met[method, key]
+        met.add(worker.facts["rank"])
+        until = ray.world.now() + MEET_S
+
+        def is_over() -> bool:
+            return len(met) >= size or len(self._peers(epoch)) < size
+
+        def give_up() -> None:
+            missing = sorted(set(range(size)) - met)
+            if not self.hook_fault and not is_over() and worker.actor.is_running and not worker.actor.is_killed:
+                text = f"rank {worker.facts['rank']} has waited {MEET_S:g} s in {method} of epoch {epoch} for {missing}"
+                ray.world.fail(SimulationError(f"waits in vain: {text}"))
+
+        return Until(is_over, until, give_up)
+
+    def _peers(self, epoch: int) -> set[int]:
+        """Return the ranks whose processes run and are of this epoch, or get its facts soon."""
+        running = [one.worker for one in self.ray.actors if one.is_running and not one.is_killed]
+        return {one.facts["rank"] for one in running if "rank" in one.facts and one.epoch <= epoch}
+
+
+def make_group(
+    world: SimulatedWorld, ray: PretendedRay, *, workers: int = 2, each: int = 3, **options: Any
+) -> RayWorkerGroup:
+    """Start the shipped group on pretended nodes that have `each` slots."""
+    cluster = PretendedCluster(ray, each)
+    group = RayWorkerGroup(
+        cluster,
+        Model,
+        workers_per_node=[workers // len(ray.nodes)] * len(ray.nodes),
+        name_prefix="simulated",
+        sharding_annotations=NamedSharding.from_shape(dp=workers),
+        on_restart="on_restart",
+        on_resize="on_resize",
+        on_handover="on_handover",
+        start_timeout_s=START_S,
+        **options,
+    )
+    # It is held while processes end, which is a wait.
+    group._resources._ending = world.mutex(reentrant=True)
+    return group

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script of the shipped group: callers, changers and a fault meet, then the group is shut down."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairlead_placement import PlacementError
+from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
+
+from .actors import HANG, Worker
+from .group import Behaviour, make_group
+from .invariants import Invariants
+from .placement import PretendedPlacement
+from .ray import PretendedRay
+from .scheduler import SimulatedWorld, SimulationError
+from .seam import replaced
+
+CALLS = ("step", "slow", "fail", "meet")
+CHANGES = ("grow", "shrink", "replace", "restart")
+FAULTS = (
+    "none",
+    "crash",
+    "crash",
+    "node",
+    "silent head",
+    "silent agent",
+    "constructor raises",
+    "constructor hangs",
+    "hook raises",
+    "hook hangs",
+    "Ctrl-C in a changer",
+    "Ctrl-C in a caller",
+)
+# How errors of changes end that the group refuses, because of its size or its slots.
+REFUSED = (
+    "use other slots.",
+    "or give other slots.",
+    "create the group with standby=.",
+    *(f"the group has ranks 0 to {last}" for last in range(8)),
+)
+# The time that a change may take, and a call.
+CHANGE_S = 60.0
+CALL_S = 20.0
+# A silence is shorter than the requests to the head and the agents may take.
+SILENCE_S = 8.0
+# An agent may take this long to say what a late worker does.
+LOOK_S = 12.0
+
+
+@dataclass
+class GroupRun:
+    """One run of the script.
+
+    Attributes:
+        scope: the restart scope of the group; chosen if it is empty.
+        changes: the changes to choose from.
+        faults: the faults to choose from.
+    """
+
+    world: SimulatedWorld
+    scope: str = ""
+    changes: tuple[str, ...] = CHANGES
+    faults: tuple[str, ...] = FAULTS
+    _meetings: int = field(default=0, init=False)
+
+    def run(self) -> None:
+        """Run the script."""
+        world = self.world
+        ray = PretendedRay(world)
+        with replaced(ray) as placement:
+            scope = self.scope or ("worker", "group")[world.choose(2)]
+            behaviour = Behaviour(ray, meets_on_restart=scope == "group")
+            behaviour.install()
+            self.fault = self.faults[world.choose(len(self.faults))]
+            restarts = bool(world.choose(2))
+            world.note(f"has scope {scope!r}, on_failure={restarts}, and the fault {self.fault!r}")
+            self.group = group = make_group(
+                world, ray, restart_scope=scope, restart_on_failure=restarts, standby=world.choose(2)
+            )
+            self.invariants = Invariants(world, ray, group._roster, placement=placement)
+            self.invariants.standby_slots = group._resources.standby_slots
+            self._inject(ray, behaviour)
+            works: list[tuple[str, Callable[[], object]]] = [("a", self._call), ("b", self._call)]
+            works += [("changer", self._change)] + [("other changer", self._change)] * world.choose(2)
+            world.join([world.start_task(name, work) for name, work in works])
+            self._check_rest(ray, placement, group)
+            if not group.shutdown(cleanup_method="clean_up" if world.choose(2) else None) and self._is_quiet:
+                raise SimulationError("shutdown: it has returned False")
+            world.wait_for(
+                "waits for killed workers", lambda: not any(one.is_killed and one.is_running for one in ray.actors)
+            )
+            self.invariants.check_ended()
+
+    @property
+    def _is_quiet(self) -> bool:
+        return not self.fault.startswith(("silent", "node", "hook hangs"))
+
+    def _inject(self, ray: PretendedRay, behaviour: Behaviour) -> None:
+        """Prepare the fault."""
+        world, fault = self.world, self.fault
+        if fault == "crash":
+            ray.lose_actor()
+        elif fault == "node":
+            ray.lose_node("node-1")
+        elif fault == "silent head":
+            ray.silence(ray.head, SILENCE_S)
+        elif fault == "silent agent":
+            ray.silence(ray.nodes["node-1"], SILENCE_S)
+        elif fault.startswith("constructor"):
+            ray.construct = _fail_once(hangs=fault.endswith("hangs"))
+        elif fault.startswith("hook"):
+            behaviour.hook_fault = fault.removeprefix("hook ")
+        elif fault == "Ctrl-C in a changer":
+            world.press_ctrl_c("changer")
+        elif fault == "Ctrl-C in a caller":
+            world.press_ctrl_c("a")
+
+    def _call(self) -> None:
+        """Make some calls; each ends in time, with a result or an error of a known kind."""
+        for _ in range(2):
+            # A call that is interrupted while it is sent reaches some workers only, which would wait for the others.
+            calls = CALLS[:-1] if self.fault == "Ctrl-C in a caller" else CALLS
+            self._call_once(calls[self.world.choose(len(calls))])
+
+    def _call_once(self, name: str) -> None:
+        world, group = self.world, self.group
+        args, options = [], dict[str, Any](timeout=CALL_S)
+        if name == "meet":
+            self._meetings += 1
+            args.append(self._meetings)
+        if group._sender.policy.on_failure:
+            options["retries"] = world.choose(2)
+        began = world.now()
+        try:
+            call = group.call(name, *args, **options)
+            self.invariants.add(call._execution)
+            if name != "meet" and world.choose(4) == 3:
+                call.cancel()
+            call.result()
+        except WorkerGroupError as error:
+            world.note(f"gets {type(error).__name__}")
+        except RuntimeError as error:
+            if "the method fails" not in str(error):
+                raise
+        self._check_time(name, began, CALL_S)
+
+    def _change(self) -> None:
+        """Change the group; each change ends in time, with an error of a known kind at most."""
+        world, group = self.world, self.group
+        for _ in range(1 + world.choose(2)):
+            name, began = self.changes[world.choose(len(self.changes))], world.now()
+            size = group.world_size
+            world.note(f"requests: {name}")
+            try:
+                if name == "grow":
+                    group.resize(dp=size + 1, timeout=CHANGE_S)
+                elif name == "shrink":
+                    group.resize(dp=max(1, size - 1), timeout=CHANGE_S)
+                elif name == "replace":
+                    group.replace([world.choose(size)], timeout=CHANGE_S)
+                else:
+                    group.restart_failed_workers()
+            except (WorkerGroupError, PlacementError) as error:
+                world.note(f"gets {type(error).__name__}: {str(error)[:200]}")
+            except (IndexError, ValueError) as error:
+                if not str(error).endswith(REFUSED):
+                    raise
+                world.note(f"is refused: {error}")
+            except RuntimeError as error:
+                if "the hook fails" not in str(error):
+                    raise
+            self._check_time(name, began, 4 * CHANGE_S)
+
+    def _check_time(self, name: str, began: float, limit_s: float) -> None:
+        took = self.world.now() - began
+        if took > limit_s + 1.0 + LOOK_S:
+            raise SimulationError(f"too late: {name} has taken {took:.1f} s, and had {limit_s:g} s")
+
+    def _check_rest(self, ray: PretendedRay, placement: PretendedPlacement, group: RayWorkerGroup) -> None:
+        """Check what holds when nothing is under way any more."""
+        world = self.world
+        world.wait_for(
+            "waits for the change", lambda: group._membership._thread is None and not group._membership._queue
+        )
+        world.wait_for("waits for standbys", lambda: not group._resources._threads)
+        if self.fault.startswith("silent"):
+            world.sleep(2 * SILENCE_S)
+        world.wait_for(
+            "waits for rest",
+            lambda: all((one.is_known_dead or not (one.queue or one.running or one.is_killed)) for one in ray.actors),
+            200.0,
+        )
+        self.invariants.check_at_rest()
+        now = group._roster.snapshot()
+        if self.fault.startswith(("none", "Ctrl-C")) and (now.lost or now.is_broken):
+            raise SimulationError(f"damage: no worker has failed, and the group has lost {now.lost}")
+
+
+def _fail_once(*, hangs: bool) -> Callable[[Worker], Any]:
+    """Return a constructor that fails in the first worker."""
+    workers = list[Worker]()
+
+    def construct(worker: Worker) -> Any:
+        workers.append(worker)
+        if len(workers) > 1:
+            return None
+        if hangs:
+            return HANG
+        raise RuntimeError("the constructor fails")
+
+    return construct
+
+
+def run_group(world: SimulatedWorld, **options: Any) -> None:
+    """Run the script in a world."""
+    GroupRun(world, **options).run()
