@@ -507,6 +507,7 @@ def build_on_groups(group: RayWorkerGroup) -> None:
     assert_type(snapshot.restarting, tuple[int, ...])
     assert_type([place.rank for place in snapshot.places], list[int])
     assert_type(snapshot.processes, tuple[spi.WorkerProcess, ...])
+    assert_type([one.epoch for one in snapshot.facts], list[int])
     member = snapshot.members[0]
     assert_type(member, spi.Member)
     assert_type(member.rank, int)
@@ -520,6 +521,7 @@ def build_on_groups(group: RayWorkerGroup) -> None:
     assert_type(member.handle, Any)
     process = member.process
     assert_type(process.key, tuple[int, int])
+    assert_type(process.actor_id, str)
     assert_type((process.rank, process.pid, process.started), tuple[int, int, int])
     assert_type((process.node_id, process.node_ip), tuple[str, str])
     assert_type(process.failure("killed", "why"), WorkerFailure)

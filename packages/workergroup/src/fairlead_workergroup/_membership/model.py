@@ -213,7 +213,7 @@ class Snapshot:
         members: the members by rank.
         departed: the last member of each rank that the group does not have any more.
         resizes: the resizes so far.
-        facts: what each member is told about itself in this epoch, by rank; empty in processes that have not made it.
+        facts: what the present epoch says about each member, by rank; empty in processes that have not made the group.
         restarts: the number of restarts of the whole group that count against `max_restarts`.
         is_broken: whether a resize failed after it had begun to change the workers, and nothing has repaired that.
         ended: whether the group had been shut down.
