@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError
+
 from fairlead_placement import PlacementError
 from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
 
 from .actors import HANG, Worker
 from .group import Behaviour, make_group
 from .invariants import Invariants
-from .placement import PretendedPlacement
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld, SimulationError
 from .seam import replaced
@@ -23,6 +24,7 @@ FAULTS = (
     "crash",
     "crash",
     "node",
+    "drain",
     "silent head",
     "silent agent",
     "constructor raises",
@@ -30,8 +32,15 @@ FAULTS = (
     "hook raises",
     "hook hangs",
     "Ctrl-C in a changer",
+    "Ctrl-C in a changer",
+    "Ctrl-C in a changer",
     "Ctrl-C in a caller",
+    "Ctrl-C in the shutdown",
 )
+# Faults by which no worker is lost.
+HARMLESS = {one for one in FAULTS if one.startswith(("none", "Ctrl-C"))}
+# Faults by which processes may outlive a shutdown, or by which a cleanup may fail.
+MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shutdown")
 # How errors of changes end that the group refuses, because of its size or its slots.
 REFUSED = (
     "use other slots.",
@@ -44,6 +53,8 @@ CHANGE_S = 60.0
 CALL_S = 20.0
 # A silence is shorter than the requests to the head and the agents may take.
 SILENCE_S = 8.0
+# The notice of the end of a node.
+DRAIN_S = 15.0
 # An agent may take this long to say what a late worker does.
 LOOK_S = 12.0
 
@@ -72,9 +83,9 @@ class GroupRun:
             scope = self.scope or ("worker", "group")[world.choose(2)]
             behaviour = Behaviour(ray, meets_on_restart=scope == "group")
             behaviour.install()
-            self.fault = self.faults[world.choose(len(self.faults))]
+            self.chosen = {self.faults[world.choose(len(self.faults))] for _ in range(1 + world.choose(2))}
             restarts = bool(world.choose(2))
-            world.note(f"has scope {scope!r}, on_failure={restarts}, and the fault {self.fault!r}")
+            world.note(f"has scope {scope!r}, on_failure={restarts}, and the faults {sorted(self.chosen)}")
             self.group = group = make_group(
                 world, ray, restart_scope=scope, restart_on_failure=restarts, standby=world.choose(2)
             )
@@ -83,44 +94,49 @@ class GroupRun:
             self._inject(ray, behaviour)
             works: list[tuple[str, Callable[[], object]]] = [("a", self._call), ("b", self._call)]
             works += [("changer", self._change)] + [("other changer", self._change)] * world.choose(2)
-            world.join([world.start_task(name, work) for name, work in works])
-            self._check_rest(ray, placement, group)
-            if not group.shutdown(cleanup_method="clean_up" if world.choose(2) else None) and self._is_quiet:
+            tasks = [world.start_task(name, work) for name, work in works]
+            if is_early := world.choose(4) == 3:  # the group is shut down while it is used
+                tasks.append(world.start_task("ender", self._shut_down))
+            world.join(tasks)
+            if not is_early:
+                self._check_rest(ray, group)
+                world.join([world.start_task("ender", self._shut_down)])
+            # A change may end a worker that has begun its cleanup.
+            if not (group.shutdown() or is_early or self._has(*MAY_STAY)):
                 raise SimulationError("shutdown: it has returned False")
-            world.wait_for(
-                "waits for killed workers", lambda: not any(one.is_killed and one.is_running for one in ray.actors)
-            )
+            world.wait_for("waits for the end", lambda: not any(one.is_killed and one.is_running for one in ray.actors))
             self.invariants.check_ended()
 
-    @property
-    def _is_quiet(self) -> bool:
-        return not self.fault.startswith(("silent", "node", "hook hangs"))
+    def _has(self, *faults: str) -> bool:
+        """Return whether a fault was chosen that begins with one of these words."""
+        return any(one.startswith(faults) for one in self.chosen)
 
     def _inject(self, ray: PretendedRay, behaviour: Behaviour) -> None:
-        """Prepare the fault."""
-        world, fault = self.world, self.fault
-        if fault == "crash":
-            ray.lose_actor()
-        elif fault == "node":
-            ray.lose_node("node-1")
-        elif fault == "silent head":
-            ray.silence(ray.head, SILENCE_S)
-        elif fault == "silent agent":
-            ray.silence(ray.nodes["node-1"], SILENCE_S)
-        elif fault.startswith("constructor"):
-            ray.construct = _fail_once(hangs=fault.endswith("hangs"))
-        elif fault.startswith("hook"):
-            behaviour.hook_fault = fault.removeprefix("hook ")
-        elif fault == "Ctrl-C in a changer":
-            world.press_ctrl_c("changer")
-        elif fault == "Ctrl-C in a caller":
-            world.press_ctrl_c("a")
+        """Prepare the faults."""
+        world = self.world
+        for fault in sorted(self.chosen):
+            if fault == "crash":
+                ray.lose_actor()
+            elif fault == "node":
+                ray.lose_node("node-1")
+            elif fault == "drain":
+                ray.drain("node-1", DRAIN_S)
+            elif fault == "silent head":
+                ray.silence(ray.head, SILENCE_S)
+            elif fault == "silent agent":
+                ray.silence(ray.nodes["node-1"], SILENCE_S)
+            elif fault.startswith("constructor"):
+                ray.construct = _fail_once(hangs=fault.endswith("hangs"))
+            elif fault.startswith("hook"):
+                behaviour.hook_fault = fault.removeprefix("hook ")
+            elif fault.startswith("Ctrl-C"):
+                world.press_ctrl_c({"changer": "changer", "caller": "a", "shutdown": "ender"}[fault.split()[-1]])
 
     def _call(self) -> None:
         """Make some calls; each ends in time, with a result or an error of a known kind."""
         for _ in range(2):
             # A call that is interrupted while it is sent reaches some workers only, which would wait for the others.
-            calls = CALLS[:-1] if self.fault == "Ctrl-C in a caller" else CALLS
+            calls = CALLS[:-1] if self._has("Ctrl-C in a caller") else CALLS
             self._call_once(calls[self.world.choose(len(calls))])
 
     def _call_once(self, name: str) -> None:
@@ -138,7 +154,10 @@ class GroupRun:
             if name != "meet" and world.choose(4) == 3:
                 call.cancel()
             call.result()
-        except WorkerGroupError as error:
+        except (WorkerGroupError, ActorUnavailableError) as error:
+            # Whether a worker that does not answer is dead is known as long as the head and its agent answer.
+            if isinstance(error, ActorUnavailableError) and not self._has("silent"):
+                raise
             world.note(f"gets {type(error).__name__}")
         except RuntimeError as error:
             if "the method fails" not in str(error):
@@ -172,19 +191,22 @@ class GroupRun:
                     raise
             self._check_time(name, began, 4 * CHANGE_S)
 
+    def _shut_down(self) -> None:
+        self.group.shutdown(cleanup_method="clean_up" if self.world.choose(2) else None)
+
     def _check_time(self, name: str, began: float, limit_s: float) -> None:
         took = self.world.now() - began
         if took > limit_s + 1.0 + LOOK_S:
             raise SimulationError(f"too late: {name} has taken {took:.1f} s, and had {limit_s:g} s")
 
-    def _check_rest(self, ray: PretendedRay, placement: PretendedPlacement, group: RayWorkerGroup) -> None:
+    def _check_rest(self, ray: PretendedRay, group: RayWorkerGroup) -> None:
         """Check what holds when nothing is under way any more."""
         world = self.world
         world.wait_for(
             "waits for the change", lambda: group._membership._thread is None and not group._membership._queue
         )
         world.wait_for("waits for standbys", lambda: not group._resources._threads)
-        if self.fault.startswith("silent"):
+        if self._has("silent"):
             world.sleep(2 * SILENCE_S)
         world.wait_for(
             "waits for rest",
@@ -193,7 +215,7 @@ class GroupRun:
         )
         self.invariants.check_at_rest()
         now = group._roster.snapshot()
-        if self.fault.startswith(("none", "Ctrl-C")) and (now.lost or now.is_broken):
+        if self.chosen <= HARMLESS and (now.lost or now.is_broken):
             raise SimulationError(f"damage: no worker has failed, and the group has lost {now.lost}")
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the shipped group in many orders of its steps; see `scripts.py`."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from fairlead_workergroup import WorkerGroupError
+
 from .exploration import describe, explore, run_seed, shrink
+from .group import Behaviour, make_group
+from .ray import PretendedRay
 from .scripts import run_group
+from .seam import replaced
 
 RUNS = 10_000
 # Runs for each change.
@@ -43,6 +49,38 @@ def test_all_interleavings():
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         pytest.fail("\n".join(outputs), pytrace=False)
+
+
+def explore_group(script, seeds=200, **options):
+    """Run a script with many seeds; it gets the world, a pretended Ray and a group."""
+
+    def run(world):
+        ray = PretendedRay(world)
+        with replaced(ray):
+            Behaviour(ray).install()
+            script(world, ray, make_group(world, ray, **options))
+
+    report = explore(run, range(seeds))
+    if report.failed is not None:
+        pytest.fail(describe(report.seed, report.failed, shrink(run, report.failed)), pytrace=False)
+
+
+@pytest.mark.parametrize("change", ["none", "grow", "restart"])
+def test_cleanup_is_not_cut_short(change):
+    """A standby that starts, or a change that is under way, does not end workers before their cleanup has run."""
+
+    def script(world, ray, group):
+        def work():
+            with contextlib.suppress(WorkerGroupError):
+                group.resize(dp=3) if change == "grow" else group.restart_failed_workers()
+
+        tasks = [] if change == "none" else [world.start_task("changer", work)]
+        assert group.shutdown("clean_up")
+        cleaned = {one.rank for one in ray.actors for ran in one.worker.ran if ran.method == "_fairlead_cleanup"}
+        assert cleaned >= {0, 1}, f"cleanup: only ranks {sorted(cleaned)}"
+        world.join(tasks)
+
+    explore_group(script, standby=1)
 
 
 def test_repeatable():

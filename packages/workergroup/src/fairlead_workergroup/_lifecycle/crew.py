@@ -181,8 +181,8 @@ class Crew:
 
     def settle(self, before: Snapshot) -> None:
         """Give back what the group does not use any more, and start the standbys that are missing."""
-        if self._roster.is_over:  # the shutdown on another thread could not see everything that was started
-            self._resources.give_back()
+        if self._roster.is_over:
+            self._resources.give_back_late()
         elif self._roster.handles:
             self._resources.keep_slots([place.slot for place in self._roster.snapshot().places])
             vacated, self._vacated = self._vacated, []

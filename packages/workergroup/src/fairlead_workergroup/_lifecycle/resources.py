@@ -219,6 +219,11 @@ class Resources:
                 claim.release()
             self._claims.clear()
 
+    def give_back_late(self) -> None:
+        """Give back what was acquired while the group ended, unless its end will do that when the cleanup has run."""
+        if self.closed or not self.roster.connected:
+            self.give_back()
+
     def leak(self) -> str:
         """Return the warning for a group that is dropped while it holds something, or "" if it holds nothing."""
         if not self._claims or not self.roster.connected:

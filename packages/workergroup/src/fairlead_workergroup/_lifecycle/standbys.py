@@ -229,8 +229,8 @@ class Standbys:
                 where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
                 self._roster.report(Notice("standby-ready", -1, f"a standby is ready {where}"))
             self._show()
-        if self._is_over:  # the end of the group could not see what was started here
-            self._resources.give_back()
+        if self._is_over:
+            self._resources.give_back_late()
 
     @property
     def _is_over(self) -> bool:
