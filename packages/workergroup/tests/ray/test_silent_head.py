@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 from types import SimpleNamespace
@@ -24,7 +25,10 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup._inspect import command
 from fairlead_workergroup._lifecycle import shutdown
+from fairlead_workergroup._membership.machine import Membership
+from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._observe import query
+from fairlead_workergroup.testing import kill
 
 from ..restarting import find_running
 
@@ -245,3 +249,65 @@ def test_death_that_the_head_does_not_report(stop_process):
             with pytest.raises(WorkerFailureError) as caught:
                 group.call("rank", timeout=ANSWER_S).result()
         assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]
+
+
+# What a change may take. On a busy machine, what is left of one without a head takes some seconds.
+CHANGE_S = 20.0
+CHANGES = {
+    "restart": lambda group: group.restart_failed_workers(),
+    "resize": lambda group: group.resize(worker=5 - group.world_size, timeout=CHANGE_S),
+    "replacement": lambda group: group.replace([1], timeout=CHANGE_S),
+}
+# What comes of each change if the head stops answering as a phase begins, and the ranks that are lost by it.
+OUTCOMES = {
+    Phase.PREPARING: dict.fromkeys(CHANGES, (HeadTimeoutError, [])),
+    Phase.QUIESCING: {
+        "restart": (HeadTimeoutError, []),
+        "resize": (int, []),
+        "replacement": (HeadTimeoutError, []),
+    },
+    # The old processes end, and Ray starts no others.
+    Phase.SWITCHING: {
+        "restart": (WorkerFailureError, []),
+        "resize": (int, []),
+        "replacement": (WorkerFailureError, [1]),
+    },
+    Phase.DELIVERING: {"restart": (list, []), "resize": (int, []), "replacement": (int, [])},
+}
+
+
+@pytest.mark.usefixtures("local_ray", "impatient")
+def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_process):
+    """If the head stops answering in any phase of a change, the change needs no head, or raises in time.
+
+    A change that has raised has lost a rank only if it had ended its process. Once the head answers, the group can be
+    repaired, used and shut down.
+    """
+    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+    enter, stopped = Membership._enter, contextlib.ExitStack()
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, 2, on_restart="rank", on_resize="rank", max_restarts=100) as group,
+        stopped,
+    ):
+        for phase, name in itertools.product(OUTCOMES, CHANGES):
+            expected, lost = OUTCOMES[phase][name]
+
+            def enter_without_head(membership, entered, phase=phase):
+                if entered is phase:
+                    stopped.enter_context(stop_process(head))
+                enter(membership, entered)
+
+            if name == "restart":
+                kill(group, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(Membership, "_enter", enter_without_head)
+                outcome = call_in_time({name: functools.partial(CHANGES[name], group)}, CHANGE_S)[name]
+            stopped.close()
+            assert isinstance(outcome, expected), (phase, name, outcome)
+            assert eventually(lambda: not placement_head.head_is_silent())
+            if name == "restart" and expected is not list:
+                lost = [1]
+            assert group.restart_failed_workers() == lost, (phase, name)
+            assert group.call("rank", timeout=ANSWER_S).result() == list(range(group.world_size))
+        assert group.shutdown()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that the parts of a replacement have when a node is about to end, without Ray."""
+"""Replacements without Ray: the time of their parts when a node is about to end, and those that fail."""
 
 from types import SimpleNamespace
 
 import pytest
 from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement import Slot
+from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._elastic.replace import Replace
@@ -14,9 +14,10 @@ from fairlead_workergroup._membership import steps
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
 from fairlead_workergroup._membership.operations import RestartPolicy, Start
+from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.layout import lay_out
-from fairlead_workergroup.exceptions import LateWorker
+from fairlead_workergroup.exceptions import LateWorker, WorkerFailureError
 
 START_S = 120.0
 
@@ -60,6 +61,9 @@ class Crew:
     def facts(self, staged):
         return [SimpleNamespace(since=lambda before: {}) for _ in staged.places]
 
+    def check_head(self):
+        pass
+
     def end(self, ranks):
         return []
 
@@ -89,17 +93,22 @@ class Requests:
         return {rank: f"state of {rank}" for rank in ranks}
 
 
+def start(room=2):
+    places = lay_out([make_slot("a", rank) for rank in range(2)], prefix="policy")
+    roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
+    crew = Crew(roster, room)
+    membership = Membership(roster, crew, requests, requests)
+    membership.change(Start())
+    crew.moved.clear()
+    return crew, requests, membership
+
+
 @pytest.fixture
 def evacuate():
     """Return a function that replaces two workers, of which rank 0 is busy; it returns what happened."""
 
     def run(notice_s, room=2):
-        places = lay_out([make_slot("a", rank) for rank in range(2)], prefix="policy")
-        roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
-        crew = Crew(roster, room)
-        membership = Membership(roster, crew, requests, requests)
-        membership.change(Start())
-        crew.moved.clear()
+        crew, requests, membership = start(room)
         operation = Replace((0, 1), Deadline.after(notice_s), partly=True)
         membership.change(operation, Deadline.after(START_S))
         return {**crew.left, **requests.left}, crew.moved, requests.values
@@ -133,3 +142,28 @@ def test_room_for_some(evacuate):
     """An evacuation moves as many ranks as there is room for."""
     _, moved, _ = evacuate(None, room=1)
     assert moved == [[0]]
+
+
+def test_silent_head(monkeypatch):
+    """If the head is silent when old processes are about to end, none of them ends, and all ranks keep theirs."""
+    crew, _, membership = start()
+
+    def check_head():
+        raise HeadTimeoutError("no answer")
+
+    monkeypatch.setattr(crew, "check_head", check_head)
+    monkeypatch.setattr(crew, "end", lambda ranks: pytest.fail("a process was ended"))
+    with pytest.raises(HeadTimeoutError):
+        membership.change(Replace((1,)), Deadline.after(START_S))
+    now = crew.roster.snapshot()
+    assert (now.epoch, now.lost, membership.phase, crew.moved) == (0, {}, Phase.SERVING, [])
+
+
+def test_processes_that_do_not_end(monkeypatch):
+    """Ranks whose old processes were told to end are lost, also if some are still there."""
+    crew, _, membership = start()
+    monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
+    with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
+        membership.change(Replace((1,)), Deadline.after(START_S))
+    now = crew.roster.snapshot()
+    assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])

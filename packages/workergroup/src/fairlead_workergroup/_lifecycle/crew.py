@@ -164,6 +164,10 @@ class Crew:
         """Return what each rank is told in the next epoch."""
         return self._launcher.facts(staged.launch, self._lease(staged).port, epoch=staged.epoch)
 
+    def check_head(self) -> None:
+        """Check that Ray's head answers, without which nothing starts."""
+        alive_nodes()
+
     def commit(self, staged: Staging) -> None:
         """Use what was staged from now on, and publish the new members."""
         if self._resources.next_lease is not None:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
+from fairlead_placement import HeadTimeoutError
+
 from .._deadline import Deadline
 from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # An idle worker answers within this time, also when the notice of the end of its node has passed.
 IDLE_S = 2.0
+# Of a rank whose old process was told to end, and may still be there.
+MAY_RUN = "its old process was told to end, and no other one has started"
 
 
 class Steps:
@@ -105,14 +109,16 @@ class Steps:
             self._enter(Phase.QUIESCING)
             self._gate.close()
             self._quiesce(replaced)
+            if replaced:
+                crew.check_head()
             self._change.seal()
             self._enter(Phase.SWITCHING)
         if replaced:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             self._deadline = Deadline.after(self._change.time_s)
             self._mark(replaced)
-            self._end_old(replaced)
             self._ended = replaced
+            self._end_old(replaced)
             self._relaunch(replaced)
             self._started += crew.start(staged, replaced, undo, self._deadline, self._change.check)
         self._roster.commit(
@@ -128,9 +134,12 @@ class Steps:
 
     def _end_old(self, ranks: Sequence[int]) -> None:
         """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
+        before = self._before
         if left := self._crew.end(ranks):
             raise WorkerFailureError(
-                tuple(self._before.lost.values()),
+                tuple(
+                    before.lost.get(rank) or before.processes[rank].failure("start-failed", MAY_RUN) for rank in ranks
+                ),
                 f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
                 "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
@@ -251,7 +260,8 @@ class Steps:
                 lost = [process.failure("resize-failed", cause) for process in now.processes]
                 return BrokenEpochError(self._roster.mark_broken(lost), epoch=now.epoch)
             self._crew.end(ended)
-        elif not ended and self._plan.closes:  # lost ranks that could not be started again
+        elif not ended and self._plan.closes and not isinstance(error, HeadTimeoutError):
+            # Lost ranks could not be started again.
             ended = [rank for rank in self._plan.replace if rank in self._before.lost]
         if not ended:
             return error
