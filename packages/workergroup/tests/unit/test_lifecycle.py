@@ -16,6 +16,7 @@ from fairlead_workergroup import WorkerStartError
 from fairlead_workergroup._futures import LaneFuture
 from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
+from fairlead_workergroup._lifecycle.teardown import Teardown
 from fairlead_workergroup._observe import requests
 from fairlead_workergroup._remote.outside import read_requests
 from fairlead_workergroup._remote.process import start_tick
@@ -162,6 +163,26 @@ def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         held.give_back()
     assert ended == [0]
+
+
+def test_an_interrupt_while_a_watch_closes():
+    """Ctrl-C at the very beginning of a shutdown leaves no worker behind either."""
+    ended = []
+
+    def close(timeout):
+        raise KeyboardInterrupt
+
+    held = SimpleNamespace(
+        roster=SimpleNamespace(begin_end=lambda: None, end=lambda: None),
+        give_back=lambda: ended.append("workers"),
+        join_threads=lambda: None,
+        gave_all_back=True,
+    )
+    membership = SimpleNamespace(gate=SimpleNamespace(wake=lambda: None), join=lambda deadline: True)
+    launcher = SimpleNamespace(resources=held, release=lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        Teardown(launcher, membership, [SimpleNamespace(close=close)]).run(None, 30.0, force=False)
+    assert ended == ["workers"]
 
 
 def test_ray_that_ends_during_the_release(monkeypatch, caplog):

@@ -68,6 +68,25 @@ def test_deadline(membership, busy):
     assert not ran
 
 
+def test_interrupt_as_an_operation_begins(membership, busy, monkeypatch):
+    """An operation whose caller is interrupted is undone, also if it leaves the queue at that moment."""
+    begun, undone = threading.Event(), threading.Event()
+    operation = Route("a wish", lambda gate: (begun.set(), undone.wait(60)))
+    change, withdraw = membership.begin(operation), membership.withdraw
+
+    def withdraw_late(one):
+        busy.set()
+        assert begun.wait(20)
+        return withdraw(one)
+
+    monkeypatch.setattr(membership, "withdraw", withdraw_late)
+    monkeypatch.setattr(change, "cancel", undone.set)
+    membership.give_up(operation)
+    assert undone.is_set()
+    undone.set()
+    assert change.wait(Deadline.after(20))
+
+
 def test_request_of_the_present_change(membership):
     """What a change waits for cannot wait for the next one."""
     with pytest.raises(WorkerGroupError, match="inner cannot be requested by what the present change"):

@@ -40,13 +40,13 @@ class Teardown:
         if self._ended.is_set():
             return self._succeeded
         deadline = Deadline.after(timeout)
-        # No lock: a signal handler may call this while its thread holds any of them.
-        self._roster.begin_end()
-        if force:
-            self._is_forced.set()
-        for watch in list(self._watches):
-            watch.close(max(WATCHED_S, deadline.left(at_most=CLOSE_S) or 0.0))
         try:
+            # No lock: a signal handler may call this while its thread holds any of them.
+            self._roster.begin_end()
+            if force:
+                self._is_forced.set()
+            for watch in list(self._watches):
+                watch.close(max(WATCHED_S, deadline.left(at_most=CLOSE_S) or 0.0))
             self._begin(cleanup_method, deadline, force=force)
             if not wait_for_event(self._ended, deadline):  # its cleanup is over, or that of another thread takes longer
                 self._is_forced.set()

@@ -128,8 +128,10 @@ class Membership:
 
     def give_up(self, operation: Operation) -> None:
         """Withdraw an operation that nobody waits for any more, or undo it if that can still be done."""
-        running = self._running
-        if not self.withdraw(operation) and running is not None and running.operation is operation:
+        if self.withdraw(operation):
+            return
+        running = self._running  # after the look at the queue, from which the thread takes it
+        if running is not None and running.operation is operation:
             running.cancel()
 
     def _serve(self) -> None:
