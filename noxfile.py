@@ -242,8 +242,8 @@ def multihost(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds.
 
-    With 300 seconds or more, the diagnosis, 1,000 random changes of a group, 20 kills of drivers, stragglers, plans and
-    faults of transfers are repeated too.
+    With 300 seconds or more, the diagnosis, 1,000 random changes of a group, 20 kills and 200 interrupts of drivers,
+    stragglers, plans and faults of transfers are repeated too.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
@@ -256,6 +256,8 @@ def soak(session: nox.Session) -> None:
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
         killed = f"{package('workergroup')}/tests/ray/test_killed_driver.py"
         session.run("pytest", killed, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_KILLS": "20"})
+        interrupted = f"{package('workergroup')}/tests/ray/test_interrupted_driver.py"
+        session.run("pytest", interrupted, "-s", "--timeout=3600", env={**RAY_ENV, "FAIRLEAD_INTERRUPTS": "200"})
         membership = f"{package('workergroup')}/tests/ray/test_membership.py"
         session.run("pytest", membership, "-s", env={**RAY_ENV, "FAIRLEAD_EVENTS": "1000"})
         session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A driver that Ctrl-C interrupts: it changes groups until then, and reports what is left afterwards.
+
+It prints each phase as it enters it. First it goes through all phases twice, without and with a standby. Then each line
+of its input is the phase in which it is interrupted, and the number of standbys.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement._reserve import claims
+from fairlead_placement._reserve.groups import are_shown
+from fairlead_placement.testing import _snapshot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import RayWorkerGroup, _group
+from fairlead_workergroup._remote.process import Trees
+from fairlead_workergroup.testing import kill
+
+REPORT_S = 30.0
+# Of the processes of all groups so far.
+MARKS = []
+# Threads that serve all groups of a process.
+SERVING = ["fairlead-dropped", "fairlead-publications"]
+
+
+class Worker:
+    """A worker with a process of its own, whose hooks take a moment."""
+
+    def __init__(self):
+        subprocess.Popen(["sleep", "283"], start_new_session=True)
+
+    def serve(self, seconds=0.01):
+        time.sleep(seconds)
+
+    def load(self, value=None):
+        time.sleep(0.05)
+
+    def hand_over(self):
+        time.sleep(0.05)
+
+
+class Spec(_group.GroupSpec):
+    """Notes the marks of all groups, including those whose constructor is interrupted."""
+
+    def __post_init__(self):
+        MARKS.append(f"{self.token}-")
+
+
+class Interrupts:
+    """Ctrl-C raises KeyboardInterrupt while a group is used, and counts."""
+
+    def __init__(self):
+        self.count, self.are_raised = 0, False
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number, frame):
+        self.count += 1
+        if self.are_raised:
+            raise KeyboardInterrupt
+
+
+def call(group):
+    for _ in range(20):
+        group.call("serve").result()
+
+
+def restart(group):
+    kill(group, group.world_size - 1)
+    group.call("serve", retries=1).result()
+
+
+PHASES = {
+    "call": call,
+    "grow": lambda group: group.resize(dp=3),
+    "replace": lambda group: group.replace([0]),
+    "restart": restart,
+    "shrink": lambda group: group.resize(dp=1),
+    "shutdown": lambda group: group.shutdown("serve"),
+}
+
+
+def enter(phase):
+    sys.stdout.write(f"{phase}\n")
+    sys.stdout.flush()
+
+
+def use_group(cluster, phases, standby):
+    enter("start")
+    with RayWorkerGroup(
+        cluster,
+        Worker,
+        sharding_annotations=NamedSharding.from_shape(dp=2),
+        workers_per_node=2,
+        restart_on_failure=True,
+        on_restart="load",
+        on_resize="load",
+        on_handover="hand_over",
+        standby=standby,
+    ) as group:
+        for phase in phases:
+            enter(phase)
+            PHASES[phase](group)
+        enter("over")
+
+
+def look():
+    """Return what there is of the group, by kind."""
+    found = {kind: list(lines) for kind, lines in _snapshot().items()}
+    found["thread"] = [one.name for one in threading.enumerate() if one.name.startswith("fairlead-")]
+    found["claim"] = [repr(one) for held in claims._held.values() for one in held]
+    workers, children = Trees([], MARKS).look()
+    found["process"] = [*workers, *children]
+    return found
+
+
+def find_left(before):
+    """Return what is there now and was not there before, by kind; another amount of a free resource is new."""
+    new = {kind: [one for one in lines if one not in before[kind]] for kind, lines in look().items()}
+    return {kind: lines for kind, lines in new.items() if lines}
+
+
+def wait_for_the_end(before):
+    """Wait until nothing is left; return what is left nevertheless."""
+    deadline = time.monotonic() + REPORT_S
+    while (left := find_left(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def interrupted(interrupts, cluster, phase, standby):
+    """Use a group until Ctrl-C, and return whether that was raised."""
+    try:
+        interrupts.are_raised = True
+        try:
+            use_group(cluster, [one for one in [phase] if one in PHASES], standby)
+        finally:
+            interrupts.are_raised = False
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def main(address):
+    _group.GroupSpec = Spec
+    interrupts = Interrupts()
+    ray.init(address=address, log_to_driver=False, logging_level="error")
+    with RayVirtualCluster([4], use_gpus=False) as cluster:
+        while not are_shown(placement_group_table().keys()):
+            time.sleep(0.02)
+        before = look()
+        before["thread"] += SERVING
+        for standby in (0, 1):
+            use_group(cluster, list(PHASES), standby)
+            wait_for_the_end(before)
+        enter("ready")
+        for line in sys.stdin:
+            phase, standby = line.split()
+            interrupts.count = 0
+            was_raised, error = True, ""
+            try:
+                was_raised = interrupted(interrupts, cluster, phase, int(standby))
+            except KeyboardInterrupt:  # the second one came where the first one was handled
+                interrupts.are_raised = False
+            except Exception as other:  # noqa: BLE001  the test shows it
+                error = f"{type(other).__name__}: {other}"
+            while not interrupts.count:
+                time.sleep(0.01)
+            enter(json.dumps({"raised": was_raised, "error": error, "left": wait_for_the_end(before)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
