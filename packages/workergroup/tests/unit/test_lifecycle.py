@@ -165,6 +165,23 @@ def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):
     assert ended == [0]
 
 
+def test_an_interrupt_while_slots_are_claimed(monkeypatch):
+    """Ctrl-C while a slot is waited for releases the slots that were claimed before."""
+    released = []
+
+    def claim_slots(slots, holder, group):
+        if slots[0].key == "full":
+            raise KeyboardInterrupt
+        return SimpleNamespace(release=lambda: released.append(slots[0].key))
+
+    monkeypatch.setattr(resources, "claim_slots", claim_slots)
+    held = Resources(SimpleNamespace(name_prefix="policy"))
+    monkeypatch.setattr(resources, "usable_slots", list)
+    with pytest.raises(KeyboardInterrupt):
+        held.claim_slots([SimpleNamespace(key="free"), SimpleNamespace(key="full")])
+    assert released == ["free"]
+
+
 def test_an_interrupt_while_a_watch_closes():
     """Ctrl-C at the very beginning of a shutdown leaves no worker behind either."""
     ended = []

@@ -105,7 +105,7 @@ class Resources:
         try:
             for slot in slots:
                 made[slot.key] = claim_slots([slot], self.roster.name_prefix, group=self.roster)
-        except PlacementError:
+        except BaseException:  # including Ctrl-C: a full slot is waited for
             for claim in made.values():
                 claim.release()
             raise
