@@ -2,12 +2,14 @@
 """A group whose Ray has been shut down: requests to it raise, and do not start another Ray."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerGroupError, current_worker
 
 
 class Worker:
@@ -35,6 +37,39 @@ def ended():
     ray.shutdown()
     yield cluster, group, answered, streaming, classic
     ray.shutdown()
+
+
+class Slow:
+    """A worker whose constructor waits if it joins a group, and says so."""
+
+    def __init__(self, path):
+        if current_worker().world_size > 1:
+            path.touch()
+            time.sleep(300)
+
+
+def test_end_of_ray_during_a_resize(tmp_path, eventually):
+    """A resize on another thread raises when Ray is shut down, although what it waits for never comes."""
+    outcomes, path = [], tmp_path / "constructor"
+    start()
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    group = RayWorkerGroup(cluster, RayWorkerBuilder(Slow, path), workers_per_node=1)
+
+    def resize():
+        try:
+            group.resize(worker=2)
+        except WorkerGroupError as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    assert eventually(path.exists)
+    ray.shutdown()
+    thread.join(30)
+    assert [one.rpartition(": ")[2] for one in outcomes] == [
+        "the Ray it was made on has been shut down; make a new group"
+    ]
+    assert group.shutdown()
 
 
 async def all_of(call):

@@ -175,7 +175,7 @@ class Resources:
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the workers of these ranks and the processes they have started; return descriptions of those alive."""
         workers = {rank: self._workers[rank] for rank in ranks if rank in self._workers}
-        return kill_and_wait(workers) if workers else []
+        return kill_and_wait(workers) if workers and self.roster.connected else []
 
     def start_thread(self, name: str, function: Callable[[], _T]) -> Future[_T]:
         """Call a function on a thread of its own, for which the end of the group waits; return what it will return."""

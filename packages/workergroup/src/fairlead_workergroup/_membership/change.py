@@ -68,9 +68,10 @@ class Change:
             wait_for_event(self._done, Deadline.after(UNDO_S))
 
     def check(self) -> None:
-        """Raise if the change has to be undone now: it was cancelled, or the group ends."""
+        """Raise if the change has to be undone now: it was cancelled, or the group or its Ray ends."""
         if self._roster.ending:
             raise self._roster.ended_error()
+        self._roster.check_connected()
         if self._is_cancelled and not self._is_sealed:
             raise Cancelled
 

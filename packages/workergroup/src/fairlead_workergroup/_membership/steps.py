@@ -79,8 +79,10 @@ class Steps:
             self._deliver()
             self._report()
         except BaseException as error:
-            if self._roster.ending and isinstance(error, Exception):
-                raise self._roster.ended_error() from error
+            if isinstance(error, Exception):
+                if self._roster.ending:
+                    raise self._roster.ended_error() from error
+                self._roster.check_connected()
             if (failure := self._note_failure(error)) is error:
                 raise
             raise failure from error
