@@ -224,9 +224,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._classic_futures = ClassicFutures(self._sender)
         # Of the mesh that the group is made with: with size 1, another axis would look as slow.
         self._elastic_axis = find_elastic_axis(sharding)
-        self._resources.claim_slots([place.slot for place in places])
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
+            self._resources.claim_slots([place.slot for place in places])
             self._launcher.prepare(places)
             hooks.check()
             self._standbys.reserve(slots)

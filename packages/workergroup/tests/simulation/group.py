@@ -14,7 +14,7 @@ from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 
 from .actors import HANG, Takes, Until, Worker
 from .ray import PretendedRay
-from .scheduler import SimulatedWorld, SimulationError
+from .scheduler import SimulationError
 
 START_S = 40.0
 # A method that meets others waits at most this long for them; `START_S` would end it later.
@@ -155,12 +155,10 @@ class Behaviour:
         return {one.facts["rank"] for one in running if "rank" in one.facts and one.epoch <= epoch}
 
 
-def make_group(
-    world: SimulatedWorld, ray: PretendedRay, *, workers: int = 2, each: int = 3, **options: Any
-) -> RayWorkerGroup:
+def make_group(ray: PretendedRay, *, workers: int = 2, each: int = 3, **options: Any) -> RayWorkerGroup:
     """Start the shipped group on pretended nodes that have `each` slots."""
     cluster = PretendedCluster(ray, each)
-    group = RayWorkerGroup(
+    return RayWorkerGroup(
         cluster,
         Model,
         workers_per_node=[workers // len(ray.nodes)] * len(ray.nodes),
@@ -172,6 +170,3 @@ def make_group(
         start_timeout_s=START_S,
         **options,
     )
-    # It is held while processes end, which is a wait.
-    group._resources._ending = world.mutex(reentrant=True)
-    return group

@@ -87,7 +87,7 @@ class GroupRun:
             restarts = bool(world.choose(2))
             world.note(f"has scope {scope!r}, on_failure={restarts}, and the faults {sorted(self.chosen)}")
             self.group = group = make_group(
-                world, ray, restart_scope=scope, restart_on_failure=restarts, standby=world.choose(2)
+                ray, restart_scope=scope, restart_on_failure=restarts, standby=world.choose(2)
             )
             self.invariants = Invariants(world, ray, group._roster, placement=placement)
             self.invariants.standby_slots = group._resources.standby_slots

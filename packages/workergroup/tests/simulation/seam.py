@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+from fairlead_workergroup._lifecycle.resources import Resources
+
 from .actors import SimRef
 from .group import describe_model
 from .placement import PretendedPlacement
@@ -117,6 +119,8 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         "ray.get_runtime_context": lambda: CONTEXT,
         f"{ours}._observe.registration.publish": lambda key, version, data: None,
         f"{ours}._observe.registration.withdraw": lambda key, nodes: None,
+        # It has a lock that is held while processes end, which is a wait.
+        f"{ours}._group.Resources": lambda *args: Resources(*args, _ending=world.mutex(reentrant=True)),
         f"{ours}._group.RequestLog": lambda token: NoLog(),
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),

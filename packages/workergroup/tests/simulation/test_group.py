@@ -26,10 +26,7 @@ AT_A_TIME = 2
 @pytest.mark.smoke
 def test_some_interleavings():
     """No rule is broken in some orders."""
-    report = explore(run_group, range(FEW))
-    if report.failed is not None:
-        pytest.fail(describe(report.seed, report.failed, shrink(run_group, report.failed)), pytrace=False)
-    assert report.distinct == FEW
+    assert check(run_group, FEW).distinct == FEW
 
 
 def test_all_interleavings():
@@ -51,6 +48,13 @@ def test_all_interleavings():
         pytest.fail("\n".join(outputs), pytrace=False)
 
 
+def check(script, seeds):
+    report = explore(script, range(seeds))
+    if report.failed is not None:
+        pytest.fail(describe(None, report.failed, shrink(script, report.failed)), pytrace=False)
+    return report
+
+
 def explore_group(script, seeds=200, **options):
     """Run a script with many seeds; it gets the world, a pretended Ray and a group."""
 
@@ -58,11 +62,9 @@ def explore_group(script, seeds=200, **options):
         ray = PretendedRay(world)
         with replaced(ray):
             Behaviour(ray).install()
-            script(world, ray, make_group(world, ray, **options))
+            script(world, ray, make_group(ray, **options))
 
-    report = explore(run, range(seeds))
-    if report.failed is not None:
-        pytest.fail(describe(report.seed, report.failed, shrink(run, report.failed)), pytrace=False)
+    check(run, seeds)
 
 
 @pytest.mark.parametrize("change", ["none", "grow", "restart"])
@@ -81,6 +83,40 @@ def test_cleanup_is_not_cut_short(change):
         world.join(tasks)
 
     explore_group(script, standby=1)
+
+
+def test_interrupted_request_of_a_restart():
+    """The next call restarts lost workers, even if Ctrl-C ends the first call as it requests that."""
+
+    def script(world, ray, group):
+        ray.actors[1].end("it crashed")
+        with contextlib.suppress(WorkerGroupError):
+            group.call("step").result()
+        world.press_ctrl_c("a")
+        world.join([world.start_task("a", lambda: group.call("step", timeout=60).result())])
+        group.call("step", timeout=60).result()
+        assert group.shutdown()
+
+    explore_group(script, restart_on_failure=True)
+
+
+def test_ctrl_c_leaves_nothing():
+    """After Ctrl-C in the constructor or in `shutdown`, no process, claim or port is left."""
+
+    def run(world):
+        ray = PretendedRay(world)
+        with replaced(ray) as placement:
+            Behaviour(ray).install()
+            world.press_ctrl_c("a")
+            if world.choose(2):
+                ray.silence(ray.head, 8.0)
+            world.join([world.start_task("a", lambda: make_group(ray, standby=world.choose(2)).shutdown())])
+            world.sleep(60)
+            left = [one for one in ray.actors if one.is_running or not one.is_created]
+            left += [*placement.claims, *placement.leases]
+            assert not left, f"leak: {left}"
+
+    check(run, 1500)
 
 
 def test_repeatable():

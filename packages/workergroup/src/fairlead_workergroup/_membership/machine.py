@@ -77,12 +77,13 @@ class Membership:
         with self._lock:
             if self._roster.ending:
                 raise self._roster.ended_error()
-            if is_shared:
-                for one in (self._running, *self._queue):
-                    if one is not None and one.is_shared:
-                        return one
-            change = Change(operation, deadline, self._roster, is_shared=is_shared)
-            self._queue.append(change)
+            under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
+            if is_shared and under_way:
+                change = under_way[0]
+            else:
+                change = Change(operation, deadline, self._roster, is_shared=is_shared)
+                self._queue.append(change)
+        # For a shared one too: Ctrl-C may have come between its request and the start of the thread.
         if self._thread is None:
             world().spawn("fairlead-change", self._serve)
         return change
