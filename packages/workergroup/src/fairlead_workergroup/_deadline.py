@@ -9,12 +9,7 @@ from .exceptions import LateWorker, ResizeTimeoutError
 
 
 def check_timeout(name: str, seconds: float | None) -> float | None:
-    """Return a timeout in seconds, or None for no limit.
-
-    Raises:
-        ValueError: the number is negative, infinite or NaN.
-        TypeError: the value is not a number.
-    """
+    """Return a timeout in seconds, or None for no limit."""
     if seconds is None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):

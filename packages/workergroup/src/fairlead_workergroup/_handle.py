@@ -89,13 +89,7 @@ class GroupIdentity:
         return cls(name, group_id, job_id, context.get_session_name(), context.gcs_address)
 
     def connect(self) -> None:
-        """Connect this process to the cluster of the group, unless it is.
-
-        Raises:
-            PlacementError: the cluster does not answer, or wants another token; or this process is connected through
-                Ray Client.
-            WorkerGroupError: this process is connected to another cluster.
-        """
+        """Connect this process to the cluster of the group, unless it is."""
         refuse_client()
         if not ray.is_initialized():
             init_ray(address=self.address)
@@ -107,11 +101,7 @@ class GroupIdentity:
             )
 
     def read(self, *, within_s: float) -> RegisteredGroup:
-        """Return the group as it is published now.
-
-        Raises:
-            WorkerGroupError: the group has ended.
-        """
+        """Return the group as it is published now."""
         if (found := read_group(self.group_id, self.job_id, within_s=within_s)) is None:
             raise self.ended_error()
         return found
@@ -269,11 +259,7 @@ class _ClientSender(Sender):
             )
 
     def renew(self, at_least: int = 0) -> None:
-        """Read the roster again if its owner has published another one; wait shortly for that of an epoch.
-
-        Raises:
-            WorkerGroupError: the group has ended, or its workers serve only the process that made it.
-        """
+        """Read the roster again if its owner has published another one; wait shortly for that of an epoch."""
         until = Deadline.after(SETTLED_S)
         self._read_newer()
         while self.roster.snapshot().epoch < at_least and not until.passed:

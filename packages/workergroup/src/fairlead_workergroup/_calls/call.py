@@ -62,11 +62,6 @@ def dispatch(
         may_wait: on an event loop, send the call later instead of blocking the loop.
         passes: whether the call belongs to the change of membership that is under way, and does not wait for it.
         by_ray: why the call cannot go by a lane; empty if it can.
-
-    Raises:
-        AttributeError, TypeError, ValueError: the method or its arguments are wrong.
-        CallTimeoutError, WorkerFailureError, WorkerGroupError: the call could not be sent.
-        EpochError: the group has been resized since the call was planned.
     """
     began = now()
     if options.retries:

@@ -127,13 +127,7 @@ class Execution:
         return SendState.FAILED if sending.cancelled() or sending.exception() is not None else SendState.SENT
 
     def wait_until_sent(self, deadline: Deadline) -> None:
-        """Wait until the call has been sent.
-
-        Raises:
-            CallCancelledError: the call was cancelled before it was sent.
-            CallTimeoutError: the deadline passed before it was sent.
-            WorkerFailureError, WorkerGroupError: it could not be sent.
-        """
+        """Wait until the call has been sent."""
         if (sending := self.sending) is None:
             return
         try:
@@ -390,11 +384,7 @@ class Execution:
         return error if type(error) is CallTimeoutError else self.failure(error)
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for an error of Ray, with all ranks that have failed so far.
-
-        Raises:
-            CallCancelledError: the call has been cancelled.
-        """
+        """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""
         self.check_open()
         self.sender.log.end(self.entries, failed=True)
         failure = explain_failure(self._ends(), error, self.sender)

@@ -45,11 +45,7 @@ class Follower:
     was_ahead: bool = False
 
     def follow(self, call: Execution, limit: Deadline) -> bool:
-        """Repeat a call; return True.
-
-        Raises:
-            EpochError: some of the workers have run the call, or it has been refused too often.
-        """
+        """Repeat a call; return True."""
         call.check_open()
         attempt = call.attempt
         ran, refusals = _find_refusals(call, limit)

@@ -73,11 +73,6 @@ class Hooks:
         """Run `on_handover` on workers that end; return references to what it returns, which the driver does not fetch.
 
         With `give_up`, leave out the workers that have not finished in time.
-
-        Raises:
-            CallTimeoutError: workers had not finished it in time.
-            WorkerFailureError: a worker was lost.
-            Exception: the exception of the method.
         """
         if self.handover is None or not ranks:
             return {}

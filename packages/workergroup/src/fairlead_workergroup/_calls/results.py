@@ -141,11 +141,7 @@ class ClassicFutures:
 
 
 def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """Return the positions of the wanted results, in the order they are wanted, and those of the others.
-
-    Raises:
-        ValueError: `returned` names a rank that was not called.
-    """
+    """Return the positions of the wanted results, in the order they are wanted, and those of the others."""
     if returned is None or returned == called:
         return list(range(len(called))), []
     index = {rank: at for at, rank in enumerate(called)}
@@ -174,12 +170,7 @@ def wait_for_some(
 
 
 def get_values(refs: Sequence[ObjectRef], deadline: Deadline, check_late: CheckLate) -> list[Any]:
-    """Return the values of refs; their transfer to the driver does not count against the deadline.
-
-    Raises:
-        CallTimeoutError: `check_late` raised it.
-        Exception: what a worker raised, as Ray raises it.
-    """
+    """Return the values of refs; their transfer to the driver does not count against the deadline."""
     while True:
         try:
             return get(refs, timeout=deadline.left(at_most=REPORT_EVERY_S))
@@ -227,11 +218,6 @@ def fetch(
         silent: futures that are waited for and not fetched.
         group: the futures of the group whose workers make them. Its `call_timeout_s` holds, and errors name ranks.
         proxies: return each generator as it is, an iterator of ObjectRefs.
-
-    Raises:
-        TypeError: a future is neither an ObjectRef nor a generator.
-        CallTimeoutError: a worker has not finished by the group's `call_timeout_s`.
-        WorkerFailureError, Exception: as `MultiWorkerFuture.get_results` does.
     """
     sender = None if group is None else group.sender
     if sender is not None:

@@ -168,12 +168,7 @@ class Sender:
             )
 
     def check_callable(self, called: Collection[int]) -> Snapshot:
-        """Return the group's members if these ranks can be called.
-
-        Raises:
-            WorkerFailureError: a worker that the call needs is lost, and the group does not restart it.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
+        """Return the group's members if these ranks can be called."""
         now = self.roster.check_alive()
         if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
             raise self._lost_error(lost)
@@ -186,13 +181,7 @@ class Sender:
         return WorkerFailureError(lost, self.membership.remedy(lost))
 
     def send(self, order: Order) -> Sent:
-        """Restart lost workers if that is due, send a request to each rank, and return the futures.
-
-        Raises:
-            EpochError: the group has been resized since the call was planned; nothing has been sent.
-            CallTimeoutError: other calls or a restart took longer than the deadline; nothing has been sent.
-            WorkerFailureError, WorkerGroupError: as `check_callable` does, or a restart failed; nothing has been sent.
-        """
+        """Restart lost workers if that is due, send a request to each rank, and return the futures."""
         lane = self.lane
         if lane is not None and not lane.wait_for_room(order.ranks, order.deadline.left()):
             reason = (
@@ -216,11 +205,7 @@ class Sender:
                 raise self.unsent_error(order)
 
     def _try_to_send(self, order: Order) -> Sent | tuple[WorkerFailure, ...]:
-        """Send a call, while the gate keeps others from that; return the lost workers that it has to wait for instead.
-
-        Raises:
-            EpochError, WorkerGroupError: the call cannot be sent.
-        """
+        """Send a call, with the gate held; return the lost workers that it has to wait for instead."""
         now = self.roster.check_alive()
         check_epoch(order, now)
         if now.lost:
@@ -345,11 +330,7 @@ def is_on_event_loop() -> bool:
 def store_columns(
     method: Method, args: Sequence[Column], kwargs: Mapping[str, Column], arguments: Arguments
 ) -> list[Column]:
-    """Store the values that have to be stored, and return the arguments as they are sent.
-
-    Raises:
-        TypeError: the method does not take these arguments, and nothing has been stored; or a value cannot be pickled.
-    """
+    """Store the values that have to be stored, and return the arguments as they are sent."""
     method.check(args, kwargs)
     columns = []
     for at, column in enumerate((*args, *kwargs.values())):

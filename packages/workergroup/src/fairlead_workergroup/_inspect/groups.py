@@ -156,11 +156,7 @@ class SeenGroup:
 
 
 def find_groups() -> list[RegisteredGroup]:
-    """Return every group of every job, in the order in which they were made.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer in time.
-    """
+    """Return every group of every job, in the order in which they were made."""
     return merge_boards(read_boards(find_agents(), timeout_s=ANSWER_S))
 
 
@@ -188,9 +184,6 @@ def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGrou
     """Return a group as it is published now; None if no agent of its job has it.
 
     It waits up to `within_s` for the latest publication on all of its nodes, and then takes what each node has.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer in time.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -203,11 +196,7 @@ def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGrou
 
 
 def find_own_group(registration: Registration | None) -> RegisteredGroup:
-    """Return a group of this process, as it has published itself last.
-
-    Raises:
-        WorkerGroupError: it has been withdrawn, or none of its agents is there.
-    """
+    """Return a group of this process, as it has published itself last."""
     published = {} if registration is None else registration.published
     job = next((value["driver"]["job_id"] for value in published.values()), "")
     agents = {agent.node_id: agent for agent in find_agents() if agent.job_id == job}

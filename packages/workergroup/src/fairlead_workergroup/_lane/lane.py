@@ -103,9 +103,6 @@ class Lane:
         """Let the workers serve the lane, and wait until all of them do.
 
         It leaves out lost workers, and those that another thread restarts: their first call lets them serve the lane.
-
-        Raises:
-            LaneError: a worker did not follow in time, or cannot.
         """
         _raise_file_limit(len(self._roster.snapshot().members))
         self._keeper.start()
@@ -136,11 +133,7 @@ class Lane:
         *,
         yields_items: bool,
     ) -> list[Any]:
-        """Send a request to each rank, and return their futures; `yields_items` is for a generator method.
-
-        Raises:
-            WorkerGroupError: the lane has been closed.
-        """
+        """Send a request to each rank, and return their futures; `yields_items` is for a generator method."""
         with self._order:
             members = now.members
             sessions = [self._session(members[rank]) for rank in ranks]
@@ -195,11 +188,7 @@ class Lane:
             self._stop(self._sessions.values())
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all earlier calls have been answered and the workers have ended the lane.
-
-        Raises:
-            LaneError: a worker has not answered in time. Its answer still arrives, and its later calls wait behind it.
-        """
+        """Wait until all earlier calls have been answered and the workers have ended the lane."""
         if not self.run(lambda: not self._by_identity, timeout_s):
             late = sorted({one.rank for one in list(self._by_identity.values())})
             raise self._late_error(

@@ -42,11 +42,7 @@ class Crew(Facilities, Protocol[S]):
         """Return what each rank is told in the next epoch."""
 
     def check_head(self) -> None:
-        """Check that processes can start, before others end for them.
-
-        Raises:
-            HeadTimeoutError: Ray's head does not answer.
-        """
+        """Check that processes can start, before others end for them."""
 
     def commit(self, staged: S) -> None:
         """Use what was staged from now on, and publish the new members."""

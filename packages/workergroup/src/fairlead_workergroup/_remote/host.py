@@ -122,9 +122,6 @@ class WorkerHost:
         Args:
             how: the epoch that the call was planned for, or None if it may run in any; and the plan by which `_regroup`
                 puts the arguments together, or None if they are complete.
-
-        Raises:
-            RayError: this worker is in another epoch, which the error names. Nothing has been called.
         """
         epoch, plan = how
         if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):
@@ -221,11 +218,7 @@ class _MethodRun:
 
 
 def _end_failed(record: Record, key: int, method: str, error: BaseException) -> None:
-    """Record that a method has failed, and prepare its error.
-
-    Raises:
-        RayError: as `_prepare_error` does.
-    """
+    """Record that a method has failed, and prepare its error."""
     try:
         _prepare_error(method, error)
     finally:
@@ -233,12 +226,7 @@ def _end_failed(record: Record, key: int, method: str, error: BaseException) -> 
 
 
 def _prepare_error(method: str, error: BaseException) -> None:
-    """Prepare an error of a method for its way to the caller.
-
-    Raises:
-        RayError: it is a KeyboardInterrupt, which would look like the caller's own and which Ray reports as a cancelled
-            task.
-    """
+    """Prepare an error of a method for its way to the caller."""
     if isinstance(error, KeyboardInterrupt):
         shown = RayError(f"{method!r} was interrupted in the worker, whose process goes on. {error}".rstrip())
         shown.fairlead_type = "KeyboardInterrupt"
@@ -262,11 +250,7 @@ class ConcurrentHost(WorkerHost):
             await gate.wait()
 
     async def _fairlead_function_alone(self, within_s: float, name: str, pickled: bytes, /, *args: Any) -> Any:
-        """Call a function when the methods that run have ended; later ones wait until it has.
-
-        Raises:
-            TimeoutError: the methods that run did not end in time. Nothing has been called.
-        """
+        """Call a function when the methods that run have ended; later ones wait until it has."""
         deadline = time.monotonic() + within_s
         await self._fairlead_pass()
         gate = self._fairlead_gate = asyncio.Event()
@@ -331,11 +315,7 @@ class ConcurrentHost(WorkerHost):
 
 
 async def _value(method: str, result: Any) -> Any:
-    """Return the value of a coroutine, and refuse generators, whose first item Ray would return as the value.
-
-    Raises:
-        TypeError: the method returned a generator, but is not a generator method.
-    """
+    """Return the value of a coroutine, and refuse generators, whose first item Ray would return as the value."""
     while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
         result = await result
     if isinstance(result, GeneratorType):
@@ -356,11 +336,7 @@ async def _value(method: str, result: Any) -> Any:
 
 
 def _items(method: str, result: Any) -> Any:
-    """Return the iterator that a generator method returned.
-
-    Raises:
-        TypeError: it returned something else, because a decorator ran the generator.
-    """
+    """Return the iterator that a generator method returned."""
     if hasattr(result, "__next__") or hasattr(result, "__anext__"):
         return result
     if isinstance(result, CoroutineType):

@@ -148,9 +148,6 @@ async def serve_overlapping(
 
     Yields:
         The answers that the driver gets through the object store.
-
-    Raises:
-        AsyncioActorExit, SystemExit: a call asked for the end of the worker.
     """
     running: contextvars.ContextVar[bytes] = contextvars.ContextVar("fairlead_lane_task", default=b"")
     loop = asyncio.get_running_loop()

@@ -57,11 +57,7 @@ def plan_workers(
     env_vars: Mapping[str, str],
     python: WorkerPython,
 ) -> list[WorkerPlan]:
-    """Return the options and the environment of every worker. Pure, except that it reads the driver's environment.
-
-    Raises:
-        ValueError: a worker requests something that its slot does not hold, or several threads.
-    """
+    """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
     forwarded = forwarded_variables(os.environ)
     class_env = dict(described.options.get("runtime_env") or {})
     of_class = {**class_env.pop("env_vars", {}), **python.variables}
@@ -105,11 +101,7 @@ def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str
 
 
 def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
-    """Create the actor of a worker under a name as from `actor_name`, within `head_deadline`; return its handle.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer in time.
-    """
+    """Create the actor of a worker under a name as from `actor_name`, within `head_deadline`; return its handle."""
     slot = plan.place.slot
     actor_class = described.actor_class.options(
         **plan.options,
@@ -133,11 +125,7 @@ def create_actors(
     clock: StartClock,
     add: Callable[[WorkerPlan, Any], None],
 ) -> None:
-    """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread.
-
-    Raises:
-        Exception: what Ray raised for an actor; no further actor is requested.
-    """
+    """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
 
     def create(plan: WorkerPlan, actor_name: str) -> None:
         began = time.monotonic()
@@ -171,11 +159,7 @@ def wait_started(
     clock: StartClock,
     check: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Wait until all constructors have finished; return what each worker reports about itself, in the order of `plans`.
-
-    Raises:
-        WorkerStartError: a constructor failed, or some had not finished within `timeout_s`.
-    """
+    """Wait until all constructors have finished; return what each worker reports, in the order of `plans`."""
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
     pending = dict(enumerate(plans))
