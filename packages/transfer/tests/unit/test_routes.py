@@ -19,7 +19,7 @@ def make_end(pid):
 def make_side(name, pids):
     """Return a side whose workers run on one node, and hold the whole of a tensor."""
     members = tuple(
-        SimpleNamespace(rank=rank, facts=SimpleNamespace(node_id="node"), failure=None) for rank in range(len(pids))
+        SimpleNamespace(rank=rank, process=SimpleNamespace(node_id="node"), failure=None) for rank in range(len(pids))
     )
     return Side(name, object(), "link", "weights", dict(enumerate(map(make_end, pids))), members)
 
