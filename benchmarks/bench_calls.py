@@ -20,7 +20,7 @@ from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup._lane.local import LocalSocket
 
 # How many times faster a call by the lane has to be than hand-written Ray, by the number of workers.
-LANE_RATIOS = {1: 1.8, 8: 5.0, 32: 4.5, 64: 4.5}
+LANE_RATIOS = {1: 1.8, 8: 5.0, 32: 5.0, 64: 4.5}
 LANE_CPU_RATIO = 5.0
 PAUSE_S = 2.0
 # Calls of the same code differ by up to 4 % from one set of processes to the next, so several are measured.
@@ -61,7 +61,7 @@ def _call_rows() -> Iterator[Row]:
     yield Row("  the same again, as a baseline", f"{again.median / base.median:.2f}x", "about 1x", True)
     for what, one in (("call", timing), ("the classic methods", classic_timing)):
         ratio = one.median / base.median
-        yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {one}", "at most 1.10x", ratio <= 1.10)
+        yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {one}", "at most 1.15x", ratio <= 1.15)
 
 
 def _lane_rows() -> Iterator[Row]:

