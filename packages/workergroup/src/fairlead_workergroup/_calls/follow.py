@@ -16,7 +16,7 @@ from .._deadline import Deadline
 from .._futures import get_one, wait
 from .._world import world
 from ..exceptions import EpochError, format_ranks
-from .errors import Refused, refused_epochs, retrieve_late
+from .errors import Refused, refused_epochs, retrieve_late, short_traceback
 from .execution import Execution
 from .plan import Column, Recipients
 from .sender import make_requests
@@ -76,7 +76,8 @@ def following(call: Execution, run: Callable[[], Iterator[T]], timeout: float | 
     while True:
         attempt = call.attempt
         try:
-            yield from run()
+            with short_traceback():
+                yield from run()
             return
         except Refused:
             call.follow(attempt, deadline)
