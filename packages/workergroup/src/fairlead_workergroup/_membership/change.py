@@ -31,10 +31,10 @@ class Change:
     """
 
     def __init__(self, operation: Operation, deadline: Deadline, roster: Roster, *, is_shared: bool) -> None:
-        self.operation = operation
-        self.deadline = deadline
-        self.asked_at = now()
-        self.is_shared = is_shared
+        self.operation: Operation = operation
+        self.deadline: Deadline = deadline
+        self.asked_at: float = now()
+        self.is_shared: bool = is_shared
         self.ranks: tuple[int, ...] = ()
         self._roster = roster
         self._context = contextvars.copy_context()

@@ -28,7 +28,7 @@ class Membership:
     """
 
     def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
-        self.gate = Gate()
+        self.gate: Gate = Gate()
         self._phase = Phase.NEW
         self._roster = roster
         self._ports = crew, transport, hooks
