@@ -27,6 +27,8 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
+from ..calling import Acting
+
 SECRET = "secret-in-an-argument"
 
 
@@ -57,18 +59,6 @@ class Worker:
 
     def take(self, value):
         return self.rank, current_worker().epoch
-
-
-class Acting:
-    """A value that does something when it is first pickled, which is between the plan of a call and its delivery."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def __reduce__(self):
-        act, self.act = self.act, int
-        act()
-        return int, ()
 
 
 @ray.remote(num_cpus=0)

@@ -23,6 +23,8 @@ from fairlead_workergroup import (
     current_worker,
 )
 
+from ..calling import Acting
+
 
 def epoch():
     return current_worker().epoch
@@ -65,18 +67,6 @@ class Worker:
         self.runs += 1
         while not os.path.exists(gate):
             await asyncio.sleep(0.01)
-
-
-class Acting:
-    """A value that does something when it is first pickled, which is between the plan of a call and its delivery."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def __reduce__(self):
-        act, self.act = self.act, int
-        act()
-        return int, ()
 
 
 def set_epoch(worker, epoch):

@@ -161,7 +161,7 @@ class Crew:
         return started
 
     def facts(self, staged: Staging) -> tuple[WorkerFacts, ...]:
-        """Return what each rank is told in the next epoch."""
+        """Return the facts of each rank in the next epoch."""
         return self._launcher.facts(staged.launch, self._lease(staged).port, epoch=staged.epoch)
 
     def check_head(self) -> None:

@@ -184,7 +184,7 @@ class Launcher:
             self.resources.registration.publish()
 
     def facts(self, plan: "LaunchPlan", port: int, *, epoch: int) -> tuple[WorkerFacts, ...]:
-        """Return what each rank is told in an epoch."""
+        """Return the facts of each rank in an epoch."""
         return tuple(
             WorkerFacts(
                 worker.place.rank,

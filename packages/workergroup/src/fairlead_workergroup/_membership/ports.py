@@ -39,7 +39,7 @@ class Crew(Facilities, Protocol[S]):
         """Start the processes of ranks with the facts of the next epoch, until their constructors have finished."""
 
     def facts(self, staged: S) -> tuple[WorkerFacts, ...]:
-        """Return what each rank is told in the next epoch."""
+        """Return the facts of each rank in the next epoch."""
 
     def check_head(self) -> None:
         """Check that processes can start, before others end for them."""

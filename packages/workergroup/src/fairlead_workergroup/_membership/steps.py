@@ -95,8 +95,8 @@ class Steps:
         return tuple(one.place.rank for one in self._started)
 
     def _mark(self, ranks: Sequence[int]) -> None:
-        self._marked = [rank for rank in ranks if rank < len(self._before.members)]
-        self._roster.mark_restarting(self._marked)
+        self._marked = ranks
+        self._roster.mark_restarting(ranks)
 
     def _switch(self, undo: ExitStack) -> Any:
         """Do the steps until the epoch has begun; return what was staged for it."""
