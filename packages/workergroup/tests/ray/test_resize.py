@@ -186,7 +186,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         "start_timeout_s": 1200,
         "env_vars": {"GATE": f"{tmp_path}/gate"},
     }
-    monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
+    monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
     with make(cluster, **options) as group:
         kill(group, 1)
 

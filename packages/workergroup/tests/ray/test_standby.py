@@ -276,7 +276,7 @@ def test_resize_after_a_loss_with_group_scope(cluster):
 @pytest.mark.parametrize("late", ["on_handover", "on_restart"])
 def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, late):
     """A method of the user that takes longer than the timeout of a replacement is not waited for."""
-    monkeypatch.setattr("fairlead_workergroup._calls.results.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
+    monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
     options = {"on_handover": "save", "on_restart": "load", late: "save_late" if late == "on_handover" else "load_late"}
     options |= {"start_timeout_s": 3600, "env_vars": {"GATE": str(gate)}}
     with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:

@@ -234,7 +234,7 @@ class TestTurns:
                 assert execution.repeat(-1)
             assert other.submit(execution.repeat, -1, Deadline.after(0.0)).result(60)
 
-        assert interrupt_everywhere(repeat, signal.SIGINT, "_calls/execution.py")
+        assert interrupt_everywhere(repeat, signal.SIGINT, "_calls/attempts.py")
 
 
 class TestDetour:

@@ -11,7 +11,9 @@ import pytest
 import ray
 
 from fairlead_workergroup._calls import map as map_module
+from fairlead_workergroup._calls.attempts import SendState
 from fairlead_workergroup._calls.map import MapOptions, _Balancer, _Item, map_items
+from fairlead_workergroup._calls.wait import ON_THREAD, block
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup.exceptions import CallTimeoutError, WorkerFailureError
 
@@ -38,6 +40,8 @@ class Reference:
 class Call:
     """A call of one worker that has been answered."""
 
+    sending, send_state = None, SendState.SENT
+
     def __init__(self, value):
         self.futures = [Reference(value)]
         self.order = SimpleNamespace(deadline=Deadline())
@@ -50,7 +54,7 @@ class Call:
         assert self.counted == 1
         return values[0]
 
-    def result(self):
+    async def results(self, on):
         return self.futures[0].value
 
     def withdraw(self, force):
@@ -160,7 +164,7 @@ def test_the_item_that_a_loss_names(sender, monkeypatch):
                 if value == 5:
                     answer.set_exception(RuntimeError("the worker is dead"))
 
-        def result(self):
+        async def results(self, on):
             raise WorkerFailureError(())
 
     monkeypatch.setattr(
@@ -185,7 +189,8 @@ def test_the_least_loaded_worker(sender):
         expected[least] += 1
         for call in rng.sample(list(balancer._sent), rng.randrange(3) if turn > 50 else 0):
             rank = balancer._sent[call].rank
-            assert balancer.settle(call, call.result) == [(call.result(), call.result())]
+            value = call.futures[0].value
+            assert block(balancer.settle(call, call.futures[0].future(), ON_THREAD)) == [(value, value)]
             if rank in expected:
                 expected[rank] -= 1
         if turn % 50 == 0 and len(expected) > 20:

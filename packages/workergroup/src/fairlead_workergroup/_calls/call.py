@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from ray import ObjectRef
@@ -11,18 +12,19 @@ from fairlead_sharding import NamedSharding
 from .._arguments import NO_ARGUMENTS, Answer, Arguments, Gathered, PassedOn
 from .._deadline import NEVER, Deadline, check_timeout
 from .._display import table_html
-from .._futures import LaneFuture, is_message, references_of, wait
+from .._futures import LaneFuture, is_message, references_of
 from .._observe.statistics import CallStatistics, Outcome
 from .._start.worker_class import Method
 from .._world import now
 from ..exceptions import CallTimeoutError, WorkerFailureError
+from .attempts import SendState
 from .errors import short_traceback
-from .execution import Execution, SendState
-from .follow import Follower, following, following_async
+from .execution import Execution
+from .follow import Follower
 from .plan import CallOptions, Column, Recipients
-from .results import REPORT_EVERY_S, MultiWorkerFuture, ResultFetcher, wait_for_some
+from .results import MultiWorkerFuture, ResultFetcher
 from .sender import Order, Sender, is_on_event_loop, make_requests, store_columns
-from .wait import ResultStream, iterate_outcomes, stream_items, wait_for_result
+from .wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -229,15 +231,12 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             The outcomes of the workers that return a result, in the order of `result()`, then those of other workers
             that failed.
         """
-        return list(following(self._execution, lambda: self._outcomes(timeout), timeout))
+        return list(iterate(self._following(partial(self._execution.outcomes, timeout), timeout)))
 
-    def _outcomes(self, timeout: float | None) -> Iterator[Outcome]:
-        execution = self._execution
-        self.wait(timeout)
-        unfinished = execution.unfinished_errors()
-        outcomes = [execution.outcome(at, unfinished) for at in (*execution.positions, *execution.others)]
-        wanted = len(execution.positions)
-        return iter(outcomes[:wanted] + [outcome for outcome in outcomes[wanted:] if outcome.error is not None])
+    def _following(
+        self, results: Callable[[Waiter], AsyncGenerator[Outcome]], timeout: float | None = None
+    ) -> Callable[[Waiter], AsyncGenerator[Outcome]]:
+        return lambda on: self._execution.following(on, results, timeout)
 
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""
@@ -254,19 +253,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         Returns:
             Whether they have within that time.
         """
-        execution = self._execution
-        deadline = execution.until(timeout)
-        execution.wait_until_sent(deadline)
-        for _ in execution.drain_limited(deadline):
-            pass
-        while pending := execution.pending():
-            left = deadline.left(at_most=REPORT_EVERY_S)
-            refs = [execution.completions[at] for at in pending]
-            wait(refs, num_returns=len(refs), timeout=left, fetch_local=False)
-            if deadline.passed:
-                return self.done()
-            execution.check_late(Deadline())
-        return True
+        return block(self._execution.wait(ON_THREAD, timeout))
 
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
@@ -274,24 +261,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         Raises:
             CallTimeoutError: the deadline of the call has passed.
         """
-        return following(self._execution, self._iterate)
-
-    def _iterate(self) -> Iterator[Outcome]:
-        execution, deadline = self._execution, self._execution.order.deadline
-        execution.sender.roster.check_connected()
-        execution.wait_until_sent(deadline)
-        pending = dict.fromkeys(range(len(self.futures)))
-        for at in execution.drain_limited(deadline):
-            del pending[at]
-            yield execution.outcome(at, {})
-        while pending:
-            refs = {execution.completions[at]: at for at in pending}
-            ready, _ = wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
-            for ref in ready or wait_for_some(list(refs), deadline, execution.check_late):
-                del pending[refs[ref]]
-                outcome = execution.outcome(refs[ref], {})
-                if refs[ref] in execution.answering or outcome.error is not None:
-                    yield outcome
+        return iterate(self._following(self._execution.iterate))
 
     def stream(self, timeout: float | None = None) -> ResultStream[Outcome]:
         """Return the items of a generator method as they arrive, each as an `Outcome`, for `for` and `async for`.
@@ -314,16 +284,13 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         execution = self._execution
         if not execution.yields_items:
             raise TypeError(f"{execution.method.name!r} is not a generator method: it returns its result in one piece")
-        return ResultStream(
-            lambda: following(execution, lambda: execution.iterate_items(timeout), timeout),
-            lambda: following_async(execution, lambda: stream_items(execution, timeout)),
-        )
+        return ResultStream(self._following(partial(execution.stream, timeout), timeout))
 
     def __await__(self) -> Generator[Any, None, Result]:
-        return wait_for_result(self._execution).__await__()
+        return self._execution.awaited().__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
-        return following_async(self._execution, lambda: iterate_outcomes(self._execution))
+        return iterate_on_loop(self._following(self._execution.iterate))
 
     def cancel(self, force: bool = False) -> list[int]:
         """Give the call up: drop its queued requests, and cancel async methods that overlap with others.

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repetition of calls of handles that all of their workers have refused, because they are in another epoch."""
 
-import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ray.exceptions import TaskCancelledError
 
@@ -16,12 +13,11 @@ from .._deadline import Deadline
 from .._futures import get_one, wait
 from .._world import world
 from ..exceptions import EpochError, format_ranks
-from .errors import Refused, refused_epochs, retrieve_late, short_traceback
+from .errors import refused_epochs, retrieve_late
 from .execution import Execution
 from .plan import Column, Recipients
 from .sender import make_requests
 
-T = TypeVar("T")
 # A request reaches a worker that is not busy within this time.
 REFUSED_S = 1.0
 # A call waits between repetitions for workers that do not have the facts of its epoch yet, about 5 s in all.
@@ -68,32 +64,6 @@ class Follower:
             sent = call.sender.send(order._replace(requests=requests, deadline=limit, counts={}))
         call.begin_again(order, found.returned, sent)
         return True
-
-
-def following(call: Execution, run: Callable[[], Iterator[T]], timeout: float | None = None) -> Generator[T]:
-    """Yield what an iteration over a call yields; begin it again if all workers have refused the call."""
-    deadline = call.until(timeout)
-    while True:
-        attempt = call.attempt
-        try:
-            with short_traceback():
-                yield from run()
-            return
-        except Refused:
-            call.follow(attempt, deadline)
-
-
-async def following_async(call: Execution, run: Callable[[], AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Do the same without blocking an event loop."""
-    while True:
-        attempt = call.attempt
-        try:
-            async with contextlib.aclosing(run()) as results:
-                async for result in results:
-                    yield result
-            return
-        except Refused:
-            await asyncio.to_thread(call.follow, attempt)
 
 
 def _find_refusals(call: Execution, limit: Deadline) -> tuple[list[int], list[tuple[int, int]]]:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distribution of many items over few workers, one worker for each item."""
 
-import asyncio
-import contextlib
 import math
-import queue
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ray import ObjectRef
@@ -19,13 +15,13 @@ from .._deadline import Deadline
 from .._display import Bar
 from .._start.worker_class import Method
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
+from .attempts import SendState
 from .call import dispatch
-from .errors import retrieve_late, short_traceback
+from .errors import retrieve_late
 from .execution import Execution
 from .plan import CallOptions, Column, Recipients
-from .results import REPORT_EVERY_S
 from .sender import Sender
-from .wait import ResultStream, cancel_tasks, get_result
+from .wait import REPORT_EVERY_S, Inbox, ResultStream, Waiter
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
@@ -97,10 +93,7 @@ def map_items(
     total = len(items) if isinstance(items, Sized) else None
     balancer = _Balancer(sender, owner, ranks, called, options)
     order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)
-    return ResultStream(
-        lambda: _results(balancer, iter(items), total, order),
-        lambda: _async_results(balancer, iter(items), total, order),
-    )
+    return ResultStream(lambda on: _results(balancer, iter(items), total, order, on))
 
 
 class _Order:
@@ -131,47 +124,20 @@ class _Order:
             yield value
 
 
-def _results(balancer: "_Balancer", items: Iterator[Any], total: int | None, order: _Order) -> Generator[Any]:
-    done = 0
-    try:
-        with short_traceback(), Bar(f"Mapping {balancer.method.name}", total) as bar:
-            while balancer.fill(items, until=order.until, may_wait=False):
-                finished = balancer.wait_for_finished()
-                done += len(finished)
-                bar.show(done)
-                yield from order.take_ready(finished)
-    finally:
-        balancer.close()
-
-
-async def _async_results(
-    balancer: "_Balancer", items: Iterator[Any], total: int | None, order: _Order
+async def _results(
+    balancer: "_Balancer", items: Iterator[Any], total: int | None, order: _Order, on: Waiter
 ) -> AsyncGenerator[Any]:
     done = 0
-    tasks: dict[asyncio.Task[Any], Execution] = {}
-    # `asyncio.wait` would look at all tasks for each that ends.
-    ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
     try:
-        with short_traceback(), Bar(f"Mapping {balancer.method.name}", total) as bar:
-            while balancer.fill(items, until=order.until, may_wait=True):
-                for call in balancer.take_new():
-                    task = asyncio.ensure_future(get_result(call))
-                    task.add_done_callback(ended.put_nowait)
-                    tasks[task] = call
-                finished = balancer.take_unsent()
-                if tasks and not finished:
-                    done_now = [await ended.get()]
-                    while not ended.empty():
-                        done_now.append(ended.get_nowait())
-                    for task in done_now:
-                        finished += balancer.settle(tasks.pop(task), task.result)
+        with Bar(f"Mapping {balancer.method.name}", total) as bar:
+            while balancer.fill(items, until=order.until, may_wait=not on.blocks):
+                finished = await balancer.wait_for_finished(on)
                 done += len(finished)
                 bar.show(done)
                 for value in order.take_ready(finished):
                     yield value
     finally:
-        await cancel_tasks(tasks)
-        await asyncio.to_thread(balancer.close)
+        await on.apart(balancer.close)
 
 
 class _Balancer:
@@ -189,9 +155,7 @@ class _Balancer:
         # The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer.
         # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one is there.
         # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
-        self._arrived: queue.SimpleQueue[tuple[Execution, Future[Any]]] = queue.SimpleQueue()
-        # The calls that an event loop does not await yet.
-        self._new: list[Execution] = []
+        self._arrived: Inbox[tuple[Execution, Future[Any] | None]] = Inbox()
         self._members = sender.roster.snapshot()
         self._turn = 0
         self._position = 0
@@ -260,64 +224,59 @@ class _Balancer:
         self._turn += 1
         self._loads[item.rank] += 1
         self._sent[call] = item
-        if may_wait:
-            self._new.append(call)
+        if call.sending is None:
+            self._await_answer(call)
+        else:
+            call.sending.add_done_callback(lambda _: self._await_answer(call))
+
+    def _await_answer(self, call: Execution) -> None:
+        """Let the answer of a call that has been sent, or None if it could not be sent, arrive."""
+        if call.send_state is SendState.FAILED:
+            self._arrived.put((call, None))
         else:
             call.futures[0].future().add_done_callback(lambda answer: self._arrived.put((call, answer)))
 
-    def take_new(self) -> list[Execution]:
-        """Return the calls that an event loop does not await yet."""
-        new, self._new = self._new, []
-        return new
-
-    def take_unsent(self) -> _Finished:
-        """Return the positions and errors of items that could not be sent."""
-        unsent, self._unsent = self._unsent, []
-        return unsent
-
-    def wait_for_finished(self) -> _Finished:
+    async def wait_for_finished(self, on: Waiter) -> _Finished:
         """Wait until an item has finished; return all that have finished by then."""
-        if unsent := self.take_unsent():
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
             return unsent
         oldest = next(iter(self._sent))
         deadline = oldest.order.deadline
         until = deadline.sooner(Deadline.after(REPORT_EVERY_S))
-        arrived: dict[Execution, Future[Any]] = {}
+        arrived: dict[Execution, Future[Any] | None] = {}
         while not arrived:
             self._sender.roster.check_connected()  # a Ray that has been shut down answers nothing
-            arrived = self._take_arrived(until.left(at_most=CONNECTED_EVERY_S) or 0.0)
+            arrived = dict(await on.arrived(self._arrived, until.left(at_most=CONNECTED_EVERY_S) or 0.0))
             if until.passed:
                 break
         finished: _Finished = []
         # Also when others are done: an item that hangs must be noticed while the others continue.
         if not arrived or (deadline.passed and oldest not in arrived):
             try:
-                deadline = oldest.check_late(deadline)
+                deadline = await on.apart(oldest.check_late, deadline)
             except CallTimeoutError as error:
                 finished = self._fail(oldest, error)
             else:  # when only its value is on the way, there is no deadline any more
-                arrived = arrived or self._take_arrived(deadline.left(at_most=CONNECTED_EVERY_S) or 0.0)
+                left = deadline.left(at_most=CONNECTED_EVERY_S) or 0.0
+                arrived = arrived or dict(await on.arrived(self._arrived, left))
         # Each arrival is taken once, so all are settled here, without the items that have been given up.
         for call in sorted(arrived.keys() & self._sent.keys(), key=lambda call: self._sent[call].position):
-            finished += self.settle(call, partial(_result_of, call, arrived[call]))
+            finished += await self.settle(call, arrived[call], on)
         return finished
 
-    def _take_arrived(self, timeout: float) -> dict[Execution, Future[Any]]:
-        """Return the calls that have arrived with their answers, once there is one; none after `timeout` seconds."""
-        arrived: dict[Execution, Future[Any]] = {}
-        with contextlib.suppress(queue.Empty):
-            arrived.update([self._arrived.get(timeout=timeout)])
-            while True:
-                arrived.update([self._arrived.get_nowait()])
-        return arrived
-
-    def settle(self, call: Execution, result: Callable[[], Any]) -> _Finished:
+    async def settle(self, call: Execution, answer: Future[Any] | None, on: Waiter) -> _Finished:
         """Return the position and the result of an item that has finished; nothing if it has to be repeated."""
         try:
-            value = result()
+            if answer is None or answer.exception() is not None:
+                result = await call.results(on)  # it explains the error, or repeats the call
+            else:
+                value = answer.result()
+                call.count_once([0], call.futures, [value])
+                result = call.shape([value])
         except Exception as error:  # noqa: BLE001  any exception of the worker
             return self._fail(call, error)
-        return [(self._release(call).position, value)]
+        return [(self._release(call).position, result)]
 
     def _release(self, call: Execution) -> _Item:
         item = self._sent.pop(call)
@@ -369,12 +328,3 @@ class _Balancer:
         while waiting:  # an item of each worker at a time: one request a node
             self._sender.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)
             waiting = {rank: refs for rank, refs in waiting.items() if refs}
-
-
-def _result_of(call: Execution, answer: Future[Any]) -> Any:
-    """Return the result of a call of one worker whose answer has arrived."""
-    if answer.exception() is not None:
-        return call.result()  # it explains the error, or repeats the call
-    value = answer.result()
-    call.count_once([0], call.futures, [value])
-    return call.shape([value])

@@ -5,30 +5,24 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
-from .._futures import end_of, get, get_one, is_message, is_stream, references_of, task_of_future, wait
+from .._futures import end_of, is_message, is_stream, references_of, task_of_future, wait
 from .._ray_private import actor_id_of_ref, task_of_ref
 from ..exceptions import CallTimeoutError
-from .errors import explain_failure, is_not_ready, retrieve_late, short_traceback
+from .errors import explain_failure, retrieve_late, short_traceback
 from .sender import Sender
+from .wait import ON_THREAD, REPORT_EVERY_S, block
 
 logger = logging.getLogger(__name__)
 
-# A generator that always has an item must not keep the others waiting.
-MOST_IN_A_TURN = 100
-# The interval at which a wait logs the ranks that it waits for.
-REPORT_EVERY_S = 60.0
 # The number of futures of classic calls whose start is remembered: the latest ones.
 MOST_SUBMITTED = 10_000
-
-# Raises or logs a delay, and returns the deadline of the rest of a wait.
-CheckLate = Callable[[Deadline], Deadline]
 
 
 class ResultFetcher(Protocol):
@@ -151,63 +145,6 @@ def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tu
     return wanted, sorted(set(range(len(called))).difference(wanted))
 
 
-def wait_for_some(
-    futures: Sequence[Any], deadline: Deadline, check_late: CheckLate, *, fetch_local: bool = False
-) -> list[Any]:
-    """Return the futures that are ready, once there is at least one.
-
-    `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without a result.
-    With `fetch_local`, a future is ready only when its value is on this node.
-    """
-    while True:
-        left = deadline.left(at_most=REPORT_EVERY_S)
-        ready, _ = wait(futures, num_returns=1, timeout=left, fetch_local=fetch_local)
-        if not ready or deadline.passed:
-            deadline = check_late(deadline)
-        if ready:
-            more, _ = wait(futures, num_returns=len(futures), timeout=0, fetch_local=fetch_local)
-            return list(dict.fromkeys([*ready, *more]))
-
-
-def get_values(refs: Sequence[ObjectRef], deadline: Deadline, check_late: CheckLate) -> list[Any]:
-    """Return the values of refs; their transfer to the driver does not count against the deadline."""
-    while True:
-        try:
-            return get(refs, timeout=deadline.left(at_most=REPORT_EVERY_S))
-        except Exception as error:
-            if not is_not_ready(error):
-                raise
-        deadline = check_late(deadline)
-
-
-def drain(
-    streams: Mapping[ObjectRefGenerator, list[ObjectRef]],
-    singles: Sequence[ObjectRef],
-    wait: Callable[[list[Any]], list[Any]],
-) -> None:
-    """Take the items of generators as they arrive, from all in turn, until every one has ended.
-
-    The items of each are added to its list in `streams`. The error of one of `singles`, the other results, ends it.
-    """
-    waiting: dict[Any, None] = dict.fromkeys([*streams, *singles])
-    while waiting:
-        for future in wait(list(waiting)):
-            if not is_stream(future):
-                del waiting[future]
-                get_one(future)
-                continue
-            items = streams[future]
-            for _ in range(MOST_IN_A_TURN):
-                if (ref := next(future, None)) is None:
-                    del waiting[future]
-                    # A generator that raises gives its error as its last item; if its worker died, its completion.
-                    get([*items[-1:], future.completed()])
-                    break
-                items.append(ref)
-                if not future.next_ready():
-                    break
-
-
 def fetch(
     futures: Sequence[Any], *, silent: Sequence[Any] = (), group: ClassicFutures | None = None, proxies: bool = False
 ) -> list[Any]:
@@ -234,10 +171,10 @@ def fetch(
     refs: list[ObjectRef] = []
     try:
         if streams:
-            drain(streams, singles, lambda waiting: wait_for_some(waiting, wait.deadline, wait.check_late))
+            block(ON_THREAD.drain({**streams, **dict.fromkeys(singles)}, lambda: wait.deadline, wait.check_late))
         slots = [slot for future in futures for slot in streams.get(future, [future])]
         refs = [slot for slot in slots if not is_stream(slot)]
-        values = get_values([*refs, *waited_for], wait.deadline, wait.check_late)[: len(refs)]
+        values = block(ON_THREAD.all([*refs, *waited_for], wait.deadline, wait.check_late))[: len(refs)]
     except CallTimeoutError:
         _items_before_deadline.update(streams)
         raise

@@ -1,175 +1,265 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for a call without blocking an event loop, and streams of results."""
+"""Waits that are written once, for threads and for event loops, and streams of results.
+
+What waits for a call is a coroutine, and does so by the methods of a `Waiter`. Those of a plain one block and
+never suspend it, so that a thread can run it to its end.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable
+import concurrent.futures
+import contextlib
+import queue
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from ray import ObjectRef
-
 from .._deadline import Deadline
-from .._futures import is_stream
-from .._observe.statistics import Outcome
-from ..exceptions import WorkerFailureError
-from .errors import Refused, short_traceback
-from .execution import Execution
-from .results import REPORT_EVERY_S
+from .._futures import get, wait
+from .errors import is_not_ready, short_traceback
 
 T = TypeVar("T")
+# Raises or logs a delay, and returns the deadline of the rest of a wait.
+CheckLate = Callable[[Deadline], Deadline]
+# Futures, each with the list to which the items of a generator are added; None for a future of another kind.
+Futures = Mapping[Any, list[Any] | None]
+
+# A generator that always has an item must not keep the others waiting.
+MOST_IN_A_TURN = 100
+# The interval at which a wait logs the ranks that it waits for.
+REPORT_EVERY_S = 60.0
 
 
-async def wait_for_result(call: Execution) -> Any:
-    """Return what `Call.result` returns; the cancellation of the waiting task cancels the call."""
-    with short_traceback():
+class Inbox(Generic[T]):
+    """What other threads put here for one waiter."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self.wake: Callable[[], object] = lambda: None
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.put(item)
+        self.wake()
+
+    def is_empty(self) -> bool:
+        """Return whether nothing is here."""
+        return self._items.empty()
+
+    def take(self, seconds: float) -> list[T]:
+        """Return all items, once there is one; none after some seconds."""
+        items: list[T] = []
+        with contextlib.suppress(queue.Empty):
+            items.append(self._items.get(timeout=seconds))
+            while True:
+                items.append(self._items.get_nowait())
+        return items
+
+
+class Waiter:
+    """Waits by blocking the thread.
+
+    Attributes:
+        blocks: whether it blocks the thread.
+    """
+
+    blocks: bool = True
+
+    async def sent(self, sending: concurrent.futures.Future[Any], seconds: float | None) -> None:
+        """Wait until a call has been sent, or could not be."""
+        concurrent.futures.wait([sending], seconds)
+
+    async def arrived(self, inbox: Inbox[T], seconds: float) -> list[T]:
+        """Return what is in an inbox, once there is something; an empty list after some seconds."""
+        return inbox.take(seconds)
+
+    async def apart(self, work: Callable[..., T], *args: Any) -> T:
+        """Run a function that may block."""
+        return work(*args)
+
+    async def news(
+        self, futures: Futures, seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
+    ) -> dict[Any, bool]:
+        """Wait for news of some futures; return which futures have news, and whether each has ended.
+
+        Args:
+            seconds: how long to wait at most; without news, nothing is returned then.
+            here: whether a value has to be on this node to count.
+            most: the number of items that are taken from a generator in one turn.
+        """
+        asked = list(futures)
+        ready, _ = wait(asked, num_returns=1, timeout=seconds, fetch_local=here)
+        if ready and len(asked) > 1:
+            ready += wait(asked, num_returns=len(asked), timeout=0, fetch_local=here)[0]
+        return {future: _take_ready(future, futures[future], most) for future in dict.fromkeys(ready)}
+
+    async def values(self, futures: Sequence[Any], seconds: float | None) -> list[Any] | None:
+        """Return the values of futures, or raise the first error; return None if some are missing after that time."""
         try:
-            return await get_result(call)
-        except asyncio.CancelledError:
-            if call.sender.roster.connected:
-                # A second cancellation ends this wait, but not the thread.
-                await asyncio.shield(asyncio.to_thread(call.cancel))
-            raise
-
-
-async def get_result(call: Execution) -> Any:
-    """Return what `Call.result` returns; the first failure ends the wait or repeats the call."""
-    await _wait_until_sent(call, call.order.deadline)
-    while True:
-        attempt = call.attempt
-        try:
-            return call.shape(await _collect(call))
-        except WorkerFailureError as error:
-            # A restart takes seconds.
-            if not await asyncio.to_thread(call.repeat, attempt):
-                await asyncio.to_thread(call.sender.save_trace, error)
+            return get(futures, timeout=seconds)
+        except Exception as error:
+            if not is_not_ready(error):
                 raise
-        except Refused:
-            await asyncio.to_thread(call.follow, attempt)
+        return None
 
+    async def some(
+        self,
+        futures: Futures,
+        deadline: Deadline,
+        check_late: CheckLate,
+        *,
+        here: bool = False,
+        most: int = MOST_IN_A_TURN,
+    ) -> dict[Any, bool]:
+        """Return what `news` does, once there is news.
 
-async def _wait_until_sent(call: Execution, deadline: Deadline) -> None:
-    if call.sending is not None:
-        sending = asyncio.wrap_future(call.sending)
-        sending.add_done_callback(_mark_retrieved)
-        await asyncio.wait([sending], timeout=deadline.left())
-    call.wait_until_sent(Deadline.after(0.0))
+        `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
+        """
+        while True:
+            news = await self.news(futures, deadline.left(at_most=REPORT_EVERY_S), here=here, most=most)
+            if not news or deadline.passed:
+                deadline = await self.apart(check_late, deadline)
+            if news:
+                return news
 
-
-def _mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """Keep asyncio from printing an error that no task waits for any more."""
-    if not future.cancelled():
-        future.exception()
-
-
-async def _collect(call: Execution) -> list[Any]:
-    call.check_open()
-    tasks = [asyncio.ensure_future(_get_value(call, at)) for at in range(len(call.futures))]
-    await _wait_for_all(call, tasks, call.order.deadline)
-    call.check_open()
-    return [tasks[at].result() for at in call.positions]
-
-
-async def _wait_for_all(call: Execution, tasks: Iterable[asyncio.Task[Any]], deadline: Deadline) -> None:
-    """Wait until all workers have finished; the first failure ends the wait."""
-    pending = set(tasks)
-    try:
-        while pending:
-            left = deadline.left(at_most=REPORT_EVERY_S)
-            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
-            if errors := [error for task in done if (error := task.exception()) is not None]:
-                raise await asyncio.to_thread(call.failure, errors[0])  # it may ask the nodes
-            if pending and not done:
-                deadline = await asyncio.to_thread(call.check_late, deadline)
-    finally:
-        await cancel_tasks(pending)
-
-
-async def stream_items(call: Execution, timeout: float | None) -> AsyncGenerator[Outcome]:
-    """Yield the items of a generator method as they arrive; see `Call.stream`."""
-    with short_traceback():
-        call.check_open()
-        deadline = call.until(timeout)
-        await _wait_until_sent(call, deadline)
-        tasks = {at: asyncio.ensure_future(_has_item(call, at)) for at in call.positions}
-        try:
-            while tasks:
-                left = deadline.left(at_most=REPORT_EVERY_S)
-                done, _ = await asyncio.wait(tasks.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    deadline = await asyncio.to_thread(call.check_late, deadline)
-                for at in [at for at, task in tasks.items() if task in done]:
-                    if not tasks.pop(at).result():
-                        continue
-                    try:
-                        value = await _fetch(call.items[at][0])
-                    except Exception as error:  # noqa: BLE001  any exception of the worker
-                        raise await asyncio.to_thread(call.failure, error)  # noqa: B904  chained there
-                    yield call.hand_out(at, value)
-                    del value
-                    tasks[at] = asyncio.ensure_future(_has_item(call, at))
-                    deadline = call.until(timeout)  # of the next item
-        finally:
-            await cancel_tasks(tasks.values())
-        ends = [asyncio.ensure_future(_fetch(ref)) for ref in call.completions.values()]
-        await _wait_for_all(call, ends, call.until(timeout))
-
-
-async def _has_item(call: Execution, at: int) -> bool:
-    """Wait for the next item of a generator and keep its ref with the call; return False if it has ended."""
-    kept = call.items.setdefault(at, [])
-    if not kept and (ref := await anext(call.futures[at], None)) is not None:
-        kept.append(ref)
-    return bool(kept)
-
-
-async def _fetch(ref: ObjectRef[Any]) -> Any:
-    return await asyncio.wrap_future(ref.future())
-
-
-async def iterate_outcomes(call: Execution) -> AsyncGenerator[Outcome]:
-    """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
-    call.sender.roster.check_connected()
-    deadline = call.order.deadline
-    await _wait_until_sent(call, deadline)
-    tasks = {asyncio.ensure_future(_get_value(call, at)): at for at in range(len(call.futures))}
-    try:
-        while tasks:
-            left = deadline.left(at_most=REPORT_EVERY_S)
-            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                deadline = await asyncio.to_thread(call.check_late, deadline)
-            for task in done:
-                at, error = tasks.pop(task), task.exception()
-                if error is not None:
-                    yield await asyncio.to_thread(call.failed_outcome, at, error)
-                elif at in call.answering:
-                    yield Outcome(call.ranks[at], call.coords(at), task.result())
-    finally:
-        await cancel_tasks(tasks)
-
-
-async def cancel_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks that nothing waits for any more; the calls of the workers continue."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _get_value(call: Execution, at: int) -> Any:
-    """Return the result of a worker: its value, or the list of its items."""
-    future = call.futures[at]
-    if is_stream(future):
-        items = call.items.setdefault(at, [])
-        async for ref in future:
-            items.append(ref)
-        await _fetch(future.completed())
-        values = [await _fetch(ref) for ref in items]
-        call.check_complete(at)
-        call.count_once([at], items, values)
+    async def all(self, futures: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
+        """Return the values of futures; their transfer to the driver does not count against the deadline."""
+        while (values := await self.values(futures, deadline.left(at_most=REPORT_EVERY_S))) is None:
+            deadline = await self.apart(check_late, deadline)
         return values
-    value = await _fetch(future)
-    if at in call.answering:
-        call.count_once([at], [future], [value])
-    return value
+
+    async def drain(self, futures: Futures, deadline: Callable[[], Deadline], check_late: CheckLate) -> None:
+        """Wait until all futures have ended, and take the items of generators as they arrive; raise the first error."""
+        waiting = dict(futures)
+        while waiting:
+            for future, has_ended in (await self.some(waiting, deadline(), check_late)).items():
+                if has_ended:
+                    # A generator that raises gives its error as its last item; if its worker died, its completion.
+                    items = waiting.pop(future)
+                    await self.values([future] if items is None else [*items[-1:], future.completed()], None)
+
+
+def _take_ready(future: Any, items: list[Any] | None, most: int) -> bool:
+    """Take the items of a generator that are there, at least one; return whether the future has ended."""
+    if items is None:
+        return True
+    for _ in range(most):
+        if (item := next(future, None)) is None:
+            return True
+        items.append(item)
+        if not future.next_ready():
+            break
+    return False
+
+
+class OnLoop(Waiter):
+    """Leaves the event loop to others. `async with` cancels the tasks at the end; the calls of workers continue."""
+
+    blocks = False
+
+    def __init__(self) -> None:
+        self._tasks: dict[Any, asyncio.Future[Any]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def sent(self, sending: concurrent.futures.Future[Any], seconds: float | None) -> None:
+        waiting = asyncio.wrap_future(sending)
+        # Otherwise asyncio would print an error that no task waits for any more.
+        waiting.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
+        await asyncio.wait([waiting], timeout=seconds)
+
+    async def arrived(self, inbox: Inbox[T], seconds: float) -> list[T]:
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        inbox.wake = partial(loop.call_soon_threadsafe, event.set)
+        try:
+            if inbox.is_empty():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), seconds)
+        finally:
+            inbox.wake = lambda: None
+        return inbox.take(0.0)
+
+    async def apart(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.to_thread(work, *args)
+
+    async def news(
+        self, futures: Futures, seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
+    ) -> dict[Any, bool]:
+        running = {self._start(future, items, most): future for future, items in futures.items()}
+        done, _ = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        # The value of a future that is not a generator, or its error, is asked for next.
+        return {one: futures[one] is None or self._tasks.pop(one).result() for one in (running[task] for task in done)}
+
+    async def values(self, futures: Sequence[Any], seconds: float | None) -> list[Any] | None:
+        tasks = [self._start(future) for future in futures]
+        if tasks:
+            _, late = await asyncio.wait(set(tasks), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            for task in (task for task in tasks if task.done()):
+                task.result()
+            if late:
+                return None
+        for future in futures:
+            self._tasks.pop(future, None)
+        return [task.result() for task in tasks]
+
+    def _start(self, future: Any, items: list[Any] | None = None, most: int = 0) -> asyncio.Future[Any]:
+        """Return the task of a future, of which there is one."""
+        if future not in self._tasks:
+            made = asyncio.wrap_future(future.future()) if items is None else _take_next(future, items, most)
+            self._tasks[future] = asyncio.ensure_future(made)
+        return self._tasks[future]
+
+
+async def _take_next(future: Any, items: list[Any], most: int) -> bool:
+    """Wait for the next items of a generator; return whether it has ended."""
+    for _ in range(most):
+        if (item := await anext(future, None)) is None:
+            return True
+        items.append(item)
+        if not future.next_ready():
+            break
+    return False
+
+
+ON_THREAD = Waiter()
+
+
+def block(work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns that waits on this thread."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a wait on a thread was suspended")
+
+
+def iterate(results: Callable[[Waiter], AsyncGenerator[T]]) -> Generator[T]:
+    """Yield the results of an asynchronous generator that waits on this thread."""
+    results_here = results(ON_THREAD)
+    try:
+        with short_traceback():
+            while True:
+                yield block(results_here.__anext__())
+    except StopAsyncIteration:
+        return
+    finally:
+        block(results_here.aclose())
+
+
+async def iterate_on_loop(results: Callable[[Waiter], AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Yield the results of an asynchronous generator that does not block the event loop."""
+    with short_traceback():
+        async with OnLoop() as loop, aclosing(results(loop)) as results_there:
+            async for result in results_there:
+                yield result
+                del result
 
 
 class ResultStream(Generic[T]):
@@ -178,14 +268,15 @@ class ResultStream(Generic[T]):
     It can be iterated once, in one of the two ways.
     """
 
-    def __init__(self, items: Callable[[], Generator[T]], async_items: Callable[[], AsyncGenerator[T]]) -> None:
-        self._make: dict[str, Callable[[], Any]] = {"for": items, "async for": async_items}
+    def __init__(self, results: Callable[[Waiter], AsyncGenerator[T]]) -> None:
+        self._results = results
         self._mode = ""
         self._iterator: Any = None
 
     def _start(self, mode: str) -> Any:
         if not self._mode:
-            self._mode, self._iterator = mode, self._make[mode]()
+            self._mode = mode
+            self._iterator = (iterate if mode == "for" else iterate_on_loop)(self._results)
         if self._mode != mode:
             raise RuntimeError(f"these results are being iterated with `{self._mode}`; continue with that")
         return self._iterator
