@@ -215,8 +215,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def make_group(local_ray: None) -> Iterator[Callable[..., "RayWorkerGroup"]]:
-    """Return a function that makes a group of four workers, after it has shut down the groups made before."""
+    """Return a function that makes a group of two workers, after it has shut down the groups made before."""
     from fairlead_placement import RayVirtualCluster
+    from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 
     from .restarting import AXES, VALUE, Worker
@@ -224,11 +225,11 @@ def make_group(local_ray: None) -> Iterator[Callable[..., "RayWorkerGroup"]]:
     groups: list[RayWorkerGroup] = []
     with RayVirtualCluster([4], use_gpus=False) as cluster:
 
-        def make(*args: object, **options: object) -> RayWorkerGroup:
+        def make(*args: object, axes: NamedSharding = AXES, **options: object) -> RayWorkerGroup:
             for group in groups:
                 assert group.shutdown()
             builder = RayWorkerBuilder(Worker, *(args or (VALUE,)))
-            groups.append(RayWorkerGroup(cluster, builder, sharding_annotations=AXES, **options))
+            groups.append(RayWorkerGroup(cluster, builder, [axes.size], sharding_annotations=axes, **options))
             return groups[-1]
 
         yield make

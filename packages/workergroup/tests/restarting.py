@@ -14,7 +14,8 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerFailureError, current_worker
 from fairlead_workergroup._remote.process import start_tick
 
-AXES = NamedSharding.from_shape(dp=2, tp=2)
+AXES = NamedSharding.from_shape(dp=2)
+GRID = NamedSharding.from_shape(dp=2, tp=2)
 VALUE = np.ones(20_000)
 
 

@@ -21,19 +21,19 @@ def test_limit(make_group):
     group = make_group(restart_on_failure=True, memory_limit="600MB")
     for incarnation in (1, 2):
         with pytest.raises(WorkerFailureError) as caught:
-            group.at(dp=1, tp=0).call("grow", 800_000_000).result()
+            group.at(dp=1).call("grow", 800_000_000).result()
         (failure,) = caught.value.failures
-        assert (failure.rank, failure.kind) == (2, "out-of-memory")
+        assert (failure.rank, failure.kind) == (1, "out-of-memory")
         assert "memory_limit of 600,000,000 bytes" in failure.cause
         assert int(failure.cause.split(" held ")[1].split(" bytes")[0].replace(",", "")) > 600_000_000
-        assert group.call("state").result()[2][1] == incarnation
+        assert group.call("state").result()[1][1] == incarnation
 
 
 def test_memory_that_counts(make_group):
     """Values of the object store that a worker maps do not count; the memory of its children does."""
     group = make_group(restart_on_failure=True, memory_limit="300MB")
-    assert group.at(dp=1, tp=0).call("sum_slowly", np.ones(50 * MB)).result() == [50 * MB]
+    assert group.at(dp=1).call("sum_slowly", np.ones(50 * MB)).result() == [50 * MB]
     with pytest.raises(WorkerFailureError) as caught:
-        group.at(dp=1, tp=0).call("start_child", 400_000_000).result()
+        group.at(dp=1).call("start_child", 400_000_000).result()
     (failure,) = caught.value.failures
-    assert (failure.rank, failure.kind) == (2, "out-of-memory")
+    assert (failure.rank, failure.kind) == (1, "out-of-memory")
