@@ -193,13 +193,13 @@ def _on_one_processor() -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-def shrink(script: Script, failed: Run) -> Run:
+def shrink(script: Script, failed: Run, most_tries: int = MOST_TRIES) -> Run:
     """Return the run with the fewest choices other than 0 that fails in the same way."""
     best, tries = failed, itertools.count(1)
 
     def attempt(choices: bytes) -> bool:
         nonlocal best
-        if next(tries) > MOST_TRIES:
+        if next(tries) > most_tries:
             return False
         again = run(script, Recorded(choices))
         if again.rule != failed.rule:
