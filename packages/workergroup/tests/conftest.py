@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[at] = item
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(local_ray: None) -> Iterator[object]:
     """Yield one logical node with eight CPU slots."""
     from fairlead_placement import RayVirtualCluster
@@ -95,7 +95,7 @@ def shared(local_ray: None, request: pytest.FixtureRequest, shared_group: Shared
     if shared_group.group is None:
         cluster = shared_group.enter_context(RayVirtualCluster([8], use_gpus=False))
         shared_group.group = shared_group.enter_context(
-            RayWorkerGroup(cluster, wanted[0], sharding_annotations=wanted[1])
+            RayWorkerGroup(cluster, wanted[0], [wanted[1].size], sharding_annotations=wanted[1])
         )
     yield shared_group.group
     if [following for _, following in modules[at + 1 : at + 2]] != [wanted]:
@@ -146,7 +146,7 @@ def group(shared: "RayWorkerGroup", request: pytest.FixtureRequest) -> Iterator[
 
 @pytest.fixture
 def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
-    """Yield a group of four workers for the tests that lose some of them, with a lane open if the test says so."""
+    """Yield a group of two workers for the tests that lose some of them, with a lane open if the test says so."""
     from fairlead_placement import RayVirtualCluster
     from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerGroup
@@ -154,8 +154,8 @@ def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
     from .calling import Worker
 
     with (
-        RayVirtualCluster([4], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=1)) as group,
     ):
         if getattr(request, "param", "ray") == "ray":
             yield group

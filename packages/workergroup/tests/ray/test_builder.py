@@ -69,11 +69,11 @@ class TestConfigureWorker:
     def test_four_results(self, local_ray, caplog):
         """It sets resources, variables, constructor arguments and runtime_env; only leaders get bundles."""
         with (
-            RayVirtualCluster([4], num_gpus_per_node=6) as cluster,
+            RayVirtualCluster([3], num_gpus_per_node=6) as cluster,
             RayWorkerGroup(
                 cluster,
                 Configured,
-                bundle_indices_list=[(0, [0, 1]), (0, [2, 3])],
+                bundle_indices_list=[(0, [0, 1]), (0, [2])],
                 env_vars={"OVERRIDE": "user"},
             ) as group,
         ):
@@ -81,7 +81,7 @@ class TestConfigureWorker:
         env = {"ASKED": "1.0 6", "LOCAL_RANK": "0"}
         assert answers[0] == (1, (0, [0, 1]), {**env, "OVERRIDE": "1", "RANK": "0"}, 0.5)
         assert answers[1] == (0, None, {**env, "OVERRIDE": "user", "RANK": "1"}, 0.5)
-        assert answers[2] == (5, (0, [2, 3]), {**env, "OVERRIDE": "1", "RANK": "2"}, 0.5)
+        assert answers[2] == (2, (0, [2]), {**env, "OVERRIDE": "1", "RANK": "2"}, 0.5)
         assert "configure_worker overrides LOCAL_RANK for rank 1" in caplog.messages
         assert "configure_worker overrides LOCAL_RANK, OVERRIDE for rank 0" in caplog.messages
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 
+from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerGroupError
 
 from ..classic import AXES, DP, OVER_DP, TP, Recorder, calls, results
@@ -281,24 +282,25 @@ def test_children_of_workers(group):
 
 def test_a_killed_worker(cluster, capsys):
     """A lost worker soon raises a WorkerFailureError with its rank and node; later calls are refused at once."""
-    with RayWorkerGroup(cluster, RayWorkerBuilder(Recorder), sharding_annotations=AXES) as group:
+    axes = NamedSharding.from_shape(dp=1, tp=3)
+    with RayWorkerGroup(cluster, RayWorkerBuilder(Recorder), [3], sharding_annotations=axes) as group:
         future = group.run_all_workers_single_data("rank")
-        ray.wait(future, num_returns=8)
-        group.run_single_worker_single_data("die", 3)
-        with pytest.raises(WorkerFailureError, match=r"rank 3 \(dp=0, tp=3\) on node .*: killed") as caught:
+        ray.wait(future, num_returns=3)
+        group.run_single_worker_single_data("die", 1)
+        with pytest.raises(WorkerFailureError, match=r"rank 1 \(dp=0, tp=1\) on node .*: killed") as caught:
             group.get_all_worker_results(group.run_all_workers_single_data("rank"))
         (failure,) = caught.value.failures
-        assert (failure.rank, failure.kind, failure.coords) == (3, "killed", {"dp": 0, "tp": 3})
-        assert group.get_all_worker_results(future) == list(range(8))
+        assert (failure.rank, failure.kind, failure.coords) == (1, "killed", {"dp": 0, "tp": 1})
+        assert group.get_all_worker_results(future) == [0, 1, 2]
         requests = group.statistics().requests
-        with pytest.raises(WorkerFailureError, match="rank 3"):
+        with pytest.raises(WorkerFailureError, match="rank 1"):
             group.run_all_workers_single_data("rank")
         assert group.statistics().requests == requests
         assert ray.get(group.run_single_worker_single_data("rank", 2)) == 2
-        assert [worker["state"] for worker in group.worker_metadata] == ["alive"] * 3 + ["dead"] + ["alive"] * 4
+        assert [worker["state"] for worker in group.worker_metadata] == ["alive", "dead", "alive"]
         cluster.print_cluster_grid(group)
         shown = capsys.readouterr().out.rpartition("Ray Cluster:")[2]
-        assert ("W 3" in shown, shown.count("dead"), shown.count("alive")) == (True, 1, 0)
+        assert ("W 1" in shown, shown.count("dead"), shown.count("alive")) == (True, 1, 0)
         group.shutdown()
         with pytest.raises(WorkerGroupError, match="it has been shut down"):
             group.run_all_workers_single_data("rank")
@@ -306,7 +308,7 @@ def test_a_killed_worker(cluster, capsys):
 
 def test_results_after_shutdown(cluster):
     """A call that a shutdown has interrupted raises that its workers were lost."""
-    with RayWorkerGroup(cluster, Recorder, workers_per_node=2) as group:
+    with RayWorkerGroup(cluster, Recorder, workers_per_node=1) as group:
         futures = group.run_all_workers_single_data("sleep", 600)
         group.shutdown()
         with pytest.raises(WorkerFailureError, match=r"rank 0 .*: killed"):

@@ -70,10 +70,10 @@ class TestWorkers:
         with RayWorkerGroup(cluster, Reporter, workers_per_node=1) as group:
             assert runtime_env(group) == {}
         variables = {"PYTHONHASHSEED": "7", "MALLOC_ARENA_MAX": "2", "LD_LIBRARY_PATH": "/nowhere"}
-        with RayWorkerGroup(cluster, Reporter, workers_per_node=2, env_vars={**variables, "A": "1"}) as group:
+        with RayWorkerGroup(cluster, Reporter, workers_per_node=1, env_vars={**variables, "A": "1"}) as group:
             assert runtime_env(group) == {"env_vars": variables}
-            for env in answers(group, "at_the_start"):
-                assert env.items() >= variables.items()
+            (env,) = answers(group, "at_the_start")
+            assert env.items() >= variables.items()
 
     def test_pythonpath_before_installed_packages(self, cluster, tmp_path):
         """Entries of PYTHONPATH precede installed modules, in the worker and in the processes it starts."""
@@ -115,7 +115,7 @@ class Reporter:
 
 
 init_ray(address=sys.argv[1], num_cpus=4)
-with RayVirtualCluster([2], use_gpus=False) as cluster:
+with RayVirtualCluster([1], use_gpus=False) as cluster:
     with RayWorkerGroup(cluster, RayWorkerBuilder(Reporter), env_vars={"SHOWN": "1"}) as group:
         environments = group.get_all_worker_results(group.run_all_workers_single_data("environment"))
         environments += [
@@ -123,11 +123,11 @@ with RayVirtualCluster([2], use_gpus=False) as cluster:
             for worker in group.workers
         ]
         table = repr(ray._private.state.actors())
-        assert all("SHOWN=1" in environment for environment in environments[:2])
+        assert all("SHOWN=1" in environment for environment in environments[:1])
         print("actors:", table.count("ActorClassName"))
         print("in table:", "the-secret-value" in table or "FAIRLEAD_TEST_SECRET" in table)
-        print("in runtime_env:", any("FAIRLEAD_TEST_SECRET" in environment for environment in environments[2:]))
-        print("in workers:", any("FAIRLEAD_TEST_SECRET" in environment for environment in environments[:2]))
+        print("in runtime_env:", any("FAIRLEAD_TEST_SECRET" in environment for environment in environments[1:]))
+        print("in workers:", any("FAIRLEAD_TEST_SECRET" in environment for environment in environments[:1]))
 ray.shutdown()
 """
 
@@ -154,4 +154,4 @@ class TestSecrets:
         """Workers of an embedded Ray inherit the driver's environment; Ray itself does not get the secret."""
         shown = drive("local", tmp_path)
         assert shown[-3:-1] == ["in table: False", "in runtime_env: False"]
-        assert shown[-4] == "actors: 3"  # two workers and the node's agent
+        assert shown[-4] == "actors: 2"  # the worker and the node's agent

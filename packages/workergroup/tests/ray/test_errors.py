@@ -118,8 +118,8 @@ def settle(name):
         group.call("rank").result()
     gc.collect()
 
-ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error", log_to_driver=False)
-with RayVirtualCluster([4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
     done = [raised(group.call("fail", gate("a")).result)]
     settle("a")
     done.append(raised(lambda: group.get_all_worker_results(group.run_all_workers_single_data("fail", gate("b")))))

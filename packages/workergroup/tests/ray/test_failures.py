@@ -21,12 +21,13 @@ def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
         time.sleep(60)
 
     ended = []
-    for rank, how in enumerate(("exit", "terminate", "kill")):
+    for how in ("exit", "terminate", "kill"):
         with pytest.raises(WorkerFailureError) as caught:
-            doomed.at(dp=rank // 2, tp=rank % 2).call(end, how, timeout=60).result()
+            doomed.at(dp=0).call(end, how, timeout=60).result()
         (failure,) = caught.value.failures
         ended.append((failure.exit_code, failure.signal))
         assert ("exit code 3" in str(failure), "SIGTERM" in str(failure)) == (how == "exit", how == "terminate")
+        assert doomed.restart_failed_workers() == [0]
     assert ended == [(3, None), (None, signal.SIGTERM), (None, None)]
 
 
@@ -43,5 +44,5 @@ def test_death_that_ray_has_not_noticed(doomed: RayWorkerGroup) -> None:
         raise RuntimeError("a collective failed")
 
     with pytest.raises(WorkerFailureError) as caught:
-        doomed.at(dp=0).call(end, timeout=60).result()
+        doomed.call(end, timeout=60).result()
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]

@@ -121,24 +121,25 @@ class TestStreams:
         with pytest.raises(CallTimeoutError):
             list(group.at(dp=0, tp=0).call("items_after", str(gate)).stream(timeout=0.2))
         gate.touch()
-        with pytest.raises(WorkerFailureError, match="rank 3"):
-            list(doomed.call("items_then_die", [3]).stream())
-        classic = doomed.at(dp=0).call("items_then_die", [1])
         with pytest.raises(WorkerFailureError, match="rank 1"):
-            doomed.get_all_worker_results([classic.futures[1]])
+            list(doomed.call("items_then_die", [1]).stream())
+        classic = doomed.at(dp=0).call("items_then_die", [0])
+        with pytest.raises(WorkerFailureError, match="rank 0"):
+            doomed.get_all_worker_results([classic.futures[0]])
 
-    def test_one_failure_ends_the_wait_for_generators(self, doomed):
+    def test_one_failure_ends_the_wait_for_generators(self, doomed, eventually):
         """A rank that fails is reported while others still wait, by the classic methods too."""
         with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):
-            doomed.at(dp=1, tp=0).call("endless_items").result(timeout=0.3)  # items that keep coming are no end
-        kill(doomed, 2)
-        failing = doomed.at(dp=0).call("items_that_wait", [1])
+            doomed.at(dp=1).call("endless_items").result(timeout=0.3)  # items that keep coming are no end
+        kill(doomed, 1)
+        assert eventually(lambda: doomed.restart_failed_workers() == [1])  # once Ray knows
+        failing = doomed.call("items_that_wait", [1])
         with pytest.raises(KeyError, match="1") as caught:
             failing.result()
-        assert caught.value.__notes__[0].startswith("raised by rank 1 (dp=0, tp=1)")
-        lost = doomed.at(dp=1, tp=1).call("items_that_wait", [])
-        kill(doomed, 3)
-        with pytest.raises(WorkerFailureError, match="rank 3"):
+        assert caught.value.__notes__[0].startswith("raised by rank 1 (dp=1, tp=0)")
+        lost = doomed.at(dp=1).call("items_that_wait", [])
+        kill(doomed, 1)
+        with pytest.raises(WorkerFailureError, match="rank 1"):
             doomed.get_all_worker_results([failing.futures[0], lost.futures[0]])
 
 

@@ -113,7 +113,7 @@ class AsyncWorker:
         return os.getpid()
 
 
-SHARED = (Worker, None)
+SHARED = (Worker, NamedSharding.from_shape(worker=2))
 
 
 @pytest.fixture
@@ -141,25 +141,25 @@ class TestCalls:
             assert group.explain("echo", 1).route == "lane"
             left = group.explain("echo", [ray.put(1)])
             assert (left.route, "holds references" in left.summary) == ("ray", True)
-            assert plain.result() == [1] * 8
+            assert plain.result() == [1] * 2
         assert group.call("echo", 1).statistics().route == "ray"
         statistics = group.statistics()
-        assert statistics.lane_requests >= 8
+        assert statistics.lane_requests >= 2
         assert statistics.left_lane >= 1
 
     def test_large_values(self, lane):
         """Large arguments and answers go through the object store, and back into other calls."""
         values = lane.call("make", 100_000)
-        assert lane.call("total", values).result() == [6_400_000] * 8
-        assert [len(value) for value in values.result()] == [100_000] * 8
-        assert lane.call("size", np.ones(100_000)).result() == [800_000] * 8
+        assert lane.call("total", values).result() == [1_600_000] * 2
+        assert [len(value) for value in values.result()] == [100_000] * 2
+        assert lane.call("size", np.ones(100_000)).result() == [800_000] * 2
 
     @pytest.mark.smoke
     def test_answers_as_arguments(self, lane):
         """An answer goes to other workers as an argument, whether it came with the message or is stored."""
         for count in (10, 100_000):
-            one = lane.at(worker=3).call("make", count, collect=())
-            assert lane.call("size", one).result() == [8 * count] * 8
+            one = lane.at(worker=1).call("make", count, collect=())
+            assert lane.call("size", one).result() == [8 * count] * 2
 
     def test_generators(self, lane):
         """Items stream in order, small ones and large ones, and a generator that nobody reads goes on."""
@@ -171,7 +171,7 @@ class TestCalls:
 
     def test_refs(self, lane):
         """`refs` are references that any process can get."""
-        assert ray.get(lane.call("echo", 7).refs) == [7] * 8
+        assert ray.get(lane.call("echo", 7).refs) == [7] * 2
 
     def test_nested_opening(self, lane):
         """Opening a lane that is open does nothing; the outer context closes it."""
@@ -182,7 +182,7 @@ class TestCalls:
     def test_direct_calls(self, lane):
         """A Ray call of an actor is refused while the lane is open, instead of waiting behind it."""
         with pytest.raises(LaneError, match="serve a lane"):
-            lane.workers[2].echo.remote(1)
+            lane.workers[1].echo.remote(1)
 
     def test_await(self, lane):
         """Coroutines get answers, errors and items."""
@@ -192,7 +192,7 @@ class TestCalls:
             items = [one.value.size async for one in lane.at(worker=0).call("items", 3, collect=()).stream()]
             return values, items
 
-        assert asyncio.run(main()) == ([[i] * 8 for i in range(5)], [1, 1, 1])
+        assert asyncio.run(main()) == ([[i] * 2 for i in range(5)], [1, 1, 1])
 
 
 class TestReferences:
@@ -224,20 +224,20 @@ class TestReferences:
         for _ in range(3):
             lane.call("echo", np.ones(50_000)).result()
         gc.collect()
-        assert lane.call("read_kept").result() == [50_000.0] * 8
+        assert lane.call("read_kept").result() == [50_000.0] * 2
 
     def test_answer_outlives_its_worker(self, lone_group):
         """A stored answer belongs to the driver."""
         with lone_group.lane():
             call = lone_group.call("make", 100_000)
             call.wait()
-            kill(lone_group, 1)
-            assert [len(value) for value in call.result()] == [100_000] * 2
+            kill(lone_group, 0)
+            assert [len(value) for value in call.result()] == [100_000]
 
 
 @pytest.fixture
 def lone_group(local_ray):
-    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+    with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         yield group
 
 
@@ -289,40 +289,39 @@ class TestFaults:
 
     def test_resize(self, local_ray):
         """New workers join the lane, and those that leave end."""
-        axes = NamedSharding.from_shape(dp=2)
         with (
-            RayVirtualCluster([3], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster.slots()[:2], Worker, sharding_annotations=axes) as group,
+            RayVirtualCluster([2], use_gpus=False) as cluster,
+            RayWorkerGroup(cluster, Worker, [1]) as group,
             group.lane(),
         ):
             pids = group.call("pid").result(timeout=60)
-            group.resize(dp=3, slots=cluster.slots()[2:], timeout=60)
+            group.resize(worker=2, timeout=60)
             grown = group.call("pid")
-            assert (grown.result(timeout=60)[:2], grown.statistics().route) == (pids, "lane")
-            group.resize(dp=1, timeout=60)
-            assert group.call("pid").result(timeout=60) == pids[:1]
+            assert (grown.result(timeout=60)[:1], grown.statistics().route) == (pids, "lane")
+            group.resize(worker=1, timeout=60)
+            assert group.call("pid").result(timeout=60) == pids
 
-    def test_hang(self, lone_group):
+    def test_hang(self, group):
         """A fault runs in its turn; a timeout names the late worker; the calls behind it arrive afterwards."""
-        with lone_group.lane():
-            with hang(lone_group, 1):
-                call = lone_group.call("pid")
-                assert lone_group.at(worker=0).call("pid", collect=()).result(timeout=60) > 0
+        with group.lane():
+            with hang(group, 1):
+                call = group.call("pid")
+                assert group.at(worker=0).call("pid", collect=()).result(timeout=60) > 0
                 with pytest.raises(CallTimeoutError) as caught:
                     call.result(timeout=1)
                 assert [worker.rank for worker in caught.value.late] == [1]
             assert len(call.result(timeout=60)) == 2
 
-    def test_stopped_worker(self, lone_group, stop_process):
+    def test_stopped_worker(self, group, stop_process):
         """The driver keeps a bounded number of messages under way to a stopped worker, and refuses more in time."""
-        with lone_group.lane():
-            pid = lone_group.at(worker=0).call("pid", collect=()).result()
+        with group.lane():
+            pid = group.at(worker=0).call("pid", collect=()).result()
             with stop_process(pid):
-                calls = [lone_group.at(worker=0).call("echo", i, collect=()) for i in range(200)]
+                calls = [group.at(worker=0).call("echo", i, collect=()) for i in range(200)]
                 assert not calls[-1].wait(timeout=0.5)
             assert [call.result(timeout=60) for call in calls] == list(range(200))
 
-    def test_late_worker(self, lone_group, tmp_path, clock, monkeypatch):
+    def test_late_worker(self, group, tmp_path, clock, monkeypatch):
         """Opening and closing name the worker that does not follow, and the group works afterwards."""
         opening, closing = tmp_path / "opening", tmp_path / "closing"
         run = Lane.run
@@ -336,40 +335,38 @@ class TestFaults:
             monkeypatch.setattr(Lane, "run", run_until)
 
         let_time_pass(lambda lane: any(one.rank == 0 and one.greeted for one in lane._sessions.values()))
-        slow = lone_group.at(worker=1).call("wait_for", opening, collect=())
-        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=600):
+        slow = group.at(worker=1).call("wait_for", opening, collect=())
+        with pytest.raises(LaneError) as caught, group.lane(timeout=600):
             pass
         assert caught.value.ranks == (1,)
         opening.touch()
         slow.result()
         let_time_pass(lambda lane: [one.rank for one in lane._by_identity.values()] == [0])
-        with pytest.raises(LaneError) as caught, lone_group.lane(timeout=600):
-            late = lone_group.at(worker=0).call("wait_for", closing, collect=())
+        with pytest.raises(LaneError) as caught, group.lane(timeout=600):
+            late = group.at(worker=0).call("wait_for", closing, collect=())
         assert caught.value.ranks == (0,)
         monkeypatch.undo()
         closing.touch()
         assert late.result(timeout=60) is None
-        assert len(lone_group.call("pid").result(timeout=60)) == 2
-        with lone_group.lane():
-            assert lone_group.call("echo", 1).result() == [1, 1]
+        assert len(group.call("pid").result(timeout=60)) == 2
+        with group.lane():
+            assert group.call("echo", 1).result() == [1, 1]
 
-    def test_cancel(self, lone_group, gate):
+    def test_cancel(self, group, gate):
         """A call that waits behind another one is dropped."""
-        with lone_group.lane():
-            first = lone_group.call("wait_for", gate)
-            second = lone_group.call("add", "dropped")
+        with group.lane():
+            first = group.call("wait_for", gate)
+            second = group.call("add", "dropped")
             assert second.cancel() == []
             gate.touch()
             first.result()
-            assert lone_group.call("all_seen").result() == [[], []]
+            assert not any("dropped" in seen for seen in group.call("all_seen").result())
 
-    def test_shutdown_inside(self, local_ray):
+    def test_shutdown_inside(self, lone_group):
         """The end of the group inside a lane runs the cleanup, and leaves nothing behind."""
-        with RayVirtualCluster([2], use_gpus=False) as cluster:
-            group = RayWorkerGroup(cluster, Worker)
-            with group.lane():
-                group.call("echo", 1).result()
-                assert group.shutdown("all_seen")
+        with lone_group.lane():
+            lone_group.call("echo", 1).result()
+            assert lone_group.shutdown("all_seen")
 
     def test_driver_that_dies(self, local_ray, tmp_path, eventually):
         """The workers of a driver that is killed end."""
@@ -379,7 +376,7 @@ class TestFaults:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             pids = list(map(int, process.stdout.readline().split()))
-            assert len(pids) == 2
+            assert len(pids) == 1
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -397,7 +394,7 @@ class Worker:
         return os.getpid()
 
 init_ray(address=sys.argv[1])
-with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group, group.lane():
+with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group, group.lane():
     print(*group.call("pid").result(), flush=True)
     time.sleep(600)
 """
@@ -410,7 +407,7 @@ class TestKeys:
         config = lane._sender.lane._router.config(b"stranger")
         with connect_stranger(config, keys) as monitor:
             for i in range(20):
-                assert lane.call("echo", i).result() == [i] * 8
+                assert lane.call("echo", i).result() == [i] * 2
             assert not monitor.poll(500)
 
     def test_garbage_and_replay(self, lane):

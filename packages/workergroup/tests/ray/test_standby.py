@@ -153,7 +153,7 @@ def test_standbys_are_refused(cluster):
             RayWorkerGroup(cluster, Worker, **options)
     with pytest.raises(ValueError, match="rank 1 has other options"):
         RayWorkerGroup(cluster, Different, workers_per_node=[2], standby=1)
-    with RayWorkerGroup(cluster, Worker) as group:
+    with RayWorkerGroup(cluster, Worker, [1]) as group:
         assert group.standby == 0
 
 
@@ -279,13 +279,13 @@ def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually,
     monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
     options = {"on_handover": "save", "on_restart": "load", late: "save_late" if late == "on_handover" else "load_late"}
     options |= {"start_timeout_s": 3600, "env_vars": {"GATE": str(gate)}}
-    with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:
-        replaced = threads.submit(group.replace, [1], 600)
+    with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:
+        replaced = threads.submit(group.replace, [0], 600)
         assert eventually(Path(f"{gate}.begun").exists)
         clock.skip(600)
         wait([replaced], timeout=1)
         gate.touch()
-        assert replaced.exception(timeout=60) or group.call("facts").result()[1][4] is None
+        assert replaced.exception(timeout=60) or group.call("facts").result()[0][4] is None
 
 
 class Handed:
@@ -330,11 +330,11 @@ def test_handover_does_not_pass_through_the_driver(cluster, kind):
     worker = AsyncKeeper if kind == "overlapping" else Keeper
     options = {"on_handover": "save", "on_restart": "load", "async_communication": kind == "overlapping"}
     with (
-        RayWorkerGroup(cluster, worker, workers_per_node=[2], **options) as group,
+        RayWorkerGroup(cluster, worker, workers_per_node=[1], **options) as group,
         group.lane() if kind == "lane" else contextlib.nullcontext(),
     ):
-        assert group.replace([1]) == 1
-        assert group.call("what").result() == ["NoneType", "Handed"]
+        assert group.replace([0]) == 1
+        assert group.call("what").result() == ["Handed"]
 
 
 def test_replace_in_a_free_slot(cluster):

@@ -120,25 +120,26 @@ class TestWaiting:
         """A call that waits for the result of another call names that call, its group, and the late ranks."""
         if request.node.callspec.params == {"group": "ray", "doomed": "lane"}:
             pytest.skip("a call by Ray is sent when the answers of lanes that are its arguments have arrived")
-        made = doomed.call("wait_for", gate, ranks=[2], tag="made")
-        wait_until_running(doomed, "wait_for", 2)
+        made = doomed.call("wait_for", gate, ranks=[1], tag="made")
+        wait_until_running(doomed, "wait_for", 1)
+        pair = group.at(dp=0, tp=slice(0, 2))
         expected = (
             r"does not exist yet, from the call of 'wait_for' of group 'Worker', not finished by:\n"
-            r"  rank 2 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'wait_for' for \d"
+            r"  rank 1 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'wait_for' for \d"
         )
-        for view, argument in [(group, made), (group.at(dp=0), PerWorker(made))]:
+        for view, argument in [(group, made), (pair, PerWorker(made))]:
             call = view.call("echo", argument)
             with pytest.raises(CallTimeoutError, match=expected) as caught:
                 call.result(timeout=0.4)
             assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
-        plain = group.call("echo", made.futures[2])
-        with pytest.raises(CallTimeoutError, match="from a call of group 'Worker', not finished by:\n  rank 2 "):
+        plain = group.call("echo", made.futures[1])
+        with pytest.raises(CallTimeoutError, match="from a call of group 'Worker', not finished by:\n  rank 1 "):
             plain.result(timeout=0.2)
         gate.touch()
         assert plain.result(timeout=60) == [(("made",), {})] * 8
         held = tmp_path / "held"
         try:
-            call = group.at(dp=0).call("wait_for", held, [5], PerWorker(doomed.call("rank")), timeout=0.2)
+            call = pair.call("wait_for", held, [5], PerWorker(doomed.call("rank")), timeout=0.2)
             assert eventually(lambda: len(call._execution.pending()) == 1, 60)
             with pytest.raises(CallTimeoutError) as caught:  # the arguments of finished workers are freed
                 call.result()
@@ -256,23 +257,23 @@ class TestErrors:
     @pytest.mark.smoke
     def test_a_lost_worker(self, doomed):
         """The first loss ends the wait; `outcomes` reports the others; a later call is refused at once."""
-        call = doomed.call("die", [2])
-        with pytest.raises(WorkerFailureError, match=r"rank 2 \(dp=1, tp=0\)"):
+        call = doomed.call("die", [1])
+        with pytest.raises(WorkerFailureError, match=r"rank 1 \(dp=1, tp=0\)"):
             call.result()
         errors = {outcome.rank: outcome.error for outcome in call.outcomes()}
-        assert [rank for rank, error in errors.items() if error is not None] == [2]
+        assert [rank for rank, error in errors.items() if error is not None] == [1]
         requests = doomed.statistics().requests
         with pytest.raises(WorkerFailureError):
             doomed.call("rank")
         assert doomed.statistics().requests == requests
-        assert doomed.at(dp=0).call("rank").result() == [0, 1]
+        assert doomed.at(dp=0).call("rank").result() == [0]
 
     def test_deaths_that_are_not_the_workers(self, group, doomed):
         """An error of a method about its own dead actor or a lost argument is not a loss of its worker."""
         with pytest.raises(ActorDiedError) as caught:
             group.call("lose_a_child", [3]).result()
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3"]
-        answer = doomed.at(dp=0, tp=0).call("die", [0], collect=())
+        answer = doomed.at(dp=0).call("die", [0], collect=())
         with pytest.raises(ActorDiedError):
             group.call("echo", answer).result()
         assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
@@ -370,4 +371,4 @@ class TestCancel:
             call.result()
         with pytest.raises(WorkerFailureError, match="cancelled: its call of 'sleep' was cancelled with force"):
             doomed.call("rank")
-        assert doomed.at(dp=1).call("rank").result() == [2, 3]
+        assert doomed.at(dp=0).call("rank").result() == [0]

@@ -39,7 +39,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def cluster(local_ray):
-    with RayVirtualCluster([3], use_gpus=False, max_colocated_worker_groups=4) as reserved:
+    with RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=4) as reserved:
         yield reserved
 
 
@@ -53,7 +53,7 @@ def kinds_and_ranks(events):
     return [(event.kind, event.rank) for event in events]
 
 
-STARTED = [("worker-started", rank) for rank in range(3)]
+STARTED = [("worker-started", rank) for rank in range(2)]
 
 
 def watch_threads():
@@ -81,29 +81,29 @@ def test_each_event_once(group, eventually, caplog, monkeypatch, tmp_path):
     with group.watch(0.05, 0.6, events.append, slow_after_s=0.3) as watch:
         assert repr(watch) == "Watch('watched', every 0.05 s)"
         assert eventually(lambda: kinds_and_ranks(events) == STARTED, 60)
-        for number in (5, 7):
+        for number in (4, 6):
             with hang(group, 1, "native"):
                 assert eventually(lambda: len(events) == number, 60)  # noqa: B023
                 wait_for_looks(1, "stuck", ("worker-stuck", 1))
         hung = [("call-slow", 1), ("worker-stuck", 1)]
         assert kinds_and_ranks(events) == [*STARTED, *hung, *hung]
         # It gets on in between: stuck twice, in one call, which is slow once.
-        call = group.at(worker=2).call("stop_twice", str(tmp_path))
-        wait_for_looks(2, "stuck", ("worker-stuck", 2))
+        call = group.at(worker=0).call("stop_twice", str(tmp_path))
+        wait_for_looks(0, "stuck", ("worker-stuck", 0))
         (tmp_path / "first").touch()
-        wait_for_looks(2, "busy", ("worker-stuck", 2))
+        wait_for_looks(0, "busy", ("worker-stuck", 0))
         (tmp_path / "second").touch()
-        assert eventually(lambda: len(events) == 10, 60)
-        wait_for_looks(2, "stuck", ("worker-stuck", 2))
+        assert eventually(lambda: len(events) == 9, 60)
+        wait_for_looks(0, "stuck", ("worker-stuck", 0))
         (tmp_path / "third").touch()
         call.result()
-        assert kinds_and_ranks(events[7:]) == [("call-slow", 2), ("worker-stuck", 2), ("worker-stuck", 2)]
-    stuck = events[4]
+        assert kinds_and_ranks(events[6:]) == [("call-slow", 0), ("worker-stuck", 0), ("worker-stuck", 0)]
+    stuck = events[3]
     assert (stuck.method, stuck.coords, stuck.incarnation) == ("hang", {"worker": 1}, 0)
     assert stuck.stuck.where.endswith(" in hang")
     logged = [record for record in caplog.records if record.name == "fairlead_workergroup"]
     assert [record.worker_event for record in logged] == events
-    assert f"watched: {stuck.message}\n{stuck.stuck.stacks}" == logged[4].getMessage()
+    assert f"watched: {stuck.message}\n{stuck.stuck.stacks}" == logged[3].getMessage()
     assert stuck.message.startswith(f"worker-stuck: rank 1 (worker=1) on node {stuck.node_id[:8]}, pid {stuck.pid}: ")
     with pytest.raises(dataclasses.FrozenInstanceError):
         stuck.rank = 7
@@ -118,9 +118,9 @@ def test_on_event_that_fails(group, eventually, caplog):
         raise KeyError(event.rank)
 
     with group.watch(0.05, on_event=fail):
-        assert eventually(lambda: len(seen) == 3)
+        assert eventually(lambda: len(seen) == 2)
     assert kinds_and_ranks(seen) == STARTED
-    assert caplog.text.count("on_event failed at: worker-started") == 3
+    assert caplog.text.count("on_event failed at: worker-started") == 2
 
 
 def test_dead_worker(cluster, eventually):
@@ -129,16 +129,16 @@ def test_dead_worker(cluster, eventually):
     with RayWorkerGroup(cluster, Worker) as group:
         group.watch(0.05, on_event=events.append)
         assert eventually(lambda: kinds_and_ranks(events) == STARTED)
-        kill(group, 2)
-        assert eventually(lambda: len(events) > 3)
+        kill(group, 1)
+        assert eventually(lambda: len(events) > 2)
         time.sleep(0.3)
-        assert kinds_and_ranks(events) == [*STARTED, ("worker-dead", 2)]
-        assert ": killed: " in events[3].message
-        assert group.worker_metadata[2]["state"] == "dead"
-        with pytest.raises(WorkerFailureError, match="rank 2"):
+        assert kinds_and_ranks(events) == [*STARTED, ("worker-dead", 1)]
+        assert ": killed: " in events[2].message
+        assert group.worker_metadata[1]["state"] == "dead"
+        with pytest.raises(WorkerFailureError, match="rank 1"):
             group.call("nothing")
     assert watch_threads() == []
-    assert len(events) == 4
+    assert len(events) == 3
 
 
 def test_failed_look(cluster, eventually, monkeypatch, caplog):
@@ -276,7 +276,7 @@ def test_interpreter_exit(local_ray, end):
         from fairlead_placement import RayVirtualCluster
         from fairlead_workergroup import RayWorkerGroup
         ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
-        cluster = RayVirtualCluster([2], use_gpus=False)
+        cluster = RayVirtualCluster([1], use_gpus=False)
         group = RayWorkerGroup(cluster, "collections.Counter")
         watches = [group.watch(0.001), group.watch(0.5)]
         time.sleep(0.5)
