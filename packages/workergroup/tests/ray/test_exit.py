@@ -12,6 +12,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
+from fairlead_workergroup._remote import exits
 
 EXITS = {"sys.exit": lambda: sys.exit(3), "exit_actor": ray.actor.exit_actor}
 CODES = {"sys.exit": 3, "exit_actor": 0}
@@ -49,7 +50,7 @@ class Worker:
         try:
             await asyncio.sleep(600)
         finally:
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(1.5)
 
     async def refuse_to_stop(self):
         while True:
@@ -61,7 +62,19 @@ class Worker:
 
 
 @pytest.fixture(params=["ray", "lane"])
-def start(local_ray, request):
+def way(request):
+    """Return the way of the calls."""
+    return request.param
+
+
+@pytest.fixture
+def hows(way):
+    """Return the ways to exit, one for each other method: with calls of both ways, each method exits in both."""
+    return [*EXITS] * 2 if way == "ray" else [*reversed(EXITS)] * 2
+
+
+@pytest.fixture
+def start(local_ray, way):
     """Return a function that starts a group, with an open lane if the test is one of lanes."""
     with contextlib.ExitStack() as stack:
 
@@ -70,7 +83,7 @@ def start(local_ray, request):
             axes = NamedSharding.from_shape(dp=size)
             group = RayWorkerGroup(cluster, Worker, sharding_annotations=axes, async_communication=overlaps)
             stack.enter_context(group)
-            if request.param == "lane":
+            if way == "lane":
                 stack.enter_context(group.lane())
                 stack.callback(group.shutdown)  # the lane would wait for methods that a test has left running
             return group
@@ -86,21 +99,18 @@ def find_failure(call, *, streams=False):
     return failure.kind, failure.exit_code
 
 
-@pytest.mark.parametrize("how", EXITS)
-def test_one_at_a_time(start, how):
+def test_one_at_a_time(start, hows):
     """An exit is reported with its code, whatever the kind of the method."""
-    group = start(2, overlaps=False)
-    calls = [group.at(dp=rank).call(method, how, timeout=20) for rank, method in enumerate(("leave", "async_items"))]
-    assert [find_failure(call) for call in calls] == [("killed", CODES[how])] * 2
+    group, methods = start(2, overlaps=False), ("leave", "async_items")
+    calls = [group.at(dp=rank).call(methods[rank], hows[rank], timeout=20) for rank in range(2)]
+    assert [find_failure(call) for call in calls] == [("killed", CODES[how]) for how in hows[:2]]
 
 
-@pytest.mark.parametrize("how", EXITS)
-def test_overlapping(start, how):
+def test_overlapping(start, hows):
     """So it is while other methods run, which fail with the same code, and so do calls that arrive with it."""
     group = start(len(METHODS))
-    expected = "killed", CODES[how]
-    for rank, method in enumerate(METHODS):
-        worker = group.at(dp=rank)
+    for rank, (method, how) in enumerate(zip(METHODS, hows, strict=True)):
+        worker, expected = group.at(dp=rank), ("killed", CODES[how])
         others = [worker.call("wait_with_items" if i % 2 else "wait", timeout=20) for i in range(20)]
         streamed = worker.call("wait_with_items", timeout=20)
         assert next(streamed.stream()).value == 1
@@ -122,12 +132,13 @@ def test_cleanup(start):
     assert worker.call("echo", 1, timeout=20).result() == [1]
     began = time.monotonic()
     assert find_failure(worker.call("leave", "sys.exit", timeout=20)) == ("killed", 3)
-    assert time.monotonic() - began > 2
+    assert time.monotonic() - began > 1
     assert find_failure(other) == ("killed", 3)
 
 
-def test_method_that_refuses_to_stop(start):
+def test_method_that_refuses_to_stop(start, monkeypatch):
     """A method that suppresses its cancellation does not keep the worker alive."""
+    monkeypatch.setattr(exits, "CLEANUP_S", 0.5)
     worker = start(1).at(dp=0)
     other = worker.call("refuse_to_stop", timeout=20)
     assert worker.call("echo", 1, timeout=20).result() == [1]
@@ -135,8 +146,7 @@ def test_method_that_refuses_to_stop(start):
     assert find_failure(other) == ("killed", None)
 
 
-@pytest.mark.parametrize("how", EXITS)
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("how", "overlaps"), [("sys.exit", False), ("exit_actor", True)])
 def test_constructor(cluster, how, overlaps):
     """An exit of a constructor fails the start of the group."""
     builder = RayWorkerBuilder(Worker, how)
