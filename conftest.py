@@ -261,7 +261,7 @@ def start_raylets(
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
-        cluster = Cluster(initialize_head=True, head_node_args={**head, **system, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={**head, **system, **QUIET_HEAD})
         try:
             for worker in workers:  # One after the other: several at once time out on a small machine.
                 cluster.add_node(**worker)

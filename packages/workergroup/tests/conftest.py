@@ -213,6 +213,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+@pytest.fixture(scope="module")
+def lasting(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
+    """Yield the group that `make_lasting` of a module starts, for tests that change it and leave it usable.
+
+    Its end checks that none of them has lost or leaked resources.
+    """
+    from fairlead_placement import RayVirtualCluster
+    from fairlead_placement.testing import assert_no_leaks
+
+    with (
+        assert_no_leaks(timeout_s=60),
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        request.module.make_lasting(cluster) as group,
+    ):
+        yield group
+
+
 @pytest.fixture
 def make_group(local_ray: None) -> Iterator[Callable[..., "RayWorkerGroup"]]:
     """Return a function that makes a group of two workers, after it has shut down the groups made before."""

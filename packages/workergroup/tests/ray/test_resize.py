@@ -89,6 +89,17 @@ def make(cluster, **options):
     return RayWorkerGroup(cluster, Worker, **options)
 
 
+def make_lasting(cluster):
+    return make(cluster, max_restarts=100)
+
+
+@pytest.fixture
+def group(lasting):
+    """Return a group of two workers, which other tests have changed, and may change."""
+    lasting.resize(dp=2)
+    return lasting
+
+
 @pytest.mark.smoke
 def test_grow_and_shrink(cluster):
     """Workers that stay keep their process; everybody gets the new facts, and the group's own follow."""
@@ -157,7 +168,7 @@ def test_event_and_registration(cluster, eventually):
     assert seen == [("resized", -1, text) for text in texts]
 
 
-def test_one_deadline(cluster, monkeypatch):
+def test_one_deadline(group, monkeypatch):
     """The timeout holds for the environment and for the description of the class too."""
     given = []
 
@@ -169,11 +180,10 @@ def test_one_deadline(cluster, monkeypatch):
 
         return recorded
 
-    with make(cluster) as group:
-        for name in ("prepare_python", "describe_class"):
-            monkeypatch.setattr(launcher, name, record(getattr(launcher, name)))
-        assert group.resize(dp=3, timeout=120) == 1
-        assert given[1] + 0.5 <= given[0] <= 120
+    for name in ("prepare_python", "describe_class"):
+        monkeypatch.setattr(launcher, name, record(getattr(launcher, name)))
+    assert group.resize(dp=3, timeout=120) == group.epoch
+    assert given[1] + 0.5 <= given[0] <= 120
 
 
 @pytest.mark.timeout(300)
@@ -233,18 +243,17 @@ def test_silent_agent(cluster, clock, monkeypatch):
         assert (group.epoch, group.call("facts").result()) == (1, [(1, 3, group.master_port, 3)] * 3)
 
 
-def test_agent_that_keeps_a_port(cluster, monkeypatch, caplog):
+def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
     """An old port that an agent does not release does not break the epoch that has begun."""
-    with make(cluster) as group:
-        lease = group._resources.lease
+    lease, epoch = group._resources.lease, group.epoch
 
-        def release():
-            lease.release()
-            raise PlacementError("the agent did not answer")
+    def release():
+        lease.release()
+        raise PlacementError("the agent did not answer")
 
-        group._resources.lease = SimpleNamespace(release=release)
-        assert group.resize(dp=3) == 1
-        assert group.call("facts").result() == [(1, 3, group.master_port, 3)] * 3
+    group._resources.lease = SimpleNamespace(release=release)
+    assert group.resize(dp=3) == epoch + 1
+    assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
     assert "Cannot release the port of an earlier epoch: the agent did not answer" in caplog.text
 
 
@@ -267,27 +276,26 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
         assert not group._roster.snapshot().is_broken
 
 
-def test_calls_in_flight_finish(cluster):
+def test_calls_in_flight_finish(group):
     """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
-    with make(cluster) as group:
-        running = group.call("sleep", 1.0)
-        queued = group.call("rank")
-        results = []
+    epoch, running = group.epoch, group.call("sleep", 1.0)
+    queued = group.call("rank")
+    results = []
 
-        def call():
-            while group.epoch == 0:
-                made = group.call("facts")
-                results.append((made.epoch, made.result()))
+    def call():
+        while group.epoch == epoch:
+            made = group.call("facts")
+            results.append((made.epoch, made.result()))
 
-        with_others = threading.Thread(target=call)
-        with_others.start()
-        group.resize(dp=1)
-        with_others.join(timeout=60)
-        assert running.result() == [0] * 2
-        assert (queued.epoch, queued.result()) == (0, [0, 1])
-        results.append((group.epoch, group.call("facts").result()))
-        for epoch, facts in results:
-            assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
+    with_others = threading.Thread(target=call)
+    with_others.start()
+    group.resize(dp=1)
+    with_others.join(timeout=60)
+    assert running.result() == [epoch] * 2
+    assert (queued.epoch, queued.result()) == (epoch, [0, 1])
+    results.append((group.epoch, group.call("facts").result()))
+    for epoch, facts in results:
+        assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
 
 
 def test_bad_input_is_refused(cluster, monkeypatch):
@@ -336,21 +344,20 @@ def test_mesh_without_a_slowest_axis(cluster):
         group.resize(dp=3)
 
 
-def test_resize_from_a_worker_of_the_group(cluster, monkeypatch):
+def test_resize_from_a_worker_of_the_group(group, monkeypatch):
     """A worker cannot resize its own group; a process that only looks like another group's worker can."""
     import sys
     import types
 
-    with make(cluster) as group:
-        token = group.worker_metadata and group.call(lambda worker: sys.modules["_fairlead_worker"].facts["tree"])
-        tree = token.result()[0]
-        module = types.ModuleType("_fairlead_worker")
-        module.facts = {"tree": tree}
-        monkeypatch.setitem(sys.modules, "_fairlead_worker", module)
-        with pytest.raises(WorkerGroupError, match="A worker cannot resize its own group"):
-            group.resize(dp=1)
-        module.facts = {"tree": "another-0-0"}
-        assert group.resize(dp=1) == 1
+    token = group.worker_metadata and group.call(lambda worker: sys.modules["_fairlead_worker"].facts["tree"])
+    tree = token.result()[0]
+    module = types.ModuleType("_fairlead_worker")
+    module.facts = {"tree": tree}
+    monkeypatch.setitem(sys.modules, "_fairlead_worker", module)
+    with pytest.raises(WorkerGroupError, match="A worker cannot resize its own group"):
+        group.resize(dp=1)
+    module.facts = {"tree": "another-0-0"}
+    assert group.resize(dp=1) == group.epoch
 
 
 def test_failed_start_changes_nothing(cluster, tmp_path):
@@ -431,7 +438,7 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
         assert [history[-1] for history in group.call("history").result()] == group.call("facts").result()
 
 
-def test_two_resizes_at_once(cluster, gate, monkeypatch):
+def test_two_resizes_at_once(group, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
     waits, quiesce = threading.Event(), delivery.Delivery.quiesce
 
@@ -440,36 +447,36 @@ def test_two_resizes_at_once(cluster, gate, monkeypatch):
         return quiesce(*args, **options)
 
     monkeypatch.setattr(delivery.Delivery, "quiesce", note_and_wait)
-    with make(cluster) as group:
-        held = group.call("wait_for", gate)
-        first = threading.Thread(target=group.resize, kwargs={"dp": 3})
-        first.start()
-        assert waits.wait(120)
-        with pytest.raises(ResizeTimeoutError, match="Another thread resizes the group"):
-            group.resize(dp=1, timeout=0.1)
-        gate.touch()
-        assert group.resize(dp=4) == 2
-        first.join()
-        assert held.result() == [0] * 2
-        assert group.call("facts").result() == [(2, 4, group.master_port, 4)] * 4
+    epoch, held = group.epoch, group.call("wait_for", gate)
+    first = threading.Thread(target=group.resize, kwargs={"dp": 3})
+    first.start()
+    assert waits.wait(120)
+    with pytest.raises(ResizeTimeoutError, match="Another thread resizes the group"):
+        group.resize(dp=1, timeout=0.1)
+    gate.touch()
+    assert group.resize(dp=4) == epoch + 2
+    first.join()
+    assert held.result() == [epoch] * 2
+    assert group.call("facts").result() == [(epoch + 2, 4, group.master_port, 4)] * 4
 
 
-def test_epoch_of_a_restart(cluster):
+def test_epoch_of_a_restart(group):
     """A restart raises the epoch for everybody and changes nothing else for those that live."""
-    with make(cluster) as group:
-        kill(group, 1)
-        with pytest.raises(WorkerFailureError):
-            group.call("rank").result()
-        assert group.restart_failed_workers() == [1]
-        assert group.epoch == 1
-        assert group.call("facts").result() == [(1, 2, group.master_port, 2)] * 2
-        assert [len(history) for history in group.call("history").result()] == [0] * 2
-        kill(group, 0)
-        with pytest.raises(WorkerFailureError):
-            group.call("rank").result()
-        assert group.resize(dp=3) == 2  # starts rank 0 again too
-        assert group.call("facts").result() == [(2, 3, group.master_port, 3)] * 3
-        assert [one.restarts for one in group.get_worker_status()] == [1, 1, 0]
+    epoch, (survivor, _) = group.epoch, group.call("history").result()
+    restarts = [one.restarts for one in group.get_worker_status()]
+    kill(group, 1)
+    with pytest.raises(WorkerFailureError):
+        group.call("rank").result()
+    assert group.restart_failed_workers() == [1]
+    assert group.epoch == epoch + 1
+    assert group.call("facts").result() == [(epoch + 1, 2, group.master_port, 2)] * 2
+    assert group.call("history").result() == [survivor, []]
+    kill(group, 0)
+    with pytest.raises(WorkerFailureError):
+        group.call("rank").result()
+    assert group.resize(dp=3) == epoch + 2  # starts rank 0 again too
+    assert group.call("facts").result() == [(epoch + 2, 3, group.master_port, 3)] * 3
+    assert [one.restarts for one in group.get_worker_status()] == [*(before + 1 for before in restarts), 0]
 
 
 def test_tied_groups(cluster):
@@ -488,23 +495,21 @@ def test_tied_groups(cluster):
                 group.resize(dp=size)
 
 
-def test_map_over_a_resize(cluster):
+def test_map_over_a_resize(group):
     """Ranks that leave finish their items and get no more."""
-    with make(cluster) as group:
-        results = group.map("add", range(200))
-        first = [next(results) for _ in range(10)]
-        group.resize(dp=1)
-        everything = first + list(results)
-        assert [value for _, value in everything] == list(range(200))
-        assert {rank for rank, _ in everything[-20:]} == {0}
+    results = group.map("add", range(200))
+    first = [next(results) for _ in range(10)]
+    group.resize(dp=1)
+    everything = first + list(results)
+    assert [value for _, value in everything] == list(range(200))
+    assert {rank for rank, _ in everything[-20:]} == {0}
 
 
-def test_values_for_another_size(cluster):
+def test_values_for_another_size(group):
     """Values that were split for another size are not sent."""
-    with make(cluster) as group:
-        group.resize(dp=3)
-        with pytest.raises(ValueError, match="2 values, but 3 workers"):
-            group.call("add", PerWorker([0, 1]))
+    group.resize(dp=3)
+    with pytest.raises(ValueError, match="2 values, but 3 workers"):
+        group.call("add", PerWorker([0, 1]))
 
 
 class Overlapping:

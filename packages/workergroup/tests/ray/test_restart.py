@@ -13,6 +13,7 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
+    RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
     WorkerFailure,
@@ -24,7 +25,7 @@ from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup.testing import kill
 
 from ..calling import MB, store_used
-from ..restarting import GRID, VALUE, Worker, die, is_restarting
+from ..restarting import AXES, GRID, VALUE, Worker, die, is_restarting
 
 
 class Configured:
@@ -41,16 +42,25 @@ class Configured:
         return int(self.block.sum())
 
 
-def test_restart_of_a_rank(make_group):
+def make_lasting(cluster):
+    builder = RayWorkerBuilder(Worker, VALUE)
+    return RayWorkerGroup(cluster, builder, [2], sharding_annotations=AXES, max_restarts=100)
+
+
+def incarnations(group):
+    return [state[1] for state in group.call("state").result()]
+
+
+def test_restart_of_a_rank(lasting):
     """The rank gets the same arguments, which are stored once, and a new process; other ranks do not change."""
-    group = make_group()
+    group, (first, second) = lasting, incarnations(lasting)
     pids, puts = group.call("pid").result(), group.statistics().puts
     die(group, 1)
     assert group.worker_metadata[1]["state"] == "dead"
     assert group.restart_failed_workers() == [1]
     assert group.worker_metadata[1]["state"] == "alive"
     port = str(group.master_port)
-    assert group.call("state").result() == [(rank, rank, None, 20_000.0, port) for rank in range(2)]
+    assert group.call("state").result() == [(0, first, None, 20_000.0, port), (1, second + 1, None, 20_000.0, port)]
     assert group.statistics().puts == puts
     now = group.call("pid").result()
     assert [now[rank] == pids[rank] for rank in range(2)] == [True, False]
@@ -69,37 +79,35 @@ def test_arguments_of_earlier_starts(local_ray, eventually):
 
 
 @pytest.mark.parametrize("explained", [True, False])
-def test_death_that_no_call_reported(make_group, monkeypatch, eventually, explained):
+def test_death_that_no_call_reported(lasting, monkeypatch, eventually, explained):
     """`restart_failed_workers` finds dead workers through Ray, whether or not Ray reports the cause."""
     if not explained:
         monkeypatch.setattr(RayWitnesses, "ray", lambda witnesses, workers, within_s: {})
-    group = make_group()
+    group, before = lasting, incarnations(lasting)
     os.kill(group.call("pid").result()[1], signal.SIGKILL)
     restarted = []
     assert eventually(lambda: restarted.extend(group.restart_failed_workers()) or restarted, 60)
     assert restarted == [1]
-    assert group.call("state").result()[1][1] == 1
+    assert incarnations(group) == [before[0], before[1] + 1]
 
 
 def test_restart_of_the_group(make_group):
-    """With scope "group" all workers restart with a new master port, and all run `on_restart`."""
-    group = make_group(restart_scope="group", on_restart="load")
+    """With scope "group" all workers restart with a new master port, and all run `on_restart`.
+
+    No call runs while a rank is lost: `map` and views without that rank restart the group too.
+    """
+    group = make_group(restart_on_failure=True, restart_scope="group", on_restart="load")
     port = group.master_port
     die(group, 1)
     assert group.restart_failed_workers() == [0, 1]
     assert group.master_port != port
     assert group.call("state").result() == [(rank, 1, 1, 20_000.0, str(group.master_port)) for rank in range(2)]
-
-
-def test_any_call_restarts_the_group(make_group):
-    """With scope "group" no call runs while a rank is lost: `map` and views without that rank restart the group too."""
-    group = make_group(restart_on_failure=True, restart_scope="group")
     with pytest.raises(WorkerFailureError, match="The next call restarts the whole group first"):
         group.call("die", [1]).result()
-    assert [state[1] for state in group.at(dp=0).call("state").result()] == [1]
+    assert [state[1] for state in group.at(dp=0).call("state").result()] == [2]
     die(group, 1)
-    assert next(group.map("state_of", [0]))[1] == 2
-    assert [state[1] for state in group.call("state").result()] == [2] * 2
+    assert next(group.map("state_of", [0]))[1] == 3
+    assert incarnations(group) == [3] * 2
 
 
 @pytest.mark.parametrize("scope", ["worker", "group"])
@@ -169,15 +177,15 @@ def test_retries(make_group):
         group.call("raise_error", retries=3).result()
 
 
-def test_death_and_the_errors_it_causes(make_group):
+def test_death_and_the_errors_it_causes(lasting):
     """If a peer fails because a worker died, the call raises the death, even if the error of the peer arrives first."""
-    group = make_group()
-    for incarnation in range(2):
+    group, before = lasting, incarnations(lasting)
+    for again in range(2):
         pid = group.call("pid").result()[1]
         with pytest.raises(WorkerFailureError, match="rank 1"):
             group.call("fail_with", 1, pid).result()
         assert group.restart_failed_workers() == [1]
-        assert group.call("state").result()[1][1] == incarnation + 1
+        assert incarnations(group) == [before[0], before[1] + again + 1]
 
 
 @pytest.mark.parametrize("scope", ["worker", "group"])
@@ -208,9 +216,9 @@ def test_loss_reported_by_a_worker(make_group):
     assert group.statistics().requests == 6  # starts, this call, and the last one
 
 
-def test_status_during_a_restart(make_group, monkeypatch):
+def test_status_during_a_restart(lasting, monkeypatch):
     """A status describes a single incarnation of a worker."""
-    group = make_group()
+    group, first = lasting, lasting.get_worker_status()[1]
     die(group, 1)
     pid = group.get_worker_status()[1].pid
     ask = observer.ask_nodes
@@ -222,10 +230,16 @@ def test_status_during_a_restart(make_group, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(observer, "ask_nodes", restart_meanwhile)
         before = group.get_worker_status()[1]
-    assert (before.pid, before.state, before.incarnation, before.restarts) == (pid, "dead", 0, 0)
+    assert (before.pid, before.state, before.incarnation, before.restarts) == (
+        pid,
+        "dead",
+        first.incarnation,
+        first.restarts,
+    )
     assert group.worker_metadata[1]["state"] == "alive"
     now = group.get_worker_status()[1]
-    assert (now.pid != pid, now.state, now.incarnation, now.restarts) == (True, "idle", 1, 1)
+    assert (now.pid != pid, now.state) == (True, "idle")
+    assert (now.incarnation, now.restarts) == (first.incarnation + 1, first.restarts + 1)
 
 
 def test_max_restarts(make_group):
@@ -323,16 +337,15 @@ def test_bad_options(make_group, options, message):
         make_group(**options)
 
 
-def test_bad_methods_and_retries(make_group):
+def test_bad_methods_and_retries(make_group, lasting):
     """An unknown on_restart method is refused with a list of methods; retries need a group that restarts workers."""
     with pytest.raises(AttributeError, match="Worker has no public method 'reload'"):
         make_group(on_restart="reload")
-    group = make_group()
     with pytest.raises(ValueError, match="needs a group with restart_on_failure=True"):
-        group.call("pid", retries=1)
+        lasting.call("pid", retries=1)
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="retries must be a whole number"):
-            group.call("pid", retries=wrong)
+            lasting.call("pid", retries=wrong)
 
 
 def test_slots_of_two_clusters(local_ray):
