@@ -31,7 +31,7 @@ DRIVER = """
 
         def train(self, step, secret):
             report_progress(step=step)
-            if self.rank == 5:
+            if self.rank == 3:
                 read, _ = os.pipe()
                 ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)  # holds the GIL
             self.barrier()
@@ -44,7 +44,7 @@ DRIVER = """
             return self.rank
 
         def meet(self):
-            if self.rank != 6:
+            if self.rank != 2:
                 with current_worker().waiting():
                     self.barrier()
             self.barrier()
@@ -55,10 +55,10 @@ DRIVER = """
 
     # Ray prints to standard output when a worker dies.
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     env = {"TOKEN": "secret-in-the-environment"}
-    mesh = NamedSharding.from_shape(dp=4, tp=2)
-    with RayVirtualCluster([8], use_gpus=False) as cluster:
+    mesh = NamedSharding.from_shape(dp=2, tp=2)
+    with RayVirtualCluster([4], use_gpus=False) as cluster:
         builder = RayWorkerBuilder(Trainer, sys.argv[1])
         with RayWorkerGroup(
             cluster, builder, name_prefix="policy", sharding_annotations=mesh, env_vars=env, restart_on_failure=True
@@ -69,7 +69,7 @@ DRIVER = """
                     call = group.call("train", 7, "secret-in-an-argument")
                     wait_until(lambda one: one.method == "train" and one.step == 7)
                 elif line == "recover\\n":
-                    kill(group, 5)
+                    kill(group, 3)
                     open(sys.argv[1], "w").close()
                     try:
                         call.result()
@@ -85,7 +85,7 @@ DRIVER = """
                     open(sys.argv[1], "w").close()
                     call.result()
                 elif line == "kill\\n":
-                    kill(group, 3)
+                    kill(group, 1)
                 elif line == "end\\n":
                     group.shutdown()
                 print("ok", file=out, flush=True)
@@ -93,7 +93,7 @@ DRIVER = """
 
 
 class Driver:
-    """A driver with a group of eight workers, in a process of its own."""
+    """A driver with a group of four workers, in a process of its own."""
 
     def __init__(self, folder):
         script = folder / "driver.py"
@@ -151,12 +151,12 @@ def check_trace(trace, running):
     runs = [event for event in spans if event["args"].get("running")]
     assert [event["name"] for event in runs] == ["train"] * running
     (request,) = [event for event in spans if event["pid"] == 1]
-    assert (request["name"], request["args"]["workers"]) == ("train", 8)
+    assert (request["name"], request["args"]["workers"]) == ("train", 4)
     arrows = [event for event in trace["traceEvents"] if event["ph"] == "f"]
     assert {(event["pid"], event["tid"], event["ts"]) for event in arrows} == {
         (event["pid"], event["tid"], event["ts"]) for event in runs
     }
-    assert [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"] == [{"step": 7}] * 8
+    assert [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"] == [{"step": 7}] * 4
 
 
 @pytest.mark.smoke
@@ -166,9 +166,9 @@ def test_idle(driver):
     assert {key: group[key] for key in ("name", "class", "mesh", "workers", "alive", "dead", "stuck")} == {
         "name": "policy",
         "class": "Trainer",
-        "mesh": {"dp": 4, "tp": 2},
-        "workers": 8,
-        "alive": 8,
+        "mesh": {"dp": 2, "tp": 2},
+        "workers": 4,
+        "alive": 4,
         "dead": 0,
         "stuck": 0,
     }
@@ -187,28 +187,28 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
             found = read("why", "--after", "1")
             assert found["wrong"] is True
             findings = found["groups"][0]["findings"]
-            assert [(one["kind"], one["ranks"]) for one in findings] == [("late", [5]), ("driver", [])], findings
+            assert [(one["kind"], one["ranks"]) for one in findings] == [("late", [3]), ("driver", [])], findings
             late = findings[0]
-            assert (late["kind"], late["ranks"], late["coords"]) == ("late", [5], {"dp": 2, "tp": 1})
+            assert (late["kind"], late["ranks"], late["coords"]) == ("late", [3], {"dp": 1, "tp": 1})
             assert late["method"] == "train"
             assert late["where"].endswith("in train")
-            assert late["waiting"] == [0, 1, 2, 3, 4, 6, 7]
+            assert late["waiting"] == [0, 1, 2]
         shown = run("why", "--after", "1", "--group", "policy")
         assert shown.returncode == 1
-        assert "Rank 5 (dp=2, tp=1)" in shown.stdout
+        assert "Rank 3 (dp=1, tp=1)" in shown.stdout
         status = read("status")["workers"]
-        assert [(one["state"], one["method"], one["step"]) for one in status] == [("busy", "train", 7)] * 8
+        assert [(one["state"], one["method"], one["step"]) for one in status] == [("busy", "train", 7)] * 4
         assert all(one["memory_bytes"] > 2**20 for one in status)
         (one,) = read("status", "--at", "dp=1,tp=0")["workers"]
         assert one["rank"] == 2
         most, rest = read("stacks")["stacks"]
-        assert (most["ranks"], rest["ranks"]) == ([0, 1, 2, 3, 4, 6, 7], [5])
+        assert (most["ranks"], rest["ranks"]) == ([0, 1, 2], [3])
         assert "in barrier" in most["stacks"]
-        assert "rank 5:" in run("stacks", "--threads").stdout
+        assert "rank 3:" in run("stacks", "--threads").stdout
         done = run("trace", "-o", str(tmp_path / "trace.json"))
         assert (done.returncode, done.stderr) == (0, "")
-        check_trace(json.loads((tmp_path / "trace.json").read_text()), running=8)
-        assert run("top", "-n", "2", "--interval", "0.1").stdout.count("8 busy") == 2
+        check_trace(json.loads((tmp_path / "trace.json").read_text()), running=4)
+        assert run("top", "-n", "2", "--interval", "0.1").stdout.count("4 busy") == 2
 
 
 def test_stopped_worker(driver, stop_process):
@@ -224,9 +224,9 @@ def test_restarted(driver):
     before = read("status")["workers"]
     driver.do("recover")
     after = read("status")["workers"]
-    assert [one["incarnation"] for one in after] == [0, 0, 0, 0, 0, 1, 0, 0]
-    assert after[5]["pid"] != before[5]["pid"]
-    assert [one["state"] for one in after] == ["idle"] * 8
+    assert [one["incarnation"] for one in after] == [0, 0, 0, 1]
+    assert after[3]["pid"] != before[3]["pid"]
+    assert [one["state"] for one in after] == ["idle"] * 4
 
 
 def test_unequal_counts_of_calls(driver):
@@ -237,7 +237,7 @@ def test_unequal_counts_of_calls(driver):
     driver.do("meet")
     for at in ([], ["--at", "dp=0"]):
         (late,) = read("why", "--after", "1", *at)["groups"][0]["findings"]
-        assert (late["kind"], late["ranks"], late["waiting"]) == ("late", [6], [0, 1, 2, 3, 4, 5, 7])
+        assert (late["kind"], late["ranks"], late["waiting"]) == ("late", [2], [0, 1, 3])
     driver.do("met")
 
 
@@ -248,7 +248,7 @@ def test_dead_worker(driver, stop_process):
         deadline = time.monotonic() + 120
         while (found := read("why")["groups"][0]["findings"]) and "process" not in found[0]["text"]:
             assert time.monotonic() < deadline, found
-    assert (found[0]["kind"], found[0]["ranks"]) == ("dead", [3])
+    assert (found[0]["kind"], found[0]["ranks"]) == ("dead", [1])
     assert read("groups")["groups"][0]["dead"] == 1
 
 
@@ -288,7 +288,7 @@ def test_top_on_a_terminal(driver, columns):
     process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     shown = ""
-    while "dp=3 tp=1" not in shown:
+    while "dp=1 tp=1" not in shown:
         shown += os.read(ours, 65536).decode(errors="replace")
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # the terminal has no writer any more
