@@ -20,8 +20,16 @@ class Worker:
         yield 1
 
 
+@pytest.fixture(scope="module", autouse=True)
+def last_ray():
+    """End the Ray that a test may leave to the next one."""
+    yield
+    ray.shutdown()
+
+
 def start():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning")
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning")
 
 
 @pytest.fixture
@@ -35,41 +43,7 @@ def ended():
     classic = group.run_all_workers_single_data("answer")
     answered.result()
     ray.shutdown()
-    yield cluster, group, answered, streaming, classic
-    ray.shutdown()
-
-
-class Slow:
-    """A worker whose constructor waits if it joins a group, and says so."""
-
-    def __init__(self, path):
-        if current_worker().world_size > 1:
-            path.touch()
-            time.sleep(300)
-
-
-def test_end_of_ray_during_a_resize(tmp_path, eventually):
-    """A resize on another thread raises when Ray is shut down, although what it waits for never comes."""
-    outcomes, path = [], tmp_path / "constructor"
-    start()
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    group = RayWorkerGroup(cluster, RayWorkerBuilder(Slow, path), workers_per_node=1)
-
-    def resize():
-        try:
-            group.resize(worker=2)
-        except WorkerGroupError as error:
-            outcomes.append(str(error))
-
-    thread = threading.Thread(target=resize)
-    thread.start()
-    assert eventually(path.exists)
-    ray.shutdown()
-    thread.join(30)
-    assert [one.rpartition(": ")[2] for one in outcomes] == [
-        "the Ray it was made on has been shut down; make a new group"
-    ]
-    assert group.shutdown()
+    return cluster, group, answered, streaming, classic
 
 
 async def all_of(call):
@@ -118,3 +92,36 @@ def check_requests(ended, *, anew):
         with pytest.raises(WorkerGroupError, match="the Ray it was made on has been shut down; make a new group"):
             asks()
         assert ray.is_initialized() is anew
+
+
+class Slow:
+    """A worker whose constructor waits if it joins a group, and says so."""
+
+    def __init__(self, path):
+        if current_worker().world_size > 1:
+            path.touch()
+            time.sleep(300)
+
+
+def test_end_of_ray_during_a_resize(tmp_path, eventually):
+    """A resize on another thread raises when Ray is shut down, although what it waits for never comes."""
+    outcomes, path = [], tmp_path / "constructor"
+    start()
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    group = RayWorkerGroup(cluster, RayWorkerBuilder(Slow, path), workers_per_node=1)
+
+    def resize():
+        try:
+            group.resize(worker=2)
+        except WorkerGroupError as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    assert eventually(path.exists)
+    ray.shutdown()
+    thread.join(30)
+    assert [one.rpartition(": ")[2] for one in outcomes] == [
+        "the Ray it was made on has been shut down; make a new group"
+    ]
+    assert group.shutdown()
