@@ -29,7 +29,10 @@ settings.load_profile("fairlead-workergroup")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let modules of this package that share the same group follow each other, so that it starts once."""
+    """Let modules of this package that share the same group follow each other, so that it starts once.
+
+    The tests that change the lasting group of a module come last: what it returns late would be a leak of others.
+    """
     here = Path(__file__).parent
     places = [at for at, item in enumerate(items) if here in item.path.parents]
     modules = [[*tests] for _, tests in itertools.groupby((items[at] for at in places), find_module)]
@@ -37,7 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def has_own_group(tests: list[pytest.Item]) -> bool:
         return find_shared(tests) is None or hasattr(find_module(tests[0]).obj, "SHARED")
 
-    ordered = [item for tests in sorted(modules, key=has_own_group) for item in tests]
+    def changes_lasting(item: pytest.Item) -> bool:
+        return "lasting" in getattr(item, "fixturenames", ())
+
+    ordered = [item for tests in sorted(modules, key=has_own_group) for item in sorted(tests, key=changes_lasting)]
     for at, item in zip(places, ordered, strict=True):
         items[at] = item
 
