@@ -25,7 +25,9 @@ def main() -> int:
         print(*one.history, sep="\n")
         print(f"{one.steps} steps, {len(one.choices)} choices: {one.failure or 'no rule was broken'}")
         return int(one.failure is not None)
-    report = explore(script, range(options.first, options.first + options.runs))
+    # The parts of a run that is divided between several processes do not share a processor.
+    part = options.first // max(1, options.runs)
+    report = explore(script, range(options.first, options.first + options.runs), part)
     print(report)
     if report.failed is None:
         return 0
