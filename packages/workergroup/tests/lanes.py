@@ -13,6 +13,7 @@ import pytest
 
 from fairlead_workergroup._calls.sender import Request
 from fairlead_workergroup._lane.lane import Lane
+from fairlead_workergroup._lane.request import encode
 from fairlead_workergroup._lane.router import Router
 from fairlead_workergroup._remote.lane import LaneConfig, serve
 
@@ -103,6 +104,22 @@ class Group:
         self.early: list = self.send("add", 0) if early else []
         self.lane.open(20)
 
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the lane's thread from its work, when it has done what it was given before."""
+        held, release = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            held.set()
+            release.wait(60)
+
+        self.lane._do(wait)
+        assert held.wait(20)
+        try:
+            yield
+        finally:
+            release.set()
+
     def methods(self, rank: int) -> dict:
         def echo(*args, **kwargs):
             return args, kwargs
@@ -135,7 +152,8 @@ class Group:
     def send(self, method: str, *args, ranks=None, **kwargs) -> list:
         ranks = range(len(self.members)) if ranks is None else ranks
         requests = [Request(method, list(args), kwargs) for _ in ranks]
-        return self.lane.send(self.members, ranks, requests, yields_items=method.startswith("items"))
+        bodies = list(encode(requests))
+        return self.lane.send(self.members, ranks, bodies, yields_items=method.startswith("items"))
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 """The futures of requests, Ray's own and those of a lane's answers, and all waiting for them."""
 
 import asyncio
+import contextlib
 import pickle
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,8 +23,6 @@ PLAIN_BYTES = 15
 # How long one kind of future is waited for before the other kind is looked at, if a wait has both.
 TURN_S = 0.005
 
-_adding = threading.Lock()
-
 
 class Carrier(Protocol):
     """The owner of the messages that answers arrive in, which counts the answers that were errors."""
@@ -32,10 +30,10 @@ class Carrier(Protocol):
     failures: int
 
     def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Receive messages until a condition holds; return whether it does within the time."""
+        """Wait until a condition holds; return whether it does within the time."""
 
-    def attend(self, count: int) -> None:
-        """Add to the number of futures that an event loop waits for; if there are any, the carrier receives alone."""
+    def call_back(self, future: "LaneFuture") -> None:
+        """Call the callbacks of a future."""
 
     def cancel(self, task: bytes, *, asks: bool) -> bool:
         """Drop a request that has not been sent, and return whether it was; with `asks`, cancel a coroutine that
@@ -52,11 +50,11 @@ class LaneFuture:
     ref: ObjectRef[Any] | None = None
     has_references: bool = False  # in the stored answer, which only Ray can pass on then
     error: BaseException | None = None
-    _callbacks: "tuple[Callable[[LaneFuture], None], ...]" = ()
 
     def __init__(self, carrier: Carrier, task: bytes) -> None:
         self.carrier: Carrier = carrier
         self.task: bytes = task
+        self._callbacks: deque[Callable[[LaneFuture], None]] = deque()
 
     def binary(self) -> bytes:
         """Return the id of the answer."""
@@ -79,10 +77,9 @@ class LaneFuture:
             self.ref, self.has_references, self.error = ref, has_references, error
             self.failed = failed or error is not None
             self.carrier.failures += self.failed
-        with _adding:
-            self.done = True
-        for callback in self._callbacks:
-            callback(self)
+        self.done = True
+        if self._callbacks:
+            self.carrier.call_back(self)
 
     def get(self) -> Any:
         """Return the value of an answer that has arrived, or raise its error, as `ray.get` does."""
@@ -111,10 +108,8 @@ class LaneFuture:
     def future(self) -> Future[Any]:
         """Return a future of the value, for an event loop."""
         future: Future[Any] = Future()
-        self.carrier.attend(1)
 
         def pass_on(answer: LaneFuture) -> None:
-            self.carrier.attend(-1)
             if answer.ref is not None and not answer.failed:
                 answer.ref.future().add_done_callback(lambda value: _copy_outcome(value, future))
                 return
@@ -130,11 +125,15 @@ class LaneFuture:
 
     def add_callback(self, callback: Callable[["LaneFuture"], None]) -> None:
         """Call a function with this future when the answer has arrived."""
-        with _adding:
-            if not self.done:
-                self._callbacks += (callback,)
-                return
-        callback(self)
+        self._callbacks.append(callback)
+        if self.done:
+            self.run_callbacks()
+
+    def run_callbacks(self) -> None:
+        """Call each function that waits for the answer, once, also if two threads do so."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._callbacks.popleft()(self)
 
     def cancel(self, *, asks: bool = True) -> bool:
         """Drop the request if it has not been sent, as `Carrier.cancel` does."""
@@ -201,12 +200,8 @@ class LaneStream:
         while not self.done:
             waiting: Future[None] = Future()
             self._waiting.append(waiting)
-            self._carrier.attend(1)
-            try:
-                if not self.done:
-                    await asyncio.wrap_future(waiting)
-            finally:
-                self._carrier.attend(-1)
+            if not self.done:
+                await asyncio.wrap_future(waiting)
         if not self._items:
             raise StopAsyncIteration
         return self._items.popleft()

@@ -93,7 +93,8 @@ class TestKeys:
         config, session = group.router.config(bytes(20), is_local=True), group.lane._sessions[0]
         group.gate.clear()
         sent = group.send("add", 1)
-        (number,) = session._calls
+        with group.hold():
+            (number,) = session._calls
         content = {
             "greeting": struct.pack(ANSWER, HELLO, 0, INLINE, 0, 0, 0),
             "answer": struct.pack(ANSWER, VALUE, 0, INLINE, 2, 0, number) + pickle.dumps("forged"),

@@ -3,11 +3,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pickle
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +25,12 @@ from fairlead_workergroup._observe.query import cancel_calls  # noqa: E402
 from fairlead_workergroup._remote.lane import INLINE, ITEM, STORED, VALUE  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError, WorkerGroupError  # noqa: E402
 
+from ..interrupts import interrupt_everywhere  # noqa: E402
 from ..lanes import Group, open_group  # noqa: E402
 
 
 def _bind_again(group: Group) -> bool:
-    with group.lane._hold():
+    with group.hold():
         try:
             group.router._socket.bind(group.router.address)
         except zmq.ZMQError:
@@ -93,20 +96,11 @@ class TestMessages:
             futures_of.get(sent)
         assert isinstance(caught.value.cause, ActorDiedError)
 
-    def test_end_while_sending(self, group, monkeypatch):
+    def test_end_while_sending(self, group):
         """A call fails if the worker dies after its connection was found and before the call is queued there."""
-        hold = group.lane._hold
-
-        @contextlib.contextmanager
-        def hold_and_lose():
-            with hold():
-                session = group.lane._by_identity.pop(group.lane._sessions[0].identity)
-                session.end(ActorDiedError())
-                yield
-
-        with monkeypatch.context() as patch:
-            patch.setattr(group.lane, "_hold", hold_and_lose)
+        with group.hold():
             sent = group.send("echo", 1, ranks=[0])
+            group.lane._by_identity.pop(group.lane._sessions[0].identity).end(ActorDiedError())
         assert futures_of.wait(sent, timeout=1)[0] == sent
         with pytest.raises(ActorDiedError):
             futures_of.get(sent)
@@ -159,7 +153,8 @@ class TestMessages:
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(3 * WINDOW)]
         session = group.lane._sessions[0]
-        assert (len(session._calls), session.backlog) == (WINDOW, 2 * WINDOW)
+        with group.hold():
+            assert (len(session._calls), session.backlog) == (WINDOW, 2 * WINDOW)
         group.gate.set()
         assert futures_of.get(sent) == list(range(3 * WINDOW))
 
@@ -168,6 +163,8 @@ class TestMessages:
         monkeypatch.setattr("fairlead_workergroup._lane.lane.MOST_WAITING", 5)
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 5)]
+        with group.hold():
+            assert group.lane._sessions[0].backlog == 5
         assert not group.lane.wait_for_room([0, 1], 0.05)
         assert group.lane.wait_for_room([1], 0.0)
         waiting = threading.Thread(target=group.lane.wait_for_room, args=([0], 60.0))
@@ -209,7 +206,7 @@ class TestMessages:
         for i in range(100):
             group.send("add", i)
             if i % 10 == 5:
-                with group.lane._hold():
+                with group.hold():
                     group.router._socket.unbind(group.router.address)
                 assert eventually(lambda: _bind_again(group))
         last = group.send("add", 100)
@@ -230,8 +227,9 @@ class TestMessages:
 
         monkeypatch.setattr(group.router, "send", drop_first)
         sent = group.send("add", 1)
-        assert dropped
-        assert not session.greeted
+        with group.hold():
+            assert dropped
+            assert not session.greeted
         assert futures_of.get(sent, 20) == [1, 1]
         assert session.greeted
         assert group.ran == [[1]] * 2
@@ -242,7 +240,7 @@ class TestMessages:
         group.gate.clear()
         sent = group.send("add", 2)
         session = group.lane._sessions[0]
-        with group.lane._hold():
+        with group.hold():
             for _, message in [*session._unacked] * 3:
                 session.send_frames(session.identity, message)
         group.gate.set()
@@ -302,47 +300,33 @@ class TestMessages:
 class TestSignals:
     """Handlers of signals raise between two steps of the code, and must not leave a message half-sent or half-read."""
 
-    def test_while_sending(self, group, monkeypatch):
-        """The call has been sent to all workers when Ctrl-C is raised."""
-        send, hits = group.router.send, []
+    def test_while_sending(self, group):
+        """After Ctrl-C at any moment at which a call is sent, all workers run it or none, and the later ones."""
+        numbers = itertools.count()
 
-        def interrupted(*message):
-            is_sent_now = group.router._batch is None
-            if not hits and is_sent_now and threading.current_thread() is threading.main_thread():
-                hits.append(message)
-                signal.raise_signal(signal.SIGINT)
-            return send(*message)
+        def send():
+            with contextlib.suppress(KeyboardInterrupt):
+                group.send("add", next(numbers))
 
-        monkeypatch.setattr(group.router, "send", interrupted)
-        group.gate.clear()
-        with pytest.raises(KeyboardInterrupt):
-            group.send("add", 1)
-        group.gate.set()
-        assert futures_of.get(group.send("add", 2)) == [2, 2]
-        assert group.ran == [[1, 2]] * 2
+        assert interrupt_everywhere(send, signal.SIGINT, "_lane/lane.py")
+        assert futures_of.get(group.send("add", "last"), 20) == ["last", "last"]
+        assert group.ran[0] == group.ran[1]
+        assert len(group.ran[0]) > 2
 
-    def test_while_receiving(self, group, monkeypatch):
-        """Ctrl-C is raised when the messages have been taken, and no answer is lost."""
-        resolve, hits = futures_of.LaneFuture.resolve, []
+    def test_while_receiving(self, group):
+        """After Ctrl-C at any moment at which an answer is waited for, it can be asked for again."""
+        (sent,) = group.send("add", 1, ranks=[0])
 
-        def interrupted(future, *outcome, **more):
-            if not hits and threading.current_thread() is threading.main_thread():  # not the lane's own thread
-                hits.append(outcome)
-                signal.raise_signal(signal.SIGINT)
-            resolve(future, *outcome, **more)
+        def get():
+            group.gate.clear()
+            (late,) = other.submit(group.send, "add", 2, ranks=[1]).result(20)
+            threading.Timer(0.005, group.gate.set).start()
+            with contextlib.suppress(KeyboardInterrupt):
+                assert futures_of.get([sent, late], 20) == [1, 2]
+            assert other.submit(futures_of.get, [sent, late], 20).result(20) == [1, 2]
 
-        monkeypatch.setattr(futures_of.LaneFuture, "resolve", interrupted)
-        sent = []
-
-        def call_often():
-            for i in range(1000):
-                sent.extend(group.send("add", i))
-                futures_of.get(sent[-2:])
-
-        with pytest.raises(KeyboardInterrupt):
-            call_often()
-        sent.extend(group.send("add", "last"))
-        assert futures_of.get(sent[::2], 20) == futures_of.get(sent[1::2], 20) == [*range(len(sent) // 2 - 1), "last"]
+        with ThreadPoolExecutor(1) as other:
+            assert interrupt_everywhere(get, signal.SIGINT, "_lane/lane.py")
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_while_waiting(self, group, number):
@@ -385,7 +369,7 @@ class TestEnds:
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(3)]
         session, receive = group.lane._sessions[0], group.router.receive
-        with group.lane._hold():
+        with group.hold():
             group.gate.set()
             messages: list = []
             deadline = time.monotonic() + 20
@@ -394,19 +378,19 @@ class TestEnds:
                 messages += receive()
             group.router.receive = lambda drains: iter(messages)
             group.lane._ended.append((session, ActorDiedError()))
-            group.lane._receive(lambda: sent[0].done)
+            group.lane._receive()
             group.router.receive = receive
         assert futures_of.get(sent, 10) == [0, 1, 2]
 
     def test_answers_behind_a_lost_one(self, group):
         """A small answer that waits behind a large one is handed out when the large one is lost with its worker."""
-        with group.lane._hold():
+        with group.hold():
             session = group.lane._sessions[0]
             session.items = _Items()
         group.gate.clear()
         large, small = (group.send("add", i, ranks=[0])[0] for i in range(2))
         (stream,) = group.send("items", 2, ranks=[0])
-        with group.lane._hold():
+        with group.hold():
             pendings = list(session._calls.values())
             content = [pickle.dumps("content")]
             session._arrived.extend([(pendings[0], VALUE, STORED, ()), (pendings[1], VALUE, INLINE, content)])
@@ -436,7 +420,7 @@ class TestEnds:
         assert futures_of.get(group.send("add", 1), 20) == [1, 1]
 
     def test_end_of_ray(self, group, monkeypatch, eventually):
-        """The lane's own thread drops references only while it keeps other threads from shutting Ray down."""
+        """The lane's thread drops references only while it keeps other threads from shutting Ray down."""
         blocked, seen = threading.local(), []
 
         @contextlib.contextmanager
@@ -447,9 +431,8 @@ class TestEnds:
 
         monkeypatch.setattr("fairlead_workergroup._lane.lane.block_shutdown", block)
         group.gate.clear()
-        sent = group.send("add", 1)
-        for future in sent:
-            future.add_callback(lambda _: seen.append(getattr(blocked, "now", False)))
+        for future in group.send("add", 1):
+            monkeypatch.setattr(future, "resolve", lambda **_: seen.append(getattr(blocked, "now", False)))
         group.lane._roster.connected = False
         assert eventually(lambda: group.lane._closed)
         assert eventually(lambda: seen == [True, True])
@@ -468,7 +451,7 @@ class TestEnds:
 
     def test_dead_worker_while_opening(self, group, monkeypatch):
         """A worker that is dead is not among those that did not follow in time."""
-        with group.lane._hold():
+        with group.hold():
             session = group.lane._sessions[0]
             session.greeted = False
             session.end(ActorDiedError())
@@ -476,7 +459,6 @@ class TestEnds:
             late.greeted = False
             monkeypatch.setattr(type(late), "accept", lambda *_: None)
         group.members.clear()
-        monkeypatch.setattr(group.lane, "_keeper", SimpleNamespace(start=lambda: None, join=group.lane._keeper.join))
         with pytest.raises(LaneError, match=r"because 1 worker\(s\) did not follow") as caught:
             group.lane.open(0.05)
         assert caught.value.ranks == (1,)
@@ -493,7 +475,7 @@ class TestChains:
         """A call is sent at once when the large answer that is its argument is handed out, in any order of workers."""
         monkeypatch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
         source = futures_of.LaneFuture(group.lane, bytes(24))
-        with group.lane._hold():
+        with group.hold():
             waits, gives = group.lane._sessions[first], group.lane._sessions[1 - first]
 
             def hand_out():
@@ -501,9 +483,9 @@ class TestChains:
 
             gives.hand_out = hand_out
         sent = group.send("echo", source, ranks=[first])
-        with group.lane._hold():
+        with group.hold():
             group.lane._busy = _InOrder([waits, gives])
-            group.lane._receive(bool)
+            group.lane._receive()
             group.lane._busy = {waits, gives}
             assert not waits.backlog
         assert futures_of.get(sent, 20) == [((5,), {})]
@@ -514,7 +496,7 @@ class TestChains:
         source = futures_of.LaneFuture(group.lane, bytes(24))
         (middle,) = group.send("echo", source, ranks=[1 - last])
         (end,) = group.send("echo", middle, ranks=[last])
-        with group.lane._hold():
+        with group.hold():
             source.resolve(error=ActorDiedError())
             group.lane._pump()
             assert middle.failed

@@ -239,7 +239,7 @@ class TestConnection:
         finally:
             released.set()
             peer.send(STOP)
-            peer.take(2)
+            peer.take(3 if overlaps else 2)
             peer.send(ACK)
             worker.join(20)
             peer.end.close()
@@ -410,7 +410,7 @@ class TestLane:
         session = group.lane._sessions[0]
         ((identity, packets),) = group.router._local._links.values()
         assert identity == session.identity
-        with group.lane._hold():
+        with group.hold():
             group.router._local._drop(identity, packets)
         assert isinstance(session.items.ended.exception(20), DriverLostError)
         assert eventually(lambda: session.over)

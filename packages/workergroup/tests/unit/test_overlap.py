@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from fairlead_workergroup._remote import overlap
-from fairlead_workergroup._remote.lane import CALL, CANCEL, END, ERROR, ITEM, STOP, VALUE, make_answer
+from fairlead_workergroup._remote.lane import BEGUN, CALL, CANCEL, END, ERROR, ITEM, STOP, VALUE, make_answer
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import OverlappingRecord, cancel_tasks
 
@@ -30,6 +30,8 @@ class Connection:
         self.messages = deque(messages)
         self.answers: list[tuple[int, int, object]] = []
         self.ended = False
+        # How many answers there were when the worker said that all calls had begun.
+        self.begun: int | None = None
         self.readable = os.eventfd(1)
         self.deadline = time.monotonic() + 20
 
@@ -47,6 +49,9 @@ class Connection:
         return None if waits else self.messages.popleft()
 
     def send(self, kind: int, form: int, call: int, frames=()) -> None:
+        if kind == BEGUN:
+            self.begun = len(self.answers)
+            return
         self.answers.append((kind, call, pickle.loads(frames[0], buffers=frames[1:]) if frames else None))
 
     def say_goodbye(self) -> None:
@@ -200,6 +205,22 @@ class TestCalls:
         answer = make_answer(value)
         value[:] = 1
         assert pickle.loads(answer.frames[0], buffers=answer.frames[1:]).tolist() == [0, 0, 0]
+
+
+class TestEnd:
+    def test_calls_that_have_begun(self, serve):
+        """The worker says that all calls have begun before they have ended."""
+        connections = []
+
+        async def last():
+            while connections[0].begun is None:
+                await asyncio.sleep(0.001)
+
+        connection, _ = serve(
+            {"last": last, "echo": echo}, make_call(1, "echo", 5), make_call(2, "last"), opened=connections.append
+        )
+        assert [answer[1] for answer in connection.answers] == [1, 2]
+        assert connection.begun is not None
 
 
 class TestCancel:

@@ -29,11 +29,8 @@ def open_lane(sender: Sender, resources: Resources, timeout_s: float) -> Iterato
     lane = _enter(sender, resources, timeout_s)
     try:
         yield
-    except BaseException as error:
-        try:
-            _leave(sender, resources, lane, timeout_s)
-        except LaneError as late:
-            error.add_note(f"besides: {late}")
+    except BaseException:
+        _leave(sender, resources, lane, None)  # workers may hang, and the error does not wait for them
         raise
     _leave(sender, resources, lane, timeout_s)
 
@@ -70,8 +67,7 @@ def _enter(sender: Sender, resources: Resources, timeout_s: float) -> Lane:
     except BaseException:
         sender.membership.give_up(opening)
         if used:
-            with contextlib.suppress(LaneError):
-                _leave(sender, resources, used[0], 0.0)
+            _leave(sender, resources, used[0], None)
         raise
     return used[0]
 
@@ -82,7 +78,8 @@ def _install(sender: Sender, lane: Lane | None) -> None:
     sender.roster.detour = None if lane is None else lane.detour
 
 
-def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float) -> None:
+def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float | None) -> None:
+    """Close the lane if nobody else uses it; without a timeout, do not wait until it has closed itself."""
     deadline, is_last = Deadline.after(timeout_s), list[bool]()
 
     def stop() -> None:
@@ -99,10 +96,14 @@ def _leave(sender: Sender, resources: Resources, lane: Lane, timeout_s: float) -
 
     if sender.roster.ending or not sender.roster.connected:  # nothing changes any more
         give_up(sender.membership.gate)
-    elif not sender.membership.begin(Route("The end of a lane", give_up)).wait(deadline):
-        reason = sender.membership.describe_wait("The lane closes by itself after that.")
-        raise LaneError(f"The lane did not close within {timeout_s:g} s. {reason}")
-    if is_last[0]:
+    else:
+        change = sender.membership.begin(Route("The end of a lane", give_up))
+        if timeout_s is None:
+            return
+        if not change.wait(deadline):
+            reason = sender.membership.describe_wait("The lane closes by itself after that.")
+            raise LaneError(f"The lane did not close within {timeout_s:g} s. {reason}")
+    if is_last[0] and timeout_s is not None:
         lane.close(deadline.left() or 0.0)
 
 

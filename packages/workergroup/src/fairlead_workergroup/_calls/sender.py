@@ -24,6 +24,8 @@ from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
 from .._futures import LaneFuture, is_message
 from .._lane.lane import MOST_WAITING, Lane
+from .._lane.request import encode
+from .._lane.session import Body
 from .._lifecycle.launcher import Launcher
 from .._membership.judge import Evidence, Verdict
 from .._membership.machine import Membership
@@ -60,6 +62,7 @@ class Order(NamedTuple):
         obstacle: why a lane cannot carry the call; empty if it can.
         has_answers: whether answers of a lane are arguments of the call.
         passes: whether the call belongs to the change of membership that is under way.
+        bodies: the requests as a lane sends them, if it does.
         follow: repeats a call that all of its workers have refused, as `Follower.follow` does; None in the process that
             made the group, whose calls run in the epoch in which they are sent.
     """
@@ -75,6 +78,7 @@ class Order(NamedTuple):
     obstacle: str = ""
     has_answers: bool = False
     passes: bool = False
+    bodies: Sequence[tuple[str, Body]] = ()
     follow: Callable[[Any, Deadline], bool] | None = None
 
 
@@ -189,7 +193,11 @@ class Sender:
                 "what the workers do."
             )
             raise self.unsent_error(order, reason)
-        if order.has_answers and (lane is None or order.obstacle):
+        if lane is not None and not order.obstacle:
+            # Before its turn, because it runs code of the user's classes.
+            requests = list(order.requests)
+            order = order._replace(requests=requests, bodies=list(encode(requests)))
+        elif order.has_answers:
             # Before its turn, because it waits for the answers, and other threads may send calls meanwhile.
             order = self._store_answers(order)
         while True:
@@ -198,14 +206,18 @@ class Sender:
                 raise self.unsent_error(order)
             if isinstance(sent, Sent):
                 return sent
+            if isinstance(sent, Lane):
+                if not sent.wait_for_way(order.ranks, order.deadline.left()):
+                    raise self.unsent_error(order, "Its workers have not begun all earlier calls of their lane.")
+                continue
             if order.passes or not self.policy.on_failure:
                 raise self._lost_error(sent)
             # A restart may take longer than this call may wait, and runs to its end.
             if not self.membership.restart_lost(order.deadline):
                 raise self.unsent_error(order)
 
-    def _try_to_send(self, order: Order) -> Sent | tuple[WorkerFailure, ...]:
-        """Send a call, with the gate held; return the lost workers that it has to wait for instead."""
+    def _try_to_send(self, order: Order) -> Sent | tuple[WorkerFailure, ...] | Lane:
+        """Send a call, with the gate held; return the lost workers, or the lane, that it has to wait for instead."""
         now = self.roster.check_alive()
         check_epoch(order, now)
         if now.lost:
@@ -213,6 +225,8 @@ class Sender:
             # The methods that a change runs wait for their own workers only.
             if lost := tuple(failure for failure in lost if not order.passes or failure.rank in order.ranks):
                 return lost
+        if (lane := self.lane) is not None and not order.bodies and not lane.makes_way(order.ranks):
+            return lane
         futures = self._send(now, order)
         if self.launcher.worker_class.concurrent:
             self.overlapping.note(futures)
@@ -224,8 +238,8 @@ class Sender:
     def _send(self, now: Snapshot, order: Order) -> list[Any]:
         """Send the requests by the lane if one is open and can carry them, and otherwise by Ray."""
         lane = self.lane
-        if lane is not None and not order.obstacle:
-            return lane.send(now, order.ranks, order.requests, yields_items=order.method.result == "items")
+        if lane is not None and order.bodies:
+            return lane.send(now, order.ranks, order.bodies, yields_items=order.method.result == "items")
         if lane is not None:
             self.counters.add(left_lane=1)
         if order.has_answers:  # which have been stored, unless the lane has been closed since then

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lane of a group: its connections with the workers, and the threads that take turns at its socket.
+"""The lane of a group: its connections with the workers, and the thread that owns them.
 
-A thread that waits for an answer reads the socket itself, because handing each message to it from a thread of its own
-would double the time of a call. Another thread reads only while no caller does.
+Callers hand this thread what is to be done and wait until there is enough, and never touch a socket. So nothing that
+interrupts a caller, such as the handler of a signal, interrupts a message, and nobody waits for a lock.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from ray import ObjectRefGenerator
 from fairlead_placement import PlacementError
 from fairlead_placement.spi import block_shutdown, never_connect
 
+from .._deadline import Deadline
 from .._futures import LaneFuture, LaneStream
 from .._membership.judge import Evidence
 from .._membership.model import Member, Snapshot
@@ -32,19 +34,13 @@ from .._observe.evidence import evidence_of
 from .._observe.query import late_workers
 from .._ray_private import actor_id_of
 from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
-from .request import encode
 from .router import Router
-from .session import Session
-from .signals import Delay
+from .session import Body, Session
 
 logger = logging.getLogger(__name__)
 
-# The longest wait of a thread for the socket. Whoever needs it sooner interrupts the wait.
+# The longest wait of the lane's thread, which looks then whether its Ray is still there.
 SLICE_S = 0.5
-# How long a thread that found another one at the socket waits before it looks again.
-FOLLOW_S = 0.02
-# For so long after the last use by a caller the keeper leaves the socket to the callers.
-IDLE_S = 0.02
 # While the object store has not reported an answer that the worker has announced.
 REPORT_S = 0.001
 # The calls of a worker that may wait to be sent. Further calls wait until there is room.
@@ -53,10 +49,27 @@ MOST_WAITING = 10_000
 SPARE_FILES = 512
 # How often serve calls are looked at, besides Ray's report of their end.
 CHECK_S = 1.0
+# How long a caller waits for the lane's thread to drop a request.
+CANCEL_S = 10.0
+# How long a caller waits for the end of the lane's thread, which is about to end.
+JOIN_S = 5.0
 # The method of a host that runs another one and returns nothing.
 SILENT = "_fairlead_silent"
 CLOSED = "the lane has been closed"
-_nothing = contextlib.nullcontext()
+
+
+class _Watcher:
+    """A thread that waits until there is enough."""
+
+    def __init__(self, is_enough: Callable[[], bool]) -> None:
+        self.is_enough = is_enough
+        self.found = False
+        # Whether the thread does not wait any more.
+        self.left = False
+        # Taken until there is enough. Unlike an event, it holds no other lock for a moment, in which the handler of a
+        # signal could make another call and wait.
+        self.wait: threading.Lock = threading.Lock()
+        self.wait.acquire()
 
 
 class Lane:
@@ -76,28 +89,30 @@ class Lane:
         self._release = release
         self._node_id = node_id
         self._overlaps = overlaps
-        self._sessions: dict[int, Session] = {}
-        self._by_identity: dict[bytes, Session] = {}
-        # Those with calls or answers that wait.
-        self._busy: set[Session] = set()
-        # Ray reports here, on a thread of its own, which serve calls have ended.
-        self._ended: deque[tuple[Session, BaseException | None]] = deque()
-        self._checked = time.monotonic()
-        self._next_task = int.from_bytes(os.urandom(5), "little") << 20
-        self._order = threading.RLock()
-        self._gate = threading.Lock()
-        self._socket_lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._followers = 0
-        self._uses = 0
-        self._attended = 0
-        self._attending = threading.Lock()
-        self._wanted = threading.Event()
         self._closing = False
         self._closed = False
-        # Reentrant, because a handler of a signal interrupts too.
-        self._waking = threading.RLock()
-        self._keeper = threading.Thread(target=self._keep, name="fairlead-lane", daemon=True)
+        # Callers start the sessions, one caller at a time, because Ray has to get the serve calls in order. They change
+        # the other collections by single operations only, which nothing interrupts.
+        self._order = threading.RLock()
+        self._next_task = int.from_bytes(os.urandom(5), "little") << 20
+        # The one that takes the calls of each rank.
+        self._sessions: dict[int, Session] = {}
+        # Those that have not ended.
+        self._by_identity: dict[bytes, Session] = {}
+        # Those that take no further calls: the lane's thread lets their workers end the serve call.
+        self._stopped: set[Session] = set()
+        # What the lane's thread has to do.
+        self._commands: deque[Callable[[], object]] = deque()
+        # Ray reports here, on a thread of its own, which serve calls have ended.
+        self._ended: deque[tuple[Session, BaseException | None]] = deque()
+        # The rest belongs to the lane's thread: sessions with calls or answers that wait, futures to be called back.
+        self._busy: set[Session] = set()
+        self._resolved: deque[LaneFuture] = deque()
+        self._watchers: list[_Watcher] = []
+        self._checked = time.monotonic()
+        self._in_turn = False
+        self._thread = threading.Thread(target=self._serve, name="fairlead-lane", daemon=True)
+        self._thread.start()
 
     def open(self, timeout_s: float) -> None:
         """Let the workers serve the lane, and wait until all of them do.
@@ -105,7 +120,6 @@ class Lane:
         It leaves out lost workers, and those that another thread restarts: their first call lets them serve the lane.
         """
         _raise_file_limit(len(self._roster.snapshot().members))
-        self._keeper.start()
         with self._order:
             # Another thread may have started sessions with its first calls, also after a restart.
             for member in self._roster.snapshot().members:
@@ -126,52 +140,54 @@ class Lane:
             )
 
     def send(
-        self,
-        now: Snapshot,
-        ranks: Sequence[int],
-        requests: Iterable[Any],
-        *,
-        yields_items: bool,
+        self, now: Snapshot, ranks: Sequence[int], bodies: Sequence[tuple[str, Body]], *, yields_items: bool
     ) -> list[Any]:
         """Send a request to each rank, and return their futures; `yields_items` is for a generator method."""
         with self._order:
-            members = now.members
-            sessions = [self._session(members[rank]) for rank in ranks]
-            futures: list[Any] = []
-            number = self._next_task
-            self._next_task += len(sessions)
-            with self._hold(), self._router.batch(self._note_lost):
-                for session, (method, body) in zip(sessions, encode(requests), strict=True):
-                    number += 1
-                    # In the form of Ray's ids: the id of the request, then that of the actor.
-                    task = struct.pack("<Q", number) + session.actor_id
-                    kind = LaneStream if yields_items and method != SILENT else LaneFuture
-                    future = kind(self, task)
-                    if session.call(future, body):
-                        self._busy.add(session)
-                        body.call_when_ready(self, self._interrupt)
-                    futures.append(future)
-            self._uses += 1
-            return futures
+            calls: list[tuple[Session, Any, Body]] = []
+            first, self._next_task = self._next_task, self._next_task + len(bodies)
+            for number, (rank, (method, body)) in enumerate(zip(ranks, bodies, strict=True), first):
+                session = self._session(now.members[rank])
+                # In the form of Ray's ids: the id of the request, then that of the actor.
+                task = struct.pack("<Q", number) + session.actor_id
+                kind = LaneStream if yields_items and method != SILENT else LaneFuture
+                calls.append((session, kind(self, task), body))
+            # All ranks get the call, or after Ctrl-C none.
+            self._do(partial(self._submit, calls))
+            return [future for _, future, _ in calls]
 
     def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
-        """Wait while too many calls of these workers wait to be sent; return whether there is room in time.
-
-        Threads that make calls of other workers, or end the lane, do not wait meanwhile.
-        """
+        """Wait while too many calls of these workers wait to be sent; return whether there is room in time."""
         if not self._busy:
             return True
         sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
         return self.run(lambda: all(one.backlog < MOST_WAITING for one in sessions), timeout_s) or self._closed
+
+    def makes_way(self, ranks: Collection[int]) -> bool:
+        """Return whether Ray can be given a call of these ranks now, in its turn.
+
+        Workers that overlap run it at once, so they first have to begin all earlier calls; `wait_for_way` waits.
+        """
+        if not self._overlaps:
+            return True
+        ahead = [one for one in list(self._by_identity.values()) if one.rank in ranks and not one.has_begun]
+        self._stopped.update(ahead)
+        self._router.interrupt()
+        return not ahead
+
+    def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
+        """Wait until these workers have begun all earlier calls; return whether they have in time."""
+        ahead = [one for one in list(self._by_identity.values()) if one.rank in ranks]
+        return self.run(lambda: all(one.has_begun or one not in self._stopped for one in ahead), timeout_s)
 
     @contextlib.contextmanager
     def detour(self, ranks: Iterable[int]) -> Iterator[None]:
         """Let these workers serve Ray's calls that are made meanwhile, after all earlier calls, then the lane again."""
         with self._order:
             now = self._roster.snapshot()
-            goes_on = not (self._closed or self._closing or self._overlaps)
-            served = [rank for rank in ranks if rank in self._sessions and goes_on]
-            self._stop(self._sessions[rank] for rank in served)
+            served = [rank for rank in ranks if rank in self._sessions and not (self._closed or self._closing)]
+            # After Ctrl-C at any moment from here the next call of a worker starts its session.
+            self._stop({*served})
             try:
                 yield
             finally:
@@ -185,7 +201,7 @@ class Lane:
         """Let the workers end the lane after all earlier calls."""
         with self._order:
             self._closing = True
-            self._stop(self._sessions.values())
+            self._stop({one.rank for one in list(self._by_identity.values())})
 
     def close(self, timeout_s: float) -> None:
         """Wait until all earlier calls have been answered and the workers have ended the lane."""
@@ -196,151 +212,190 @@ class Lane:
                 late,
                 "Their calls go on, and later calls wait behind these.",
             )
-        self._finish(WorkerGroupError(CLOSED))
-        self._keeper.join(timeout=5)
+        self._do(partial(self._finish, WorkerGroupError(CLOSED)))
+        self._join()
 
     def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Receive messages until a condition holds; return whether it does within the time."""
+        """Wait until a condition holds; return whether it does within the time.
+
+        Raises:
+            WorkerGroupError: a finalizer waits on the lane's thread, which it has interrupted.
+        """
+        if threading.current_thread() is self._thread:
+            return self._run_here(is_enough, Deadline.after(timeout_s))
         if is_enough():
             return True
-        ended = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = SLICE_S if ended is None else min(SLICE_S, ended - time.monotonic())
-            self._uses += 1
-            with Delay(self._interrupt):
-                if self._step(max(0.0, left), is_enough) or is_enough():
-                    return True
-            if left <= 0 or self._closed:
-                return False
-
-    def attend(self, count: int) -> None:
-        """Add to the number of futures that an event loop waits for, so that the keeper receives their messages."""
-        with self._attending:
-            self._attended += count
-        if count > 0:
-            self._wanted.set()
+        if timeout_s is not None and timeout_s <= 0:
+            return False
+        watcher = _Watcher(is_enough)
+        self._do(lambda: self._watchers.append(watcher))
+        if self._closed:
+            return is_enough()
+        deadline = Deadline.after(timeout_s)
+        try:
+            while not watcher.wait.acquire(timeout=-1 if timeout_s is None else deadline.left(SLICE_S) or 0.0):
+                if deadline.passed:
+                    break
+        finally:
+            watcher.left = True
+        return watcher.found
 
     def cancel(self, task: bytes, *, asks: bool) -> bool:
         """Drop a request that has not been sent, or with `asks` cancel a coroutine that runs."""
-        error = ray.exceptions.TaskCancelledError()
-        with self._hold():
+        error, dropped = ray.exceptions.TaskCancelledError(), list[bool]()
+
+        def drop() -> None:
             sessions = [one for one in self._by_identity.values() if task.endswith(one.actor_id)]
-            was_dropped = any(one.cancel(task, error, asks=asks) for one in sessions)
+            dropped.append(any(one.cancel(task, error, asks=asks) for one in sessions))
             self._pump()
-        self._notify()
-        return was_dropped
+
+        self._do(drop)
+        self.run(lambda: bool(dropped), CANCEL_S)
+        return dropped == [True]
+
+    def call_back(self, future: LaneFuture) -> None:
+        """Call the callbacks of a future when no message is being taken."""
+        self._resolved.append(future)
+
+    def _session(self, member: Member) -> Session:
+        """Return the connection with the present incarnation of a worker; start one if there is none."""
+        session = self._sessions.get(member.rank)
+        if session is None or session in self._stopped or session.over or session.handle is not member.handle:
+            session = self._start(member)
+        return session
+
+    def _start(self, member: Member) -> Session:
+        if self._closed:
+            raise WorkerGroupError(CLOSED)
+        # Ctrl-C may have come before an earlier one was used.
+        self._stop({member.rank})
+        identity = struct.pack("<I", member.rank) + uuid.uuid4().bytes
+        config = self._router.config(identity, is_local=member.process.node_id == self._node_id)
+        actor_id = bytes.fromhex(actor_id_of(member.handle))
+        session = Session(member.rank, member.handle, actor_id, identity, self._router.send)
+        # Before the request, so that the lane knows the name when the worker connects.
+        self._by_identity[identity] = session
+        try:
+            session.items = items = member.handle._fairlead_serve.remote(config)
+        except Exception:
+            del self._by_identity[identity]
+            raise
+
+        def note(ended: Future[Any]) -> None:
+            self._ended.append((session, ended.exception()))
+            self._router.interrupt()
+
+        items.completed().future().add_done_callback(note)
+        self._sessions[member.rank] = session
+        return session
+
+    def _stop(self, ranks: Collection[int]) -> None:
+        """Give the sessions of ranks no further calls, and let the workers end their serve calls after the others."""
+        self._stopped.update([one for one in list(self._by_identity.values()) if one.rank in ranks])
+        self._router.interrupt()
+
+    def _do(self, command: Callable[[], object]) -> None:
+        """Let the lane's thread do something."""
+        self._commands.append(command)
+        self._router.interrupt()
+        if self._closed:  # nobody else does it any more
+            self._join()
+            self._run_commands()
+
+    def _join(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                self._commands.popleft()()
+
+    def _submit(self, calls: Sequence[tuple[Session, Any, Body]]) -> None:
+        with self._router.batch(self._note_lost):
+            for session, future, body in calls:
+                if session.call(future, body):
+                    self._busy.add(session)
+                    body.call_when_ready(self, self._router.interrupt)
 
     def _note_lost(self, identity: bytes) -> None:
         """Note that there is no connection with a worker at present."""
         if (session := self._by_identity.get(identity)) is not None:
             session.greeted = False
 
-    def _session(self, member: Member) -> Session:
-        """Return the connection with the present incarnation of a worker; start one if there is none."""
-        session = self._sessions.get(member.rank)
-        if session is None or session.over or session.handle is not member.handle:
-            session = self._start(member)
-        return session
-
-    def _start(self, member: Member) -> Session:
-        identity = struct.pack("<I", member.rank) + uuid.uuid4().bytes
-        # Before the request, so that the lane knows the name when the worker connects.
-        with self._hold():
-            if self._closed:
-                raise WorkerGroupError(CLOSED)
-            config = self._router.config(identity, is_local=member.process.node_id == self._node_id)
-            items = member.handle._fairlead_serve.remote(config)
-            actor_id = bytes.fromhex(actor_id_of(member.handle))
-            session = Session(member.rank, member.handle, actor_id, identity, items, self._router.send)
-            self._sessions[member.rank] = self._by_identity[identity] = session
-
-        def note(ended: Future[Any]) -> None:
-            self._ended.append((session, ended.exception()))
-            self._interrupt()
-
-        items.completed().future().add_done_callback(note)
-        return session
-
-    def _stop(self, sessions: Iterable[Session]) -> None:
-        with self._hold():
-            for session in sessions:
-                session.stop()
-                session.pump()
-                if session.is_busy:
-                    self._busy.add(session)
-
-    @contextlib.contextmanager
-    def _hold(self) -> Iterator[None]:
-        """Keep other threads from the socket, and signals from this one; interrupt the thread that waits at it."""
-        with Delay(self._interrupt):
-            if not self._socket_lock.acquire(blocking=False):
-                with self._gate:
-                    self._interrupt()
-                    self._socket_lock.acquire()
+    def _serve(self) -> None:
+        """Own the sockets until the lane is closed."""
+        never_connect()
+        while not self._closed:
             try:
-                yield
-            finally:
-                self._socket_lock.release()
+                self._turn(SLICE_S)
+            except BaseException as error:  # noqa: BLE001  without this thread nobody would answer the workers
+                if self._roster.connected:  # otherwise Ray has been shut down meanwhile
+                    logger.warning("A lane could not take a message: %r", error)
+                    time.sleep(SLICE_S)
+            if not self._roster.connected:
+                self._finish(WorkerGroupError(f"{self._roster!r}: the Ray it was made on has been shut down"))
+            # A thread that sends, or makes way for Ray's calls, is about to start sessions.
+            elif (self._closing or self._roster.ending) and self._order.acquire(blocking=False):
+                try:
+                    if not self._by_identity:
+                        self._finish(WorkerGroupError(CLOSED))
+                finally:
+                    self._order.release()
+        self._answer()
+        with contextlib.suppress(PlacementError):  # the node agent releases the port of a process that has ended
+            self._release()
 
-    def _interrupt(self) -> None:
-        with self._waking:
-            if not self._closed:
-                self._router.interrupt()
+    def _run_here(self, is_enough: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait on the lane's own thread, in a callback of a future."""
+        while not (found := is_enough()) and not (deadline.passed or self._closed):
+            if self._in_turn:
+                raise WorkerGroupError(
+                    "A finalizer waits for a call while its thread takes the messages of the lane, so the answer "
+                    "cannot arrive. Wait for it outside of the finalizer."
+                )
+            self._turn(deadline.left(at_most=SLICE_S) or 0.0)
+        return found
 
-    def _step(self, timeout_s: float, is_enough: Callable[[], bool] = bool, *, frees: bool = False) -> bool:
-        """Receive messages, or wait for the thread that does so; return whether they are enough.
+    def _turn(self, timeout_s: float) -> None:
+        """Wait for something to do, do it, and answer the threads that have waited for it."""
+        awaits_ray = self._ended or any(one.awaits_store for one in self._busy)
+        self._router.wait(0.0 if self._commands else min(timeout_s, REPORT_S) if awaits_ray else timeout_s)
+        self._in_turn = True
+        try:
+            with block_shutdown():  # it frees references
+                self._run_commands()
+                self._receive()
+        finally:
+            self._in_turn = False
+            self._answer()
 
-        With `frees` this is a background thread, which must not free references while Ray shuts down.
-        """
-        with self._gate:  # a thread in `_hold` comes first
-            is_mine = self._socket_lock.acquire(blocking=False)
-        done = False
-        if is_mine:
-            try:
-                until = time.monotonic() + timeout_s
-                # The loop ends when enough has come, when nothing comes, or when another thread wants the socket.
-                goes_on = not self._closed
-                while goes_on:
-                    waiting = self._ended or any(one.awaits_store for one in self._busy)
-                    arrived = self._router.wait(min(timeout_s, REPORT_S) if waiting else timeout_s)
-                    with block_shutdown() if frees else _nothing:
-                        done = self._receive(is_enough)
-                    goes_on = arrived and not (done or frees) and (timeout_s := until - time.monotonic()) > 0
-                    if goes_on:  # otherwise when others can use the socket
-                        self._notify()
-            finally:
-                self._socket_lock.release()
-            self._notify()
-        elif timeout_s:
-            with self._changed:
-                self._followers += 1
-                self._changed.wait(min(timeout_s, FOLLOW_S))
-                self._followers -= 1
-        return done
+    def _answer(self) -> None:
+        """Call callbacks, and wake the threads that have enough."""
+        while self._resolved:
+            self._resolved.popleft().run_callbacks()
+        for watcher in list(self._watchers):
+            if not watcher.left:
+                watcher.found = watcher.is_enough()
+            if watcher.left or watcher.found or self._closed:
+                self._watchers.remove(watcher)
+                watcher.wait.release()
 
-    def _notify(self) -> None:
-        if self._followers:
-            with self._changed:
-                self._changed.notify_all()
-
-    def _receive(self, is_enough: Callable[[], bool]) -> bool:
-        """Take the messages that have arrived, up to those that are enough; return whether they are."""
-        sessions, busy = self._by_identity, self._busy
+    def _receive(self) -> None:
+        """Take the messages that have arrived."""
+        for stopped in [*self._stopped]:
+            stopped.stop()
+            if stopped.is_busy:
+                self._busy.add(stopped)
         self._check_sessions()
         # What these workers sent before their end has arrived, and is taken before they are given up.
         ended = len(self._ended)
-        enough = False
         for identity, message in self._router.receive(drains=bool(ended)):
-            session = sessions.get(identity)
+            session = self._by_identity.get(identity)
             if session is not None and session.accept(message):
-                busy.add(session)
-            # The caller goes on as soon as it can; the other messages wait for the next turn.
-            if not ended and (enough := is_enough()):
-                break
-        if not (ended or busy):
-            return enough
-        for session in list(busy):
-            session.hand_out()
+                self._busy.add(session)
+        for waiting in list(self._busy):
+            waiting.hand_out()
         for _ in range(ended):
             session, error = self._ended.popleft()
             if session.awaits_store and error is None and not session.exhausted:
@@ -351,11 +406,14 @@ class Lane:
             if worker is not None:  # the end of a connection alone does not say that the process is gone
                 told = evidence_of(error) or Evidence("transport", "silent", text=f"its lane ended: {error}")
                 self._roster.judge.tell(worker, told)
-            session.end(error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
-            self._by_identity.pop(session.identity, None)
-            busy.discard(session)
+            self._drop(session, error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
         self._pump()
-        return is_enough()
+
+    def _drop(self, session: Session, error: BaseException) -> None:
+        session.end(error)
+        self._by_identity.pop(session.identity, None)
+        self._stopped.discard(session)
+        self._busy.discard(session)
 
     def _pump(self) -> None:
         """Send the calls whose arguments have arrived, also those that were arguments of calls that fail here."""
@@ -372,56 +430,24 @@ class Lane:
             return
         self._checked = time.monotonic()
         sessions = list(self._by_identity.values())
-        outcomes = find_ended([session.items for session in sessions])
-        self._ended.extend((sessions[at], error) for at, error in outcomes.items())
+        for unused in (one for one in sessions if one.items is None and one.has_left):
+            self._drop(unused, WorkerGroupError(CLOSED))  # Ctrl-C came before it was used
+        streams = {one: one.items for one in sessions if one.items is not None}
+        outcomes = find_ended(list(streams.values()))
+        self._ended.extend((list(streams)[at], error) for at, error in outcomes.items())
 
-    def _keep(self) -> None:
-        """Receive messages while no caller does."""
-        never_connect()
-        seen = -1
-        while not self._closed:
-            if not self._roster.connected:
-                self._finish(
-                    WorkerGroupError(f"{self._roster!r}: the Ray it was made on has been shut down"), frees=True
-                )
-                return
-            if self._uses != seen and not self._attended:
-                seen = self._uses
-                self._wanted.wait(IDLE_S)
-                self._wanted.clear()
-                continue
-            try:
-                self._step(SLICE_S, frees=True)
-            except Exception as error:  # noqa: BLE001  without this thread nobody would answer the workers
-                if self._roster.connected:  # otherwise Ray has been shut down meanwhile
-                    logger.warning("A lane could not take a message: %r", error)
-                    time.sleep(SLICE_S)
-                continue
-            # A thread that sends, or makes way for Ray's calls, is about to start sessions.
-            if (self._closing or self._roster.ending) and self._order.acquire(blocking=False):
-                try:
-                    if not self._by_identity:
-                        self._finish(WorkerGroupError(CLOSED), frees=True)
-                finally:
-                    self._order.release()
-
-    def _finish(self, error: BaseException, *, frees: bool = False) -> None:
-        """Close the socket, and fail what has not been answered; `frees` is as of `_step`."""
-        with self._hold():
-            with self._waking:
-                if self._closed:
-                    return
-                self._closed = True
-            with block_shutdown() if frees else contextlib.nullcontext():
-                while self._by_identity:
-                    self._by_identity.popitem()[1].end(error)
-                self._busy.clear()
-                self._sessions.clear()
-                self._ended.clear()
-            self._router.close()
-        self._notify()
-        with contextlib.suppress(PlacementError):  # the node agent releases the port of a process that has ended
-            self._release()
+    def _finish(self, error: BaseException) -> None:
+        """Close the sockets, and fail what has not been answered."""
+        if self._closed:
+            return
+        self._closed = True
+        with block_shutdown():
+            while self._by_identity:
+                self._drop(self._by_identity.popitem()[1], error)
+            self._sessions.clear()
+            self._ended.clear()
+            self._run_commands()
+        self._router.close()
 
     def _late_error(self, what: str, ranks: Sequence[int], then: str) -> LaneError:
         now = self._roster.snapshot()

@@ -61,11 +61,6 @@ class LocalSocket:
         """Return what a worker of this node needs to connect."""
         return config._replace(local_address=self._address, local_key=self._key)
 
-    @property
-    def has_message(self) -> bool:
-        """Whether a connection has been reported that can be received from."""
-        return bool(self._readable)
-
     def note(self, file: int, events: int) -> None:
         """Take an event that the poller has reported, if it is of this socket."""
         link = self._links.get(file)

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import os
 import select
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
 class Router:
-    """The sockets of a lane: Unix on this node, ZeroMQ over TCP between nodes. The caller serialises their use."""
+    """The sockets of a lane: Unix on this node, ZeroMQ over TCP between nodes. One thread uses them."""
 
     def __init__(self, address: str, port: int) -> None:
         zmq: Any = importlib.import_module("zmq")
@@ -54,6 +55,8 @@ class Router:
             ) from error
         self._batch: list[tuple[bytes, Sequence[Any]]] | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not with the sockets: another thread may be about to write to it.
+        weakref.finalize(self, os.close, self._wake)
         self._guard = self._gatekeeper.getsockopt(zmq.FD)
         # Whether messages of the network may be there that its file does not announce: it announces changes only.
         self._may_have_more = True
@@ -70,18 +73,17 @@ class Router:
         return self._local.complete(config) if is_local else config
 
     def interrupt(self) -> None:
-        """End the `wait` of another thread."""
+        """End the `wait`; any thread may call this."""
         os.eventfd_write(self._wake, 1)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait, and let workers connect; return False after an interruption, to let another thread use the socket."""
-        is_undisturbed, note = True, self._local.note
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something has happened, and let workers connect."""
+        note = self._local.note
         happened = self._poller.poll(0 if self._has_message() else timeout_s)
         # A look at the socket that takes its announcement, such as one by another thread, costs one wait at most.
         self._may_have_more = self._may_have_more or not happened
         for file, events in happened:
             if file == self._wake:
-                is_undisturbed = False
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(file)
             elif file == self._guard:
@@ -90,7 +92,6 @@ class Router:
                 self._may_have_more = True
             else:
                 note(file, events)
-        return is_undisturbed and (self._local.has_message or self._has_message())
 
     def receive(self, *, drains: bool = False) -> Iterator[tuple[bytes, Sequence[bytes]]]:
         """Yield messages, as `LocalSocket.receive` does; without `drains`, `wait` says whether there are more."""
@@ -146,7 +147,6 @@ class Router:
         self._close_sockets()
         self._local.close()
         self._poller.close()
-        os.close(self._wake)
 
     def _close_sockets(self) -> None:
         self._socket.close(0)

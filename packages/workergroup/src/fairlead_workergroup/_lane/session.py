@@ -18,6 +18,7 @@ from .._remote.lane import (
     ACK,
     ANSWER,
     ANSWER_BYTES,
+    BEGUN,
     BYE,
     CALL,
     CANCEL,
@@ -121,16 +122,17 @@ class _Pending:
 
 @dataclass(eq=False)
 class Session:
-    """The connection with one worker. The lane serialises its use."""
+    """The connection with one worker, which the lane's thread uses."""
 
     rank: int
     handle: Any
     actor_id: bytes
     identity: bytes
-    items: ObjectRefGenerator  # of the serve call, which yields the answers that go through the object store
     send_frames: Callable[[bytes, Sequence[Any]], bool]  # returns whether there is a connection
+    # Of the serve call, which yields the answers that go through the object store; None before Ray is asked for it.
+    items: ObjectRefGenerator | None = None
     greeted: bool = False  # whether the worker has connected and said what it has received
-    stopping: bool = False  # whether the worker will end the serve call after the calls before
+    has_left: bool = False  # whether the worker has said that no answer follows
     error: BaseException | None = None  # which ended the serve call
     exhausted: bool = False  # whether the object store lacks an answer that the worker has announced
     _sent: int = 0
@@ -141,6 +143,8 @@ class Session:
     _calls: dict[int, _Pending] = field(default_factory=dict)
     # Answers in order, from the first one that is stored and whose reference has not arrived.
     _arrived: deque[tuple[_Pending, int, int, Sequence[bytes]]] = field(default_factory=deque)
+    _stopping: bool = False
+    _has_begun: bool = False
     # The error of calls that have no answer, once the serve call has ended.
     _end_error: BaseException | None = None
 
@@ -160,9 +164,15 @@ class Session:
 
     def stop(self) -> None:
         """Let the worker end the serve call when it has answered the calls before."""
-        if not self.stopping and not self.over:
-            self.stopping = True
+        if not self._stopping and not self.over:
+            self._stopping = True
             self._waiting.append(STOP)
+            self.pump()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the worker, which will end the serve call, has begun all calls before; for one that overlaps."""
+        return self._has_begun or self.over
 
     @property
     def over(self) -> bool:
@@ -247,7 +257,10 @@ class Session:
             self._send_unnumbered(WELCOME)
         elif number == self._received + 1:
             self._received = number
-            if kind == BYE:
+            if kind == BEGUN:
+                self._has_begun = True
+            elif kind == BYE:
+                self.has_left = True
                 self._send_unnumbered(ACK)
             else:
                 pending = self._calls[call] if kind == ITEM else self._calls.pop(call)
@@ -273,7 +286,7 @@ class Session:
             pending, kind, form, frames = self._arrived[0]
             ref = None
             if form != INLINE:
-                if not self.items.next_ready():
+                if self.items is None or not self.items.next_ready():
                     return
                 ref = next(self.items, None)
                 if ref is None or ref == self.items.completed():  # which holds the error of the serve call

@@ -31,7 +31,8 @@ CALL, STOP, CANCEL, ACK, WELCOME = range(5)
 # Kind, whether frames follow, form, number of the message, number of the last message received, number of the call.
 ANSWER = "<BBBQQQ"
 ANSWER_BYTES = struct.calcsize(ANSWER)
-HELLO, VALUE, ERROR, ITEM, END, BYE = range(6)
+# BEGUN: a worker that overlaps has begun all calls before STOP.
+HELLO, VALUE, ERROR, ITEM, END, BYE, BEGUN = range(7)
 # Of a value: in the message, or stored in the object store, with or without references inside.
 INLINE, STORED, STORED_REFERENCES = range(3)
 # Larger answers go through the object store.

@@ -11,6 +11,7 @@ from typing import Any
 from ray.exceptions import AsyncioActorExit, TaskCancelledError
 
 from .lane import (
+    BEGUN,
     CALL,
     CANCEL,
     END,
@@ -56,6 +57,8 @@ class _Calls:
         self.answers: asyncio.Queue[tuple[int, int, Answer]] = asyncio.Queue(MOST_QUEUED)
         # The calls whose last answer is not among `answers` yet.
         self.unfinished = 0
+        # Those that have not begun.
+        self.waiting: set[bytes] = set()
         # The exit that a call has asked for.
         self.exit: BaseException | None = None
         self._find = find
@@ -70,6 +73,7 @@ class _Calls:
     def start(self, call: int, task: bytes, frames: list[bytes]) -> None:
         """Start a call."""
         self.unfinished += 1
+        self.waiting.add(task)
         self._tasks[task] = asyncio.get_running_loop().create_task(self._run(call, task, frames))
 
     def cancel(self, task: bytes) -> None:
@@ -105,6 +109,9 @@ class _Calls:
                     del values
                 await self.answers.join()
             del refs
+            # A coroutine goes on below to its first wait.
+            self.waiting.discard(task)
+            self.wake.set()
             result = self._find(name)(*args, **kwargs)
             del args, kwargs
             if inspect.isasyncgen(result):
@@ -125,6 +132,7 @@ class _Calls:
         except BaseException as error:  # noqa: BLE001  the caller gets it
             return ERROR, make_error(name, error)
         finally:
+            self.waiting.discard(task)
             del self._tasks[task]
             self._begun.discard(task)
             self._cancelled.discard(task)
@@ -157,7 +165,7 @@ async def serve_overlapping(
     read_task = make_task_reader()
     name_task(lambda: running.get() or read_task())
     files: list[int] = []
-    stopping = False
+    stopping = told = False
     try:
         while not connection.is_welcome:  # until then it may connect again
             if not connection.look():
@@ -177,6 +185,9 @@ async def serve_overlapping(
                 stopping = stopping or kind == STOP
             if calls.exit is not None:
                 raise calls.exit
+            if stopping and not told and not calls.waiting:
+                connection.send(BEGUN, INLINE, 0)
+                told = True
             while not calls.answers.empty() and connection.unacknowledged < MOST_UNACKED:
                 kind, call, answer = calls.answers.get_nowait()
                 connection.send(kind, answer.form, call, answer.frames)
