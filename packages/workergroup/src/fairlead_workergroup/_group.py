@@ -349,8 +349,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Opening waits until all workers have finished their earlier calls, and closing until they have finished those
         that were made meanwhile; an error that leaves the block does not wait. Opening it again inside does nothing.
-        Ray's task events and `get_task_id()` do not show the calls. Needs the extra `lane`, and pyzmq in the Python of workers on other
-        nodes than the driver's.
+        Ray's task events and `get_task_id()` do not show the calls. Needs the extra `lane`, and pyzmq in the Python of
+        workers on other nodes than the driver's.
 
         On an event loop, later calls wait behind one that cannot be sent yet: one that leaves the lane and gets an
         answer that has not arrived, or whose worker has not taken 10,000 earlier calls.
