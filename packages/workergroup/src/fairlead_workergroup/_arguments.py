@@ -254,16 +254,16 @@ def _obstacle_of(result: Any) -> str:
 
 def _explain_failure(value: Any, error: BaseException) -> str:
     """Return the part of a value that cannot be pickled, and the innermost reason, in one line."""
-    path, part, reason = find_unpicklable(value, error, ray.cloudpickle.dumps)
+    path, part, reason = find_unpicklable(value, error)
     where = f"its part {path} of type {type(part).__name__}" if path else f"a {type(part).__name__}"
     return f"{where} cannot be pickled: {reason}"
 
 
-def find_unpicklable(value: Any, error: BaseException, dumps: Callable[[Any], object]) -> tuple[str, Any, str]:
+def find_unpicklable(value: Any, error: BaseException) -> tuple[str, Any, str]:
     """Return the path of the part of a value that cannot be pickled, the part, and the innermost reason."""
     path = ""
     for _ in range(5):
-        parts = ((step, part, _pickling_error(part, dumps)) for step, part in _parts(value))
+        parts = ((step, part, _pickling_error(part)) for step, part in _parts(value))
         found = next(((step, part, failed) for step, part, failed in parts if failed is not None), None)
         if found is None:
             break
@@ -289,9 +289,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", part) for name, part in named)
 
 
-def _pickling_error(value: Any, dumps: Callable[[Any], object]) -> Exception | None:
+def _pickling_error(value: Any) -> Exception | None:
     try:
-        dumps(value)
+        ray.cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
         return error
     return None

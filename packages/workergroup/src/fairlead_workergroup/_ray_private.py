@@ -2,11 +2,9 @@
 """Every use of a Ray API that is not public, each with its reason and its fallback."""
 
 import inspect
-import io
 import re
 import signal
 import textwrap
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -145,24 +143,6 @@ def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
     # Ray sees `exit_actor()` also by a flag, while an async worker still cancels its other methods.
     code = re.search(r"Worker exits with an exit code (-?[0-9]+)|User requested to exit the actor", text)
     return (None if code is None else int(code[1] or 0)), None
-
-
-def dumps_by_value(value: Any, by_value: Callable[[str], bool]) -> bytes:
-    """Pickle functions and classes of the modules that `by_value` names by value; without these APIs, by name."""
-    reduce_class: Any = getattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce", None)
-    if reduce_class is None or not hasattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce"):
-        return bytes(ray.cloudpickle.dumps(value))
-
-    # `register_pickle_by_value` is public, but it affects what other threads pickle at the same time.
-    class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, (type, types.FunctionType)) and by_value(str(obj.__module__)):
-                return reduce_class(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
-            return super().reducer_override(obj)
-
-    with io.BytesIO() as file:
-        Pickler(file).dump(value)
-        return file.getvalue()
 
 
 def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:

@@ -18,10 +18,6 @@ TASK = b"t" * 8 + ACTOR
 REF = ray.ObjectRef(TASK + b"\1\0\0\0")
 
 
-def defined_here():
-    return 3
-
-
 def test_object_sizes(monkeypatch):
     """Sizes are 0."""
     monkeypatch.setitem(sys.modules, "ray.experimental.locations", None)
@@ -62,20 +58,6 @@ def test_how_it_ended():
     """Without the text of this version of Ray both are unknown; the output of the worker is not that text."""
     assert private.how_it_ended(RuntimeError("The actor died.")) == (None, None)
     assert private.how_it_ended(RuntimeError("It died.\nLast log: Worker exits with an exit code 4")) == (None, None)
-
-
-@pytest.mark.parametrize("missing", ["for classes", "for functions"])
-def test_dumps_by_value(monkeypatch, missing):
-    """A function that can be imported here travels by name."""
-    by_value = private.dumps_by_value(defined_here, lambda module: module == __name__)
-    if missing == "for classes":
-        monkeypatch.delattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce")
-    else:
-        monkeypatch.delattr(ray.cloudpickle.CloudPickler, "_dynamic_function_reduce")
-    by_name = private.dumps_by_value(defined_here, lambda module: module == __name__)
-    assert len(by_name) < len(by_value)
-    assert pickle.loads(by_name) is defined_here
-    assert pickle.loads(by_value)() == 3
 
 
 def test_tracing(monkeypatch):

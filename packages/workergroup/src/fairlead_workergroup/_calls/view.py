@@ -416,8 +416,8 @@ class TypedCalls(AddressedWorkers):
         travel with the call; every other value is stored once, however many workers get it.
 
         If the class has the given function as a method, inherited or decorated or under another name, that method is
-        called. Every other function is pickled: by value, or by name if it is from an installed package or from the
-        package that the workers import their class from.
+        called. `ray.cloudpickle` pickles every other function: by name if its module can be imported, else by value.
+        For a module that workers lack, call `ray.cloudpickle.register_pickle_by_value(module)` first.
 
         On a running event loop, a call that has to wait for a restart or for calls of other threads is sent later. It
         is returned at once, and its results raise the errors that are raised here otherwise.

@@ -145,6 +145,11 @@ class WorkerHost:
         """Call a pickled function with the user's instance as its first argument; errors show its name."""
         try:
             function = ray.cloudpickle.loads(pickled)
+        except ModuleNotFoundError as error:
+            raise TypeError(
+                f"The function {name!r} needs the module {error.name!r}, which the worker cannot import. Install the "
+                "module in the workers' Python, or call `ray.cloudpickle.register_pickle_by_value(module)` first."
+            ) from error
         except Exception as error:
             error.add_note(f"while the worker loaded the function {name!r}; its Python must have what it refers to")
             raise

@@ -4,9 +4,7 @@
 import functools
 import inspect
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._arguments import find_unpicklable
 from .._observe.remote_errors import remote_traceback
-from .._ray_private import dumps_by_value, skip_checks, skip_tracing
+from .._ray_private import skip_checks, skip_tracing
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
@@ -150,9 +148,8 @@ class WorkerClass:
             raise TypeError(
                 f"call takes a method's name, a method of the class, or a function f(worker, ...), got {function!r}"
             )
-        shared = self.target.partition(".")[0] if isinstance(self.target, str) else None
         signature = signature_without_worker(function)
-        return Method(function_name(function), function_kind(function), signature, pickled_function(function, shared))
+        return Method(function_name(function), function_kind(function), signature, pickle_function(function))
 
 
 def full_name(worker: Any) -> str:
@@ -320,45 +317,17 @@ def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature 
     return signature.replace(parameters=parameters[1:])
 
 
-def pickled_function(function: Callable[..., Any], shared: str | None) -> bytes:
-    """Pickle a function; modules that are not installed go by value, except for the package that workers import."""
-
-    def by_value(module: str) -> bool:
-        # The function must see the same module as the workers do.
-        return module.partition(".")[0] != shared and not is_installed(module)
-
+def pickle_function(function: Callable[..., Any]) -> bytes:
+    """Pickle a function as `ray.cloudpickle` does; the error names the part that cannot be pickled."""
     try:
-        return dumps_by_value(function, by_value)
+        return bytes(ray.cloudpickle.dumps(function))
     except Exception as error:
         name = function_name(function)
         while isinstance(function, functools.partial):
             function = function.func
-        path, part, reason = find_unpicklable(function, error, lambda value: dumps_by_value(value, by_value))
+        path, part, reason = find_unpicklable(function, error)
         used = f"it uses {path.removeprefix('.')!r}, a {type(part).__qualname__}: " if path else ""
         raise TypeError(
             f"the function {name!r} cannot be sent to the workers: {used}{reason}. Pass the value as an "
             "argument, or create it inside the function."
         ) from error
-
-
-def is_installed(module: str) -> bool:
-    """Return whether a module is part of Python or of an installed package, and not of the user's own code.
-
-    >>> is_installed("json.decoder"), is_installed("ray.actor")
-    (True, True)
-    """
-    package = module.partition(".")[0]
-    # Functions such as `current_worker` are about the process that they run in, however Fairlead is installed here.
-    if package in sys.stdlib_module_names or package.startswith("fairlead_"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    # A module without a file is built in or was created by hand; leave it to cloudpickle.
-    return file is None or os.path.abspath(file).startswith(_installation_folders())
-
-
-@functools.cache
-def _installation_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders.update([*site.getsitepackages(), site.getusersitepackages()])
-    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
