@@ -261,9 +261,10 @@ def count(group: RayWorkerGroup, made: Call) -> None:
     of_call = made.statistics()
     assert_type(of_call, CallStatistics)
     assert_type(of_call.submit_s, float)
-    for counts in (of_group, of_call):
-        for number in (counts.requests, counts.puts, counts.bytes_put, counts.fetched, counts.bytes_fetched):
-            assert_type(number, int)
+    for number in (of_group.requests, of_group.puts, of_call.requests, of_call.puts):
+        assert_type(number, int)
+    for number in (of_call.bytes_put, of_call.fetched, of_call.bytes_fetched):
+        assert_type(number, int)
 
 
 async def wait(group: RayWorkerGroup) -> None:

@@ -219,10 +219,14 @@ class Arguments:
                 raise NotPicklableError(_explain_failure(value, error)) from None
 
     @property
-    def counts(self) -> dict[str, int]:
-        """The number of stored values, and their size in bytes as Ray stores them, for `Counters`."""
-        sizes = object_sizes(list(self._refs.values()))
-        return {"puts": len(sizes), "bytes_put": sum(sizes)}
+    def puts(self) -> int:
+        """The number of stored values."""
+        return len(self._refs)
+
+    @property
+    def bytes_put(self) -> int:
+        """The size of the stored values, as Ray stores them."""
+        return sum(object_sizes(list(self._refs.values())))
 
 
 # Those of every call that has none.

@@ -15,11 +15,8 @@ from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableExceptio
 
 from ._deadline import Deadline
 from ._ray_private import object_sizes, task_of_ref
-from ._remote.lane import PLAIN
 from ._world import world
 
-# What Ray sends with a number or a text.
-PLAIN_BYTES = 15
 # How long one kind of future is waited for before the other kind is looked at, if a wait has both.
 TURN_S = 0.005
 
@@ -367,17 +364,10 @@ def end_of(future: Any) -> Any:
     return future.completed() if is_stream(future) else future
 
 
-def sizes(futures: Sequence[Any], values: Sequence[Any]) -> int:
-    """Return the bytes of fetched results, as sent; Ray needs 7 us for each, so plain values are counted here."""
-    size, of_ray = 0, []
-    for future, value in zip(futures, values, strict=True):
-        if type(value) in PLAIN:
-            size += PLAIN_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0)
-        elif isinstance(future, LaneFuture):
-            size += future.size()
-        else:
-            of_ray.append(future)
-    return size + sum(object_sizes(of_ray))
+def sum_sizes(results: Sequence[Any]) -> int:
+    """Return the bytes of fetched results, as sent."""
+    of_ray = [one for one in results if not isinstance(one, LaneFuture)]
+    return sum(one.size() for one in results if isinstance(one, LaneFuture)) + sum(object_sizes(of_ray))
 
 
 def _carrier(future: Any) -> Carrier:

@@ -307,7 +307,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._start_report
 
     def statistics(self) -> GroupStatistics:
-        """Return the counts of what has been stored, sent and fetched so far."""
+        """Return the counts of what has been stored and sent so far."""
         return self._counters.now
 
     def handle(self) -> GroupHandle:

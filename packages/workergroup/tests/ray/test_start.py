@@ -163,7 +163,6 @@ class TestArguments:
         builder = RayWorkerBuilder(Slow, payload=payload, again=payload, ref=ray.put("value"), small=3)
         with RayWorkerGroup(cluster, builder, workers_per_node=2) as group:
             assert group.statistics().puts == 1
-            assert 1_000_000 <= group.statistics().bytes_put < 1_001_000
             assert answers(group, "arguments")[1] == (payload, {"again": payload, "ref": "value", "small": 3})
 
     @pytest.mark.parametrize(

@@ -80,5 +80,5 @@ def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: 
     ranks = range(len(now.members))
     requests = [Request(name, list(args), {}) for _ in ranks]
     deadline = Deadline.after(timeout)
-    order = Order(Method(name, "plain", None), ranks, requests, world.now(), deadline, {}, (), now.sharding)
+    order = Order(Method(name, "plain", None), ranks, requests, world.now(), deadline, (0, 0), (), now.sharding)
     return Execution(sender, None, order, sender.send(order), list(ranks), CallOptions())

@@ -10,7 +10,7 @@ from fairlead_workergroup._display import MOST_ROWS, Records
 @pytest.mark.parametrize(
     ("record", "cells"),
     [
-        (GroupStatistics(calls=3, bytes_put=4_000_000), ["calls</td><td>3<", "bytes_put</td><td>4,000,000<"]),
+        (GroupStatistics(calls=3, requests=4_000_000), ["calls</td><td>3<", "requests</td><td>4,000,000<"]),
         (CallStatistics(8, 1, 2, 3, 4, 0.00123456), ["requests</td><td>8<", "submit_s</td><td>0.00123<"]),
         (WorkerUsage(1, 12.5, 10, None, 4), ["cpu_percent</td><td>12.5<", "gpu_memory_bytes</td><td><"]),
         (Outcome(1, {"dp": 0, "tp": 1}, "<b>"), ["coords</td><td>dp=0, tp=1<", "value</td><td>&lt;b&gt;<"]),

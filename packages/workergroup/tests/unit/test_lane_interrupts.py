@@ -208,7 +208,7 @@ class TestTurns:
     def order(self) -> Order:
         """Return a call of rank 0."""
         method = SimpleNamespace(name="echo", result="value")
-        return Order(method, [0], [Request("echo", [], {})], 0.0, Deadline(), {}, ())
+        return Order(method, [0], [Request("echo", [], {})], 0.0, Deadline(), (0, 0), ())
 
     def _is_free(self, membership: Membership) -> bool:
         """Return whether this thread can make a call, and change the group."""

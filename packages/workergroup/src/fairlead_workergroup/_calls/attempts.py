@@ -40,7 +40,7 @@ class Attempts:
         owner: the group, which stays alive as long as a caller waits for the call.
         sent: the futures of the requests, or a future of them for a call that had to wait.
         returned: the ranks that return a result, in the order of the results.
-        fetched: the number of results that have been fetched, and their bytes.
+        fetched_at: the positions of the workers whose results have been fetched.
         cancelled: the ranks that had not finished when the call was cancelled; empty if it was not cancelled.
         items: references to the items of generators that have arrived, by position.
         is_single: whether the result is one worker's value, and not a list.
@@ -53,14 +53,14 @@ class Attempts:
     returned: list[int]
     options: CallOptions
     submit_s: float = 0.0
-    fetched: tuple[int, int] = (0, 0)
+    fetched_at: set[int] = field(default_factory=set)
     cancelled: tuple[int, ...] = ()
     items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)
     attempt: int = 0
     positions: list[int] = field(init=False)
     others: list[int] = field(init=False)
     _handed_out: dict[int, int] = field(default_factory=dict)
-    _counted: set[int] = field(default_factory=set)
+    _handed_out_bytes: int = 0
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
     _repeated_in: int | None = None
@@ -216,7 +216,6 @@ class Attempts:
             ranks=[self.ranks[at] for at in lost],
             requests=[requests[at] for at in lost],
             deadline=limit,
-            counts={},
         )
         with self.sender.traced():
             sent = self.sender.send(again)

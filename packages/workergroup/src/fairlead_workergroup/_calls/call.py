@@ -88,7 +88,7 @@ def dispatch(
             list(requests) if options.retries else requests,
             began,
             NEVER if timeout_s is None else Deadline(began + timeout_s),
-            {"calls": 1, **stored.counts},
+            (stored.puts, stored.bytes_put),
             stored.sources,
             sharding,
             by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
@@ -98,6 +98,7 @@ def dispatch(
         if not sender.is_owner:
             order = order._replace(follow=Follower(columns, names, recipients, replan).follow)
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
+        sender.counters.add(calls=1, puts=stored.puts)
     except (CallTimeoutError, WorkerFailureError) as error:
         if blocking:
             sender.save_trace(error)
@@ -308,12 +309,11 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
 
     def statistics(self) -> CallStatistics:
         """Return what the call has cost so far."""
-        execution, counts = self._execution, self._execution.order.counts
+        execution = self._execution
         sent = execution.send_state is SendState.SENT
         return CallStatistics(
             len(execution.ranks),
-            counts["puts"],
-            counts["bytes_put"],
+            *execution.order.stored,
             *execution.fetched,
             execution.submit_s,
             "lane" if sent and any(map(is_message, self.futures)) else "ray",

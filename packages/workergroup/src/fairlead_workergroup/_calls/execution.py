@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ray import ObjectRef
 
 from .._deadline import NEVER, Deadline
-from .._futures import end_of, is_stream
+from .._futures import end_of, is_stream, sum_sizes
 from .._observe.statistics import Outcome
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .attempts import Attempts, SendState
@@ -63,7 +63,7 @@ class Execution(Attempts):
         if not self.yields_items:
             values = await self.fetch(on, [*answers, *(self.futures[at] for at in self.others)], deadline)
             values = values[: len(answers)]
-            self.count_once(self.positions, answers, values)
+            self.fetched_at.update(self.positions)
             return values
         try:
             await on.drain(self.unfinished(), lambda: deadline, self.check_late)
@@ -168,7 +168,7 @@ class Execution(Attempts):
     def hand_out(self, at: int, value: Any) -> Outcome:
         """Return the first item of a generator as an outcome, and release it."""
         kept = self.items[at]
-        self._count(kept[:1], [value])
+        self._handed_out_bytes += sum_sizes(kept[:1])
         self._handed_out[at] = self._handed_out.get(at, 0) + 1
         del kept[0]
         return Outcome(self.ranks[at], self.coords(at), value)
@@ -250,7 +250,7 @@ class Execution(Attempts):
             else:
                 (value,) = await on.all([future], NEVER, self.check_late)
                 if at in self.answering:
-                    self.count_once([at], [future], [value])
+                    self.fetched_at.add(at)
         except Exception as error:  # noqa: BLE001  any exception of the worker
             return await on.apart(self.failed_outcome, at, error)
         return Outcome(self.ranks[at], self.coords(at), value)
@@ -275,7 +275,7 @@ class Execution(Attempts):
         except Exception as error:  # noqa: BLE001  any exception of a worker
             raise (await on.apart(explain_failure, self._ends(), error, self.sender))  # noqa: B904
         self.check_complete(at)
-        self.count_once([at], items, values)
+        self.fetched_at.add(at)
         return values
 
     def check_complete(self, at: int) -> None:
@@ -286,11 +286,9 @@ class Execution(Attempts):
                 "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."
             )
 
-    def count_once(self, answers: Sequence[int], refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> None:
-        """Count results as fetched, unless they have been fetched before."""
-        if not self._counted.issuperset(answers):
-            self._counted.update(answers)
-            self._count(refs, values)
-
-    def _count(self, refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> None:
-        self.fetched = (self.fetched[0] + len(refs), self.fetched[1] + self.sender.counters.add_fetched(refs, values))
+    @property
+    def fetched(self) -> tuple[int, int]:
+        """The number of results that have been fetched, and their bytes."""
+        results = (self.items.get(at, ()) if self.yields_items else [self.futures[at]] for at in self.fetched_at)
+        refs = [ref for of_worker in results for ref in of_worker]
+        return len(refs) + sum(self._handed_out.values()), sum_sizes(refs) + self._handed_out_bytes

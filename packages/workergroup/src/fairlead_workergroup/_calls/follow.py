@@ -61,7 +61,7 @@ class Follower:
             order = order._replace(ranks=found.called, sharding=sharding)
         requests = make_requests(order.method, found, self.columns, self.names)
         with call.sender.traced():
-            sent = call.sender.send(order._replace(requests=requests, deadline=limit, counts={}))
+            sent = call.sender.send(order._replace(requests=requests, deadline=limit))
         call.begin_again(order, found.returned, sent)
         return True
 

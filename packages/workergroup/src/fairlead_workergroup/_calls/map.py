@@ -89,7 +89,7 @@ def map_items(
     sender.check_retries(options.each.retries)
     stored = Arguments()  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
-    sender.counters.add(**stored.counts)
+    sender.counters.add(puts=stored.puts)
     total = len(items) if isinstance(items, Sized) else None
     balancer = _Balancer(sender, owner, ranks, called, options)
     order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)
@@ -271,9 +271,7 @@ class _Balancer:
             if answer is None or answer.exception() is not None:
                 result = await call.results(on)  # it explains the error, or repeats the call
             else:
-                value = answer.result()
-                call.count_once([0], call.futures, [value])
-                result = call.shape([value])
+                result = call.shape([answer.result()])
         except Exception as error:  # noqa: BLE001  any exception of the worker
             return self._fail(call, error)
         return [(self._release(call).position, result)]

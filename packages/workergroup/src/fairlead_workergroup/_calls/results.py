@@ -185,7 +185,6 @@ def fetch(
         raise failure  # noqa: B904  chained there
     if group is not None:
         group.remove([*streams, *singles])
-        group.sender.counters.add_fetched(refs, values)
     left = iter(values)
     return [references_of(slot) if is_stream(slot) else next(left) for slot in slots]
 

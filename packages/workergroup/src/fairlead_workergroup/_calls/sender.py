@@ -56,7 +56,7 @@ class Order(NamedTuple):
 
     Attributes:
         requests: the request to each of them; a list if the call may be repeated.
-        counts: the numbers that the call adds to the statistics of the group besides the requests.
+        stored: the number of values that were stored for the call, and their bytes.
         sources: the calls whose results are arguments of this one.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
         obstacle: why a lane cannot carry the call; empty if it can.
@@ -72,7 +72,7 @@ class Order(NamedTuple):
     requests: Iterable[Request]
     began: float
     deadline: Deadline
-    counts: Mapping[str, int]
+    stored: tuple[int, int]
     sources: Sequence[Source]
     sharding: NamedSharding | None = None
     obstacle: str = ""
@@ -232,7 +232,7 @@ class Sender:
             self.overlapping.note(futures)
         entry = self.log.begin(order.method.name, order.began, futures)
         by_lane = len(futures) if futures and is_message(futures[0]) else 0
-        self.counters.add(requests=len(futures), lane_requests=by_lane, **order.counts)
+        self.counters.add(requests=len(futures), lane_requests=by_lane)
         return Sent(futures, now.epoch, entry)
 
     def _send(self, now: Snapshot, order: Order) -> list[Any]:

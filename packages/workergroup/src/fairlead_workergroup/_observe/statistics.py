@@ -3,14 +3,11 @@
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ray import ObjectRef
-
 from .._display import record_html
-from .._futures import sizes
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class CallStatistics:
         puts: values stored in the object store for it.
         bytes_put: their size in bytes, as stored.
         fetched: results fetched to the driver so far.
-        bytes_fetched: their size in bytes, as sent; about, for numbers and text.
+        bytes_fetched: their size in bytes, as sent.
         submit_s: seconds from the call to the last request.
         route: "lane" if the requests went by the group's lane, and "ray" otherwise.
     """
@@ -65,36 +62,27 @@ class GroupStatistics:
         calls: calls of the group.
         requests: method calls sent to workers.
         puts: values stored in the object store for them.
-        bytes_put: their size in bytes, as stored.
-        fetched: results fetched to the driver.
-        bytes_fetched: their size in bytes, as sent; about, for numbers and text.
         lane_requests: the requests among them that went by a lane.
         left_lane: the calls that went by Ray although a lane was open.
 
-    >>> print(GroupStatistics(calls=1, requests=8, puts=2, bytes_put=4000, fetched=4, bytes_fetched=100))
-    put 2 values (4 kB), sent 8 requests in 1 calls, fetched 4 results (100 B)
+    >>> print(GroupStatistics(calls=1, requests=8, puts=2))
+    put 2 values, sent 8 requests in 1 calls
     """
 
     calls: int = 0
     requests: int = 0
     puts: int = 0
-    bytes_put: int = 0
-    fetched: int = 0
-    bytes_fetched: int = 0
     lane_requests: int = 0
     left_lane: int = 0
 
     _repr_html_ = record_html
 
     def __str__(self) -> str:
-        return (
-            f"put {self.puts} values ({_size(self.bytes_put)}), sent {self.requests} requests in {self.calls} calls, "
-            f"fetched {self.fetched} results ({_size(self.bytes_fetched)})"
-        )
+        return f"put {self.puts} values, sent {self.requests} requests in {self.calls} calls"
 
 
 class Counters:
-    """Count what a group stores, sends and fetches."""
+    """Count what a group stores and sends."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -111,17 +99,3 @@ class Counters:
         with self._lock:
             for name, count in more.items():
                 self._counts[name] += count
-
-    def add_fetched(self, refs: Sequence[ObjectRef[Any]], values: Sequence[Any]) -> int:
-        """Count fetched results; return their size in bytes."""
-        size = sizes(refs, values)
-        self.add(fetched=len(refs), bytes_fetched=size)
-        return size
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
