@@ -229,10 +229,6 @@ class Arguments:
         return sum(object_sizes(list(self._refs.values())))
 
 
-# Those of every call that has none.
-NO_ARGUMENTS = Arguments()
-
-
 def find_obstacle(value: Any) -> str:
     """Return why a lane cannot carry an argument as the user gave it; empty if it can."""
     value = value.values if isinstance(value, (Shard, PerWorker)) else value

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every use of a Ray API that is not public, each with its reason and its fallback."""
 
-import inspect
 import re
 import signal
 import textwrap
@@ -13,8 +12,6 @@ from ray import ObjectRef
 
 # Ray's accounts of deaths may have advice of several lines.
 CAUSE_CHARACTERS = 240
-# Parameters that take any number of arguments, also none.
-VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
@@ -60,44 +57,6 @@ def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
     # Pickling the reference gives them too, but keeps the object for the life of this process.
     _, owner, status = core_worker.serialize_object_ref(ref)
     return ref.binary(), owner, status
-
-
-def skip_tracing(cls: type) -> type:
-    """Keep Ray from wrapping the methods of an actor class for its tracing while that is disabled; return the class."""
-    try:
-        is_enabled: bool = ray.util.tracing.tracing_helper._is_tracing_enabled()
-    except AttributeError:
-        is_enabled = True
-    # Ray has no option for it, only the mark of methods that have been wrapped already.
-    for _, function in inspect.getmembers(cls, inspect.isfunction):
-        function.__dict__["__ray_tracing_wrapped__"] = not is_enabled
-    return cls
-
-
-class _NoneNeeded(list[inspect.Parameter]):
-    """The parameters of a method that can be called without arguments. It is false, and pickled it is a plain list."""
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-
-def skip_checks(actor_class: Any) -> Any:
-    """Keep Ray from checking a call without arguments, if the method can be called so; return the actor class.
-
-    Binding arguments takes a tenth of the time of a request. Ray leaves it out if there are neither arguments nor
-    parameters, so the parameters say that there are none. A Ray that keeps them elsewhere checks every call.
-    """
-    try:
-        signatures = actor_class.__ray_metadata__.method_meta.signatures
-    except AttributeError:
-        return actor_class
-    for name, parameters in signatures.items():
-        if all(one.kind in VARIADIC or one.default is not one.empty for one in parameters):
-            signatures[name] = _NoneNeeded(parameters)
-    return actor_class
 
 
 def dead_actors() -> frozenset[str]:

@@ -4,11 +4,9 @@
 import asyncio
 import functools
 import importlib
-import inspect
 import os
 import sys
 import threading
-import traceback
 
 import numpy as np
 import pytest
@@ -74,33 +72,6 @@ class TestCalls:
         assert call.result() == list(range(8))
         assert repr(call).startswith("Call('rank', ")
         assert call.statistics().puts == 0
-
-    def test_tracing_is_off(self, group):
-        """Ray's wrapper for its tracing does not run then."""
-
-        def calling_functions(worker):
-            return [frame.name for frame in traceback.extract_stack()]
-
-        names = {name for called in group.call(calling_functions).result() for name in called}
-        assert "_fairlead_apply" in names
-        assert "_resume_span" not in names
-
-    def test_without_arguments(self, group, monkeypatch):
-        """Ray does not bind arguments if there are none; it does if there are."""
-        bound = []
-
-        def bind(signature, *args, bind=inspect.Signature.bind, **kwargs):
-            bound.append(args)
-            return bind(signature, *args, **kwargs)
-
-        group.call("rank").result()
-        group.call("echo", 2).result()  # this process binds its arguments once
-        monkeypatch.setattr(inspect.Signature, "bind", bind)
-        group.call("rank").result()
-        assert not bound
-        call = group.call("echo", 3)
-        assert call.result() == [((3,), {})] * 8
-        assert len(bound) == (8 if call.statistics().route == "ray" else 0)
 
     @pytest.mark.smoke
     def test_arguments_and_answers(self, group):

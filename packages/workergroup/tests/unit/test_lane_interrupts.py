@@ -192,7 +192,8 @@ class TestTurns:
     @pytest.fixture
     def whole_sender(self, sender):
         """Return a sender whose calls are sent to nobody."""
-        member = SimpleNamespace(method=lambda name: SimpleNamespace(remote=lambda *args, **kwargs: object()))
+        echo = SimpleNamespace(remote=lambda *args, **kwargs: object())
+        member = SimpleNamespace(handle=SimpleNamespace(echo=echo))
         now = SimpleNamespace(
             lost=(), sharding=None, members=[member], epoch=0, is_broken=False, ended=False, has=lambda ranks: True
         )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
 
-import pickle
 import sys
 from types import SimpleNamespace
 
@@ -58,41 +57,6 @@ def test_how_it_ended():
     """Without the text of this version of Ray both are unknown; the output of the worker is not that text."""
     assert private.how_it_ended(RuntimeError("The actor died.")) == (None, None)
     assert private.how_it_ended(RuntimeError("It died.\nLast log: Worker exits with an exit code 4")) == (None, None)
-
-
-def test_tracing(monkeypatch):
-    """Ray wraps methods while its tracing is enabled, and if it does not tell whether it is."""
-
-    def has_mark():
-        cls = private.skip_tracing(type("Host", (), {"call": lambda self: None, "limit": 3}))
-        return cls.call.__ray_tracing_wrapped__
-
-    helper = ray.util.tracing.tracing_helper
-    assert has_mark()
-    monkeypatch.setattr(helper, "_is_tracing_enabled", lambda: True)
-    assert not has_mark()
-    monkeypatch.delattr(helper, "_is_tracing_enabled")
-    assert not has_mark()
-
-
-def test_checks_of_arguments():
-    """Only a method that needs no argument is not checked; handles that are pickled have Ray's own list."""
-
-    class Host:
-        def free(self, *args, plus=1, **kwargs): ...
-
-        def bound(self, one): ...
-
-    before = ray.remote(Host).__ray_metadata__.method_meta.signatures["free"]
-    signatures = private.skip_checks(ray.remote(Host)).__ray_metadata__.method_meta.signatures
-    assert not signatures["free"]
-    assert list(signatures["free"]) == before
-    assert type(signatures["bound"]) is list
-    again = pickle.loads(pickle.dumps(signatures["free"]))
-    assert type(again) is list
-    assert again == before
-    other = SimpleNamespace(__ray_metadata__=SimpleNamespace())
-    assert private.skip_checks(other) is other
 
 
 def test_task_in_a_worker(monkeypatch):

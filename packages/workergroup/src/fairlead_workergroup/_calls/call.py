@@ -9,7 +9,7 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
-from .._arguments import NO_ARGUMENTS, Answer, Arguments, Gathered, PassedOn
+from .._arguments import Answer, Arguments, Gathered, PassedOn
 from .._deadline import NEVER, Deadline, check_timeout
 from .._display import table_html
 from .._futures import LaneFuture, is_message, references_of
@@ -72,11 +72,9 @@ def dispatch(
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     blocking = not (may_wait and is_on_event_loop())
     has_lane = sender.lane is not None
-    stored = NO_ARGUMENTS
+    stored = Arguments(for_lane=has_lane)
     try:
-        if args or kwargs or method.function is not None:
-            stored = Arguments(for_lane=has_lane)
-        if not passes and (has_lane or stored is not NO_ARGUMENTS):
+        if not passes:
             # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
             sender.check_callable(recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.

@@ -410,7 +410,7 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 def send(member: Member, request: Request) -> Any:
     """Send a request to a worker by Ray; return its future."""
-    method = member.method(request.method)
+    method = getattr(member.handle, request.method)
     if request.backpressure is not None:
         method = method.options(_generator_backpressure_num_objects=request.backpressure)
     return method.remote(*request.args, **request.kwargs)

@@ -80,7 +80,7 @@ class Target:
         target = self
         while True:
             plan = target.plan(options)
-            columns, named = make_columns(args, kwargs, plan.column) if args or kwargs else ([], {})
+            columns, named = make_columns(args, kwargs, plan.column)
             sharding, replan = target.sharding, None if self.sender.is_owner else partial(target.replan, options)
             try:
                 execution = dispatch(

@@ -123,15 +123,6 @@ class Member:
     restarts: int = 0
     restarting: bool = False
     failure: WorkerFailure | None = None
-    # Made by Ray at each look at the actor, which would cost each call.
-    _methods: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def method(self, name: str) -> Any:
-        """Return a method of the actor, with its `remote`."""
-        found = self._methods.get(name)
-        if found is None:
-            found = self._methods[name] = getattr(self.handle, name)
-        return found
 
     @property
     def rank(self) -> int:

@@ -200,12 +200,7 @@ class WorkerHost:
 
 
 class _MethodRun:
-    """Record that a method runs, and prepare the error that it raises. For methods that are not plain; see `_delegate`.
-
-    A class, because `contextlib.contextmanager` would cost each call three times as much.
-    """
-
-    __slots__ = ("_key", "_method", "_number", "_record")
+    """Record that a method runs, and prepare the error that it raises."""
 
     def __init__(self, record: Record, number: int, method: str) -> None:
         self._record = record
@@ -216,18 +211,11 @@ class _MethodRun:
         self._key = self._record.begin(self._number)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self._record.end(self._key)
-        else:
-            _end_failed(self._record, self._key, self._method, error)
-
-
-def _end_failed(record: Record, key: int, method: str, error: BaseException) -> None:
-    """Record that a method has failed, and prepare its error."""
-    try:
-        _prepare_error(method, error)
-    finally:
-        record.end(key, failed=True)
+        try:
+            if error is not None:
+                _prepare_error(self._method, error)
+        finally:
+            self._record.end(self._key, failed=error is not None)
 
 
 def _prepare_error(method: str, error: BaseException) -> None:
@@ -453,17 +441,10 @@ def _delegate(path: str, kind: str, number: int) -> Any:
     else:
         # A plain method also for "async": one `async def` on the class would make Ray run all methods at the same time.
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Not `with _MethodRun(...)`, because most calls are of this kind and would pay for three more functions.
-            record = self._fairlead_record
-            key = record.begin(number)
-            try:
+            with _MethodRun(self._fairlead_record, number, method):
                 result = find(self)(*args, **kwargs)
                 if kind == "async" or type(result) in _UNFINISHED:
                     result = self._fairlead_loop().run_until_complete(_value(method, result))
-            except BaseException as error:
-                _end_failed(record, key, method, error)
-                raise
-            record.end(key)
             return result
 
     return delegate

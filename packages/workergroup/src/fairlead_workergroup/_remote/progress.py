@@ -29,10 +29,6 @@ NAME = "fairlead-worker"
 # waits for others, version again.
 STATE = "<QQqddq24sBBQ"
 STATES_AT = 0, 128
-# When the method of a state ended, and the version of that state. The end of a method writes this in place of a state,
-# because every call pays for it.
-ENDED = "<dQ"
-ENDED_AT = 224
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
 # Whether the ids of cancelled tasks follow the record in its file. The worker takes them from there.
@@ -71,7 +67,6 @@ class Record:
         self._version = 0
         # Bound methods: a lookup by the format's text would cost every call half as much again.
         self._pack = struct.Struct(STATE).pack_into
-        self._pack_ended = struct.Struct(ENDED).pack_into
         self._finished = make_ring(CALLS_FILE, CALL)
         self._steps = make_ring(STEPS_FILE, STEP)
         # How many threads wait for other workers, since when the first of them does, and how long they did before.
@@ -103,7 +98,7 @@ class Record:
         self._now = NOTHING
         ended = time.monotonic()
         self._finished(calls, method, started, ended, self._waited - waited, failed, task)
-        self._pack_ended(self._page, ENDED_AT, ended, self._version)
+        self._write(ended)
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
 
@@ -238,10 +233,7 @@ def read_record(file: int) -> dict[str, Any]:
             break
     else:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
-    version, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
-    ended, ended_version = struct.unpack_from(ENDED, seen, ENDED_AT)
-    if ended_version == version:
-        method, progressed, task = IDLE, ended, b""
+    _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
     about = _read_about(file)
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
@@ -253,7 +245,7 @@ def read_record(file: int) -> dict[str, Any]:
         "step": None if step == NO_STEP else step,
         "message": message,
         "calls": calls,
-        "task": task,
+        "task": b"" if method == IDLE else task,
         "waiting": bool(waiting),
         "dump_signal": about["dump_signal"],
     }

@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._arguments import find_unpicklable
 from .._observe.remote_errors import remote_traceback
-from .._ray_private import skip_checks, skip_tracing
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
@@ -55,19 +54,12 @@ class Method:
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise the `TypeError` that calling the method with these arguments would raise, before a request is sent."""
-        shape = len(args), tuple(kwargs)
-        if self.signature is None or shape in self._accepted:
+        if self.signature is None:
             return
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
-        self._accepted.add(shape)
-
-    @cached_property
-    def _accepted(self) -> set[tuple[int, tuple[str, ...]]]:
-        """The numbers of positional arguments and the names of the others that the method is known to take."""
-        return set()
 
 
 @dataclass(frozen=True)
@@ -121,8 +113,7 @@ class WorkerClass:
         """The generated Ray actor class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
         limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        cls = host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits)
-        return skip_checks(ray.remote(skip_tracing(cls)))
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function."""
