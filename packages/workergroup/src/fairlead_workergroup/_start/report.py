@@ -8,16 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rich.console import RenderableType
-from rich.table import Table
-
 PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
 DRIVER_PHASES: tuple[PhaseName, ...] = ("reserve", "environment", "agents", "describe")
 # Each worker goes through these on its own.
 WORKER_PHASES: tuple[PhaseName, ...] = ("create", "process", "import", "constructor")
 # How many ranks a phase names.
 SLOWEST = 4
-HEADER = ("phase", "seconds", "median", "maximum", "slowest ranks")
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class StartPhase:
 
 @dataclass(frozen=True)
 class StartReport:
-    """How long the start of a group took; `rich.print` shows a table.
+    """How long the start of a group took; its text has a line for each phase.
 
     Attributes:
         group: the name of the group.
@@ -71,25 +67,12 @@ class StartReport:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        longest = max(self.phases, key=lambda phase: phase.seconds)
-        return (
-            f"{self.group}: {self.workers} workers started in {self.seconds:.2f} s, "
-            f"longest phase: {longest.name}, {longest.seconds:.2f} s"
-        )
-
-    def __rich__(self) -> RenderableType:
-        table = Table(title=str(self))
-        for name in HEADER:
-            table.add_column(name, justify="left" if name in (HEADER[0], HEADER[-1]) else "right")
+        lines = [f"{self.group}: {self.workers} workers started in {self.seconds:.2f} s"]
         for phase in self.phases:
-            table.add_row(
-                phase.name,
-                f"{phase.seconds:.3f}",
-                "" if phase.median_s is None else f"{phase.median_s:.3f}",
-                "" if phase.max_s is None else f"{phase.max_s:.3f}",
-                ", ".join(f"{rank} ({seconds:.3f} s)" for rank, seconds in phase.slowest),
-            )
-        return table
+            slowest = ", ".join(f"rank {rank}: {seconds:.2f} s" for rank, seconds in phase.slowest)
+            of_workers = "" if phase.median_s is None else f", median {phase.median_s:.2f} s, slowest {slowest}"
+            lines.append(f"  {phase.name}: {phase.seconds:.2f} s{of_workers}")
+        return "\n".join(lines)
 
 
 class StartClock:
