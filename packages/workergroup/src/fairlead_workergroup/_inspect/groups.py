@@ -33,62 +33,42 @@ SHOWN_DIGITS = 6
 
 @dataclass(frozen=True)
 class RegisteredWorker:
-    """One worker of a group, as its group has published it.
-
-    Attributes:
-        pid: its process; 0 until it has started.
-        incarnation: how often its rank has been started before.
-        restarts: how often of these because it was lost.
-        actor_id: Ray's id of its actor; empty before there is one.
-        mark: what finds its process while it starts.
-        tied_rank: its number in its tied group.
-    """
+    """One worker of a group, as its group has published it."""
 
     rank: int
     name: str
     coords: Mapping[str, int]
     node_id: str
     address: str
-    pid: int
+    pid: int  # 0 until it has started
     started: int
-    incarnation: int
-    restarts: int
-    actor_id: str
-    mark: str
+    incarnation: int  # how often its rank has been started before
+    restarts: int  # how often of these because it was lost
+    actor_id: str  # empty before there is one
+    mark: str  # what finds its process while it starts
     actor_name: str = ""
-    tied_rank: int = 0
+    tied_rank: int = 0  # its number in its tied group
 
 
 @dataclass(frozen=True)
 class RegisteredGroup:
-    """A group, as it has published itself.
-
-    Attributes:
-        layout: the axes over its ranks, as of `NamedSharding.to_dict`.
-        created: when it was made, in seconds since the epoch by its driver's clock.
-        epoch: the number of restarts, resizes and replacements of its workers so far.
-        driver: the process that owns it: `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started`.
-        members: the workers that are known, by ascending rank. Those of a node that is lost are missing.
-        settled: whether all nodes have the latest publication, and every rank is among its members.
-        lane: whether the workers serve nobody but their driver at present.
-        methods: the methods of the class, as of `WorkerClass.to_dict`; empty if the driver's node did not answer.
-    """
+    """A group, as it has published itself."""
 
     group_id: str
     name: str
     class_name: str
     shape: Mapping[str, int]
-    layout: Mapping[str, Any]
-    created: float
+    layout: Mapping[str, Any]  # as in `NamedSharding.to_dict`
+    created: float  # in seconds since the epoch by its driver's clock
     namespace: str
     epoch: int
-    driver: Mapping[str, Any]
-    members: tuple[RegisteredWorker, ...]
+    driver: Mapping[str, Any]  # the `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started` of its process
+    members: tuple[RegisteredWorker, ...]  # by ascending rank, without the workers of lost nodes
     agents: Mapping[str, Agent] = field(default_factory=dict)
     publication: int = 0
-    settled: bool = True
-    lane: bool = False
-    methods: Mapping[str, Any] = field(default_factory=dict)
+    settled: bool = True  # whether all nodes have the latest publication, and every rank is among its members
+    lane: bool = False  # whether the workers serve nobody but their driver at present
+    methods: Mapping[str, Any] = field(default_factory=dict)  # empty if the driver's node did not answer
 
     @cached_property
     def sharding(self) -> NamedSharding:
@@ -103,19 +83,7 @@ class RegisteredGroup:
 
 @dataclass(frozen=True)
 class SeenWorker:
-    """What one worker was doing when it was looked at.
-
-    Attributes:
-        node_id: Ray's id of its node; empty if nobody knows.
-        pid: its process; 0 if there is none, or nobody knows.
-        incarnation: how often its rank has been started before.
-        restarts: how often of these because it was lost.
-        stopped: whether its process is stopped (SIGSTOP).
-        calls: how many method calls it has started.
-        waiting: whether it is in `current_worker().waiting()`.
-        stacks: the stacks of its threads, if they were asked for; empty for an idle worker.
-        note: why something is not known, or what it died of.
-    """
+    """What one worker was doing when it was looked at; what is not known is empty or 0."""
 
     rank: int
     coords: Mapping[str, int]
@@ -125,29 +93,26 @@ class SeenWorker:
     incarnation: int = 0
     restarts: int = 0
     state: State = "unknown"
-    stopped: bool = False
+    stopped: bool = False  # by SIGSTOP
     method: str | None = None
     running_s: float = 0.0
     since_progress_s: float = 0.0
     calls: int = 0
-    waiting: bool = False
+    waiting: bool = False  # whether it is in `current_worker().waiting()`
     step: int | None = None
     message: str = ""
     memory_bytes: int = 0
-    stacks: str = ""
-    note: str = ""
+    stacks: str = ""  # if they were requested; empty for an idle worker
+    note: str = ""  # why something is not known, or what it died of
 
 
 @dataclass(frozen=True)
 class SeenGroup:
-    """A group and what its workers were doing when they were looked at.
-
-    The driver is "runs", "stopped" (SIGSTOP), "gone", or "unknown".
-    """
+    """A group and what its workers were doing when they were looked at."""
 
     group: RegisteredGroup
     workers: tuple[SeenWorker, ...]
-    driver: str
+    driver: str  # "runs", "stopped" (SIGSTOP), or "gone"
     age_s: float
 
     def count(self, *states: str) -> int:
@@ -161,11 +126,7 @@ def find_groups() -> list[RegisteredGroup]:
 
 
 def find_group(name: str | None) -> RegisteredGroup:
-    """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits.
-
-    Raises:
-        WorkerGroupError: there is none, or several.
-    """
+    """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits."""
     groups = find_groups()
     chosen = [one for one in groups if name in (None, one.name)]
     if not chosen and len(name or "") >= SHOWN_DIGITS:

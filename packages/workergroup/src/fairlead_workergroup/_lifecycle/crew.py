@@ -32,25 +32,15 @@ CAUSE_S = 10.0
 
 @dataclass(frozen=True)
 class Staging:
-    """What the next epoch needs.
-
-    Attributes:
-        epoch: its number.
-        places: the place of each rank.
-        launch: what the workers are started from.
-        targets: the processes that take over ranks.
-        renews_port: whether the master port is released when the old workers have ended, and another one leased.
-        slots: the slots of the cluster as the group knows them.
-        used: the numbers of the standbys that have become workers.
-    """
+    """What the next epoch needs; `slots` are those of the cluster as the group knows them."""
 
     epoch: int
     places: tuple[Place, ...]
     launch: LaunchPlan
-    targets: Mapping[int, Standby]
-    renews_port: bool
+    targets: Mapping[int, Standby]  # the processes that take over ranks
+    renews_port: bool  # whether another master port is leased when the old workers have ended
     slots: Sequence[Slot]
-    used: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)  # the numbers of the standbys that have become workers
 
     @property
     def moved(self) -> Sequence[int]:
@@ -59,11 +49,7 @@ class Staging:
 
 
 class Crew:
-    """Acquire, start and end the processes of a group, for the owner of its membership.
-
-    Attributes:
-        policy: when workers are restarted.
-    """
+    """Acquire, start and end the processes of a group, for the owner of its membership."""
 
     def __init__(self, launcher: Launcher, standbys: Standbys, policy: RestartPolicy, slots: Sequence[Slot]) -> None:
         self.policy = policy
@@ -138,11 +124,7 @@ class Crew:
     def start(
         self, staged: Staging, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
     ) -> list[Started]:
-        """Start the processes of ranks, until their constructors have finished.
-
-        Raises:
-            WorkerStartError: a constructor failed or took too long.
-        """
+        """Start the processes of ranks, until their constructors have finished."""
         taken = {rank: staged.targets[rank] for rank in ranks if rank in staged.targets}
         staged.used.update(one.number for one in taken.values())
         undo.callback(self._undo_start, ranks)

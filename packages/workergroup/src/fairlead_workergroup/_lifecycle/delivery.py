@@ -53,13 +53,9 @@ def send_handover(member: Member, method: str) -> tuple[ObjectRef, ObjectRef]:
 
 
 class Delivery:
-    """Make these requests for the owner of the membership.
+    """Make these requests for the owner of the membership."""
 
-    Args:
-        wait_for_calls: waits until a deadline for calls that a worker may begin after what is sent later, because
-            its methods overlap; returns whether they have ended.
-    """
-
+    # `wait_for_calls` waits for calls that a worker whose methods overlap may begin after what is sent later.
     def __init__(self, launcher: Launcher, wait_for_calls: Callable[[Deadline], bool]) -> None:
         self._launcher = launcher
         self._wait_for_calls = wait_for_calls
@@ -111,15 +107,9 @@ class Delivery:
         *,
         patient: bool = False,
     ) -> tuple[dict[Any, Exception], list[Any]]:
-        """Wait for one future of each rank, with a bar that names the slow ranks.
+        """Wait for one future of each rank, or key that ends with a rank; return the errors, and the late keys.
 
         After a failure, the others have only a short time, unless the wait is patient.
-
-        Args:
-            futures: the future of each rank, or of each key whose last part is a rank.
-
-        Returns:
-            The errors by key, and the keys of those that have not finished.
         """
         key_of = {future: key for key, future in futures.items()}
         pending = list(key_of)

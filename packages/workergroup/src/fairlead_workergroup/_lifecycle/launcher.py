@@ -31,15 +31,7 @@ from .shutdown import RunningWorker
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Everything that the workers of a group are started from, as the user gave it.
-
-    Attributes:
-        python: the Python of the workers; None for the driver's own.
-        facts: the facts that `current_worker` returns in every worker.
-        token: identifies the group among all groups of all drivers.
-        concurrent: whether async methods overlap.
-        start_timeout_s: how long all constructors together may take.
-    """
+    """Everything that the workers of a group are started from, as the user gave it."""
 
     cluster: RayVirtualCluster | Sequence[Slot]
     worker: Any
@@ -47,10 +39,10 @@ class GroupSpec:
     kwargs: Mapping[str, Any]
     python: str | VenvSpec | None
     env_vars: Mapping[str, str]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # that `current_worker` returns in every worker
     memory_limit: MemoryLimit | None
-    token: str
-    concurrent: bool
+    token: str  # identifies the group among all groups of all drivers
+    concurrent: bool  # whether async methods overlap
     start_timeout_s: float
 
     def slots(self) -> Sequence[Slot]:
@@ -59,16 +51,11 @@ class GroupSpec:
 
 
 class Launcher:
-    """Start the workers of a group in their slots, and add them to its resources.
-
-    Attributes:
-        worker_class: the class, as described where the workers run; set by `prepare`.
-        master: address and port of the store of the workers' process group; set by the first start.
-    """
+    """Start the workers of a group in their slots, and add them to its resources."""
 
     spec: GroupSpec
-    worker_class: WorkerClass
-    master: tuple[str, int]
+    worker_class: WorkerClass  # as described where the workers run; set by `prepare`
+    master: tuple[str, int]  # address and port of the store of their process group; set by the first start
 
     def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters, clock: StartClock) -> None:
         self.spec = spec
@@ -153,17 +140,8 @@ class Launcher:
     ) -> list[Started]:
         """Start the workers of these ranks, and wait until every constructor has finished.
 
-        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
-
-        Args:
-            lease: returns the lease of the master port.
-            epoch: the epoch that they belong to.
-            processes: the processes that take over ranks, by rank; the others start in new ones.
-            check: raises if the start is to be given up.
-
-        Raises:
-            WorkerStartError: a constructor failed or took too long.
-            WorkerGroupError: the group is being shut down.
+        `processes` take over ranks; the others start in new ones. Their memory is limited from now on, so that the
+        epoch needs no answer of an agent to begin.
         """
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         with head_deadline(self.spec.start_timeout_s):

@@ -36,26 +36,16 @@ def usable_slots(slots: Iterable[Slot]) -> list[Slot]:
 
 @dataclass
 class Resources:
-    """The resources of a group, kept apart from it so that the group's finalizer does not keep the group alive.
-
-    Attributes:
-        ports: the first and the last port of the cluster; None for any ports.
-        lease: the lease of the master port.
-        next_lease: the lease of the master port of the next epoch, while a resize starts it.
-        registration: what the group publishes about itself.
-        standby_slots: returns the slots that are kept for standbys.
-        gave_all_back: whether everything has been released so far without a failure.
-        closed: whether the release has begun.
-    """
+    """The resources of a group, kept apart from it so that the group's finalizer does not keep the group alive."""
 
     roster: Roster
-    ports: tuple[int, int] | None = None
-    lease: PortLease | None = None
-    next_lease: PortLease | None = None
+    ports: tuple[int, int] | None = None  # the first and the last port of the cluster; None for any ports
+    lease: PortLease | None = None  # of the master port
+    next_lease: PortLease | None = None  # of the master port of the next epoch, while a resize starts it
     registration: Registration | None = None
     standby_slots: Callable[[], Sequence[Slot]] = tuple
-    gave_all_back: bool = True
-    closed: bool = False
+    gave_all_back: bool = True  # so far, without a failure
+    closed: bool = False  # whether the release has begun
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _claims: dict[tuple[str, int], SlotClaim] = field(default_factory=dict)
     _ending: threading.RLock = field(default_factory=threading.RLock)
@@ -66,14 +56,9 @@ class Resources:
         self._workers.update(workers)
 
     def claim_free(self, slots: Iterable[Slot], count: int, *, tied: int = 1, partly: bool = False) -> list[Slot]:
-        """Claim the first usable slots that no group fills and this one does not use.
+        """Claim and return the first usable slots that no group uses, in groups of `tied` on one logical node.
 
-        Args:
-            tied: how many have to lie on one logical node together.
-            partly: whether to claim fewer if there are not enough.
-
-        Returns:
-            The slots; fewer if there are not enough, and then none of them is claimed without `partly`.
+        If there are not enough, fewer are returned, and they are claimed only with `partly`.
         """
         free: list[Slot] = []
         for slot in usable_slots(slots):
@@ -129,23 +114,20 @@ class Resources:
             self.lease = self.lease_port(slot)
         return self.lease
 
-    def lease_next_port(self, slot: Slot) -> PortLease:
+    def lease_next_port(self, slot: Slot) -> None:
         """Lease the master port of the next epoch on the node of a slot, beside the present one."""
         self.next_lease = self.lease_port(slot)
-        return self.next_lease
 
-    def take_next_port(self) -> PortLease:
-        """Return the master port of the next epoch as the present one, and release the one before."""
+    def take_next_port(self) -> None:
+        """Use the master port of the next epoch from now on, and release the one before."""
         if self.next_lease is None:  # a shutdown of another thread has released it
             raise self.roster.ended_error()
-        before, lease = self.lease, self.next_lease
-        self.lease, self.next_lease = lease, None
+        before, self.lease, self.next_lease = self.lease, self.next_lease, None
         if before is not None:
             try:
                 before.release()
             except PlacementError as error:  # the epoch has begun, and does not need the port
                 logger.warning("Cannot release the port of an earlier epoch: %s", error)
-        return lease
 
     def drop_next_port(self) -> None:
         """Release the master port of an epoch that has not begun."""

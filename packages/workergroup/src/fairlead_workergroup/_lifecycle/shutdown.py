@@ -36,21 +36,14 @@ FIND_S = 5.0
 
 @dataclass(frozen=True)
 class RunningWorker:
-    """A worker that has to be ended, and what finds its process and the processes it has started.
-
-    Attributes:
-        mark: the prefix of its identity, as from `process.mark_of`.
-        pid: its process; 0 until it has started.
-        started: the start tick of the process.
-        name: the name of the actor of a standby, which it keeps when it takes over a rank; "" for others.
-    """
+    """A worker that has to be ended, and what finds its process and the processes it has started."""
 
     handle: Any = field(compare=False)
     node_id: str
-    mark: str
-    pid: int = 0
-    started: int = -1
-    name: str = ""
+    mark: str  # the prefix of its identity, as from `process.mark_of`
+    pid: int = 0  # until it has started
+    started: int = -1  # the start tick of the process
+    name: str = ""  # of a standby's actor, which keeps it when it takes over a rank
 
     @property
     def key(self) -> Process:
@@ -78,13 +71,10 @@ def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, 
 
 
 def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
-    """End workers, given by rank, and all processes that they have started, and wait until these are gone.
+    """End workers, given by rank, and all that they have started; log and return descriptions of what is left.
 
     Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
-    does not answer, Ray ends nobody, and the agents of the nodes do it.
-
-    Returns:
-        Descriptions of the processes that are still alive, and of what Ray has not confirmed. They are also logged.
+    does not answer, the agents of the nodes end the processes.
     """
     others = [worker for rank, worker in sorted(workers.items(), reverse=True) if rank]
     first = [worker for rank, worker in workers.items() if not rank]

@@ -12,11 +12,9 @@ from ..exceptions import RemoteError
 
 
 def explain_errors(errors: Mapping[WorkerProcess, BaseException]) -> BaseException:
-    """Return one exception for the errors of workers that are alive, to be raised to the caller.
+    """Return the first worker's own exception, with the remote traceback as its cause and a note for each worker.
 
-    Returns:
-        The first worker's own exception, with its type, the remote traceback as its cause, and a note for each failing
-        worker; `RemoteError` if its class is not known here.
+    It is a `RemoteError` if the class of the exception is not known here.
     """
     worker, first = next(iter(errors.items()))
     if type(first) is ray.exceptions.ActorUnavailableError or not isinstance(first, RayError):
