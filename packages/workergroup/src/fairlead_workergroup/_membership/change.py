@@ -20,22 +20,14 @@ class Cancelled(Exception):
 
 
 class Change:
-    """An operation on its way.
-
-    Attributes:
-        operation: the operation.
-        deadline: its end.
-        asked_at: when it was requested.
-        is_shared: whether calls wait for it, any of which may have requested it.
-        ranks: the ranks that it has started.
-    """
+    """An operation on its way; calls wait for one that `is_shared`, and any of them may have requested it."""
 
     def __init__(self, operation: Operation, deadline: Deadline, roster: Roster, *, is_shared: bool) -> None:
         self.operation: Operation = operation
         self.deadline: Deadline = deadline
         self.asked_at: float = now()
         self.is_shared: bool = is_shared
-        self.ranks: tuple[int, ...] = ()
+        self.ranks: tuple[int, ...] = ()  # those that it has started
         self._roster = roster
         self._context = contextvars.copy_context()
         self._done = world().event()

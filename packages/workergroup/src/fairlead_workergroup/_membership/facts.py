@@ -8,25 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """The facts about one rank in one epoch.
-
-    Attributes:
-        rank: its number in the group.
-        epoch: the epoch.
-        incarnation: how often the rank has been started again.
-        world_size: the number of ranks.
-        name: the name of the worker.
-        coords: its coordinates, by axis.
-        env: the variables that describe a rank, such as LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-    """
+    """The facts about one rank in one epoch."""
 
     rank: int
     epoch: int
-    incarnation: int
+    incarnation: int  # how often the rank has been started again
     world_size: int
     name: str
     coords: Mapping[str, int]
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # the variables that describe a rank, such as LOCAL_RANK, MASTER_ADDR and MASTER_PORT
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as the worker publishes them."""

@@ -15,27 +15,17 @@ from .facts import WorkerFacts
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one rank.
-
-    Attributes:
-        name: the name of the worker, as users see it.
-        tied_group: the number of its tied group (workers that share one model copy).
-        tied_rank: its number in the tied group.
-        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
-        node_rank: the number of its physical node among the nodes of the group, in the order of the ranks.
-        local_rank: its number among the group's workers on that node.
-        local_world_size: the number of the group's workers on that node.
-    """
+    """The place of one rank."""
 
     rank: int
     slot: Slot
-    name: str
-    tied_group: int
-    tied_rank: int
-    tied_bundles: tuple[int, list[int]]
-    node_rank: int
-    local_rank: int
-    local_world_size: int
+    name: str  # as users see it
+    tied_group: int  # the number of its tied group (workers that share one model copy)
+    tied_rank: int  # its number in the tied group
+    tied_bundles: tuple[int, list[int]]  # `(node_idx, [bundle indices])` of its tied group
+    node_rank: int  # of its physical node among the nodes of the group, in the order of the ranks
+    local_rank: int  # its number among the group's workers on that node
+    local_world_size: int  # the number of the group's workers on that node
 
     def configure_ask(self, num_gpus_per_node: int | None) -> dict[str, Any]:
         """Return the arguments of the class's `configure_worker` for this worker."""
@@ -151,16 +141,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that happened to the membership, for those who watch it.
+    """Something that happened to the membership, for those who watch it."""
 
-    Attributes:
-        kind: "resized", "replaced" or "standby-ready".
-        rank: the rank that it happened to; -1 if it is not about one rank.
-        message: what happened, in a line for people.
-    """
-
-    kind: str
-    rank: int
+    kind: str  # "resized", "replaced" or "standby-ready"
+    rank: int  # -1 if it is not about one rank
     message: str
 
 

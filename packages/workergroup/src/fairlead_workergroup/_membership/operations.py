@@ -21,17 +21,11 @@ CLUSTER_GONE = (
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When workers are restarted.
+    """When workers are restarted."""
 
-    Attributes:
-        on_failure: whether calls that need a lost worker restart it.
-        max_restarts: how often each rank, or with scope "group" the group, may be restarted.
-        scope: "worker", or "group" for all workers together.
-    """
-
-    on_failure: bool
-    max_restarts: int
-    scope: str
+    on_failure: bool  # whether calls that need a lost worker restart it
+    max_restarts: int  # of each rank, or of the group with scope "group"
+    scope: str  # "worker", or "group" for all workers together
 
     def __post_init__(self) -> None:
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
@@ -80,55 +74,30 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one change does; the machine does it in the same steps for all operations.
+    """What one change does; the machine does it in the same steps for all operations."""
 
-    Attributes:
-        what: the change, for people: "The resize to dp=6".
-        sharding: the axes of the next epoch.
-        start: new or lost ranks, whose processes start while calls go on.
-        replace: ranks whose old process ends before the constructor of the new one runs.
-        move: those of them that get another process in another slot.
-        leave: ranks that leave the group.
-        slots: the slots of the new ranks, in order; None for free ones of the cluster.
-        counted: the ranks for which this counts as a restart.
-        quiet: living ranks whose calls have to end first.
-        closes: whether calls wait from the beginning, and not only while the epoch begins.
-        follow: whether every survivor has to take part: then a late one makes the epoch broken.
-        new_port: whether the ranks need a new master port also if rank 0 stays on its node.
-        on_restart: the ranks that run `on_restart`.
-        resize: what changes the number of ranks; None if that stays.
-        partly: whether fewer ranks move if there is not room for all.
-        end: when the node of the ranks that move ends.
-        again: whether the operation is planned again after this change, because this is only its first part.
-        switch: is called with the gate, and nothing else is done.
-    """
-
-    what: str
-    sharding: NamedSharding
-    start: tuple[int, ...] = ()
-    replace: tuple[int, ...] = ()
-    move: tuple[int, ...] = ()
-    leave: tuple[int, ...] = ()
-    slots: Sequence[Slot] | None = None
-    counted: frozenset[int] = frozenset()
-    quiet: tuple[int, ...] = ()
-    closes: bool = False
-    follow: bool = False
-    new_port: bool = False
-    on_restart: tuple[int, ...] = ()
-    resize: Resize | None = None
-    partly: bool = False
-    end: Deadline = NEVER
-    again: bool = False
-    switch: Callable[[Gate], object] | None = None
+    what: str  # for people: "The resize to dp=6"
+    sharding: NamedSharding  # of the next epoch
+    start: tuple[int, ...] = ()  # new or lost ranks, whose processes start while calls go on
+    replace: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
+    move: tuple[int, ...] = ()  # the replaced ranks that get another process in another slot
+    leave: tuple[int, ...] = ()  # ranks that leave the group
+    slots: Sequence[Slot] | None = None  # of the new ranks, in order; None for free ones of the cluster
+    counted: frozenset[int] = frozenset()  # the ranks for which this counts as a restart
+    quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
+    closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
+    follow: bool = False  # whether every survivor has to take part: then a late one makes the epoch broken
+    new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
+    on_restart: tuple[int, ...] = ()  # the ranks that run `on_restart`
+    resize: Resize | None = None  # what changes the number of ranks
+    partly: bool = False  # whether fewer ranks move if there is not room for all
+    end: Deadline = NEVER  # of the node of the ranks that move
+    again: bool = False  # whether this is the first part, after which the operation is planned again
+    switch: Callable[[Gate], object] | None = None  # is called with the gate, and nothing else is done
 
 
 class Facilities(Protocol):
-    """What a plan may ask; nothing of that changes anything.
-
-    Attributes:
-        policy: when workers are restarted.
-    """
+    """What a plan may ask; nothing of that changes anything."""
 
     policy: RestartPolicy
 
