@@ -253,7 +253,7 @@ class TestCancel:
         """A call that Ray runs while the lane is open is cancelled if it was cancelled itself, and not otherwise."""
         task_of_ray = contextvars.ContextVar("task_of_ray", default=b"")
         for module in ("overlap", "progress"):
-            monkeypatch.setattr(f"fairlead_workergroup._remote.{module}.make_task_reader", lambda: task_of_ray.get)
+            monkeypatch.setattr(f"fairlead_workergroup._remote.{module}.read_running_task", task_of_ray.get)
         record = OverlappingRecord(["method"])
 
         async def run_by_ray(task):

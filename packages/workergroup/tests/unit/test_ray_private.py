@@ -61,11 +61,10 @@ def test_how_it_ended():
 
 def test_task_in_a_worker(monkeypatch):
     """The record asks Ray's public API for the id of the task."""
-    monkeypatch.setattr(ray._private.worker, "global_worker", object())
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=TASK.hex))
-    assert progress.make_task_reader()() == TASK
+    assert progress.read_running_task() == TASK
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: None))
-    assert progress.make_task_reader()() == b""
+    assert progress.read_running_task() == b""
 
 
 def test_death_causes(monkeypatch):

@@ -31,7 +31,7 @@ def record(request, monkeypatch):
     """A record of this process, and a function that reads its timeline."""
     # A class that was pickled by value and loaded in this process again has copies of the globals of its module.
     own = Record.__init__.__globals__
-    monkeypatch.setitem(own, "make_task_reader", lambda: lambda: b"t" * 24)
+    monkeypatch.setitem(own, "read_running_task", lambda: b"t" * 24)
     # Records of other tests are open in this process too.
     for name in ("CALLS_FILE", "STEPS_FILE"):
         monkeypatch.setattr(ring, name, f"{getattr(ring, name)}-{random.random()}")

@@ -30,7 +30,7 @@ from .lane import (
     read_request,
 )
 from .links import DriverLostError, LaneConfig
-from .progress import make_task_reader
+from .progress import read_running_task
 
 # The answers that wait to be sent before the methods that make them wait.
 MOST_QUEUED = 64
@@ -162,8 +162,7 @@ async def serve_overlapping(
     connection = Connection(config, waits=False)
     calls = _Calls(connection, find, running)
     # While the lane is open, Ray runs the calls that leave it.
-    read_task = make_task_reader()
-    name_task(lambda: running.get() or read_task())
+    name_task(lambda: running.get() or read_running_task())
     files: list[int] = []
     stopping = told = False
     try:

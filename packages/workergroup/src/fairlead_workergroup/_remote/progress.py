@@ -58,7 +58,7 @@ class Record:
         self._page[ABOUT_AT + 8 : size] = about
         # The cancelled tasks that have not had their turn.
         self._cancelled: set[bytes] = set()
-        self._task = make_task_reader()
+        self._task = read_running_task
         self._calls = 0
         self._step = NO_STEP
         self._message = 0
@@ -90,7 +90,7 @@ class Record:
 
     def name_task(self, read_task: Callable[[], bytes] | None) -> None:
         """Set how to find the task that a method belongs to while a lane runs it; None for the tasks that Ray runs."""
-        self._task = read_task or make_task_reader()
+        self._task = read_task or read_running_task
 
     def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""
@@ -203,15 +203,9 @@ class OverlappingRecord(Record):
         self._write(time.monotonic())
 
 
-def make_task_reader() -> Callable[[], bytes]:
-    """Return a function that returns the id of the running task, by private attributes in half of the time."""
-    try:
-        read: Any = ray._private.worker.global_worker.core_worker.get_current_task_id
-        read().binary()
-    except AttributeError:
-        # Call it later only: where Ray does not run, this call would start it.
-        return lambda: bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
-    return lambda: read().binary()
+def read_running_task() -> bytes:
+    """Return the id of the task that Ray runs here."""
+    return bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
 
 
 def open_record(pid: int) -> int | None:
