@@ -21,22 +21,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Hooks:
-    """These methods; None for none.
+    """These methods; None for none."""
 
-    Attributes:
-        restart: restarted workers run it first.
-        resize: all workers run it in the new epoch of a resize.
-        handover: a worker runs it before its rank moves to another process, whose `on_restart` gets its result.
-        timeout_s: how long each of them may take.
-        sender: sends them; set before the first change.
-    """
-
-    restart: str | None
-    resize: str | None
-    handover: str | None
-    timeout_s: float
+    restart: str | None  # restarted workers run it first
+    resize: str | None  # all workers run it in the new epoch of a resize
+    handover: str | None  # a worker runs it before its rank moves to another process; `on_restart` gets its result
+    timeout_s: float  # of each of them
     delivery: Delivery
-    sender: Sender = field(init=False)
+    sender: Sender = field(init=False)  # set before the first change
 
     def check(self) -> None:
         """Check that the class has these methods, and that they take the arguments that they get."""

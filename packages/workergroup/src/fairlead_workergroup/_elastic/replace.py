@@ -14,16 +14,13 @@ from ..exceptions import BrokenEpochError
 class Replace:
     """Move ranks of a group to other processes; see `RayWorkerGroup.replace`.
 
-    Attributes:
-        ranks: the ranks.
-        end: when their nodes end. Their calls may take half of the time until then, and `on_handover` the other half.
-            The start of their processes may take longer, because a rank needs one also after the end of its node.
-        partly: whether the first ranks move if there is not room for all.
+    Until `end`, when their nodes end, their calls may take half of the time, and `on_handover` the other half. The
+    start of their processes may take longer, because a rank needs one even after the end of its node.
     """
 
     ranks: tuple[int, ...]
     end: Deadline = NEVER
-    partly: bool = False
+    partly: bool = False  # whether the first ranks move if there is not room for all
 
     @property
     def name(self) -> str:

@@ -17,19 +17,12 @@ from .axis import check_sizes, check_tied_groups, resize_mesh
 
 @dataclass(frozen=True)
 class Resize:
-    """Change the size of a group along its slowest-varying axis; see `RayWorkerGroup.resize`.
-
-    Attributes:
-        axis: the axis.
-        size: its new size.
-        slots: the slots of the new ranks; None for free ones of the cluster.
-        elastic: the slowest-varying axis of the mesh that the group was made with.
-    """
+    """Change the size of a group along its slowest-varying axis; see `RayWorkerGroup.resize`."""
 
     axis: str
     size: int
-    slots: Sequence[Slot] | None
-    elastic: str | None
+    slots: Sequence[Slot] | None  # of the new ranks; None for free ones of the cluster
+    elastic: str | None  # the slowest-varying axis of the mesh that the group was made with
 
     @property
     def name(self) -> str:

@@ -22,18 +22,9 @@ class Gate:
         self._waiting: list[Event] = []
 
     def run(self, submit: Callable[[], _T], deadline: Deadline, *, passes: bool = False) -> _T | None:
-        """Call a function that submits one call, while no other thread does and the gate is open.
+        """Call a function that submits one call, while no other thread does; None if the gate is closed for too long.
 
-        Args:
-            submit: the function, which must not wait.
-            deadline: the end of the wait.
-            passes: whether the call belongs to the change that has closed the gate.
-
-        Returns:
-            What the function returned; None if the gate was closed until the deadline.
-
-        Raises:
-            WorkerGroupError: this thread submits a call already, and a signal handler or a finalizer makes another one.
+        The function must not wait. It `passes` a closed gate if it belongs to the change that has closed it.
         """
         me = world().thread()
         while True:

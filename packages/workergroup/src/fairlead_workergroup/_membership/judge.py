@@ -27,18 +27,12 @@ NOTICED_S = 2.0
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one source says about one process.
-
-    Attributes:
-        says: "silent" if the source did not answer, or if its answer fits both a dead and a living process.
-        kind: the kind of the loss, for "gone"; "killed" if it is None.
-        text: the cause, or why there is no answer.
-    """
+    """What one source says about one process."""
 
     source: Source
-    says: Says
-    kind: FailureKind | None = None
-    text: str = ""
+    says: Says  # "silent" if the source did not answer, or if its answer fits both a dead and a living process
+    kind: FailureKind | None = None  # of the loss, for "gone"; None stands for "killed"
+    text: str = ""  # the cause, or why there is no answer
     exit_code: int | None = None
     signal: int | None = None
     at: float = field(default_factory=now)

@@ -21,11 +21,7 @@ from .steps import Steps
 
 
 class Membership:
-    """Change who is in a group. Nobody else does.
-
-    Attributes:
-        gate: lets calls pass.
-    """
+    """Change who is in a group. Nobody else does."""
 
     def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
         self.gate: Gate = Gate()

@@ -25,24 +25,14 @@ class Roster:
     """The members of one group, and the only owner of their state.
 
     Each method that changes the state is one transition under one lock. It makes a new snapshot with the next epoch.
-
-    Args:
-        own: whether this process has made the group; `find_worker` finds the workers of such groups only.
-
-    Attributes:
-        name_prefix: the name of the group.
-        handles: the actor handles by rank, changed in place by restarts; empty after the end.
-        worker_metadata: the description of each worker for users; empty after the end.
-        standby_metadata: the description of each standby for the picture of the cluster.
-        ending: whether a shutdown has begun.
-        end_begun: the same, to wait for.
-        judge: decides which processes are lost; `note` records it.
-        detour: makes way for Ray's calls of workers that serve a lane; None without a lane.
+    With `own`, this process has made the group, and `find_worker` finds its workers.
     """
 
     def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding, *, own: bool = True) -> None:
         self.name_prefix = name
+        # By rank, changed in place by restarts; empty after the end.
         self.handles: list[Any] = []
+        # The descriptions of each worker and standby for users.
         self.worker_metadata: list[dict[str, Any]] = []
         self.standby_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
@@ -133,17 +123,7 @@ class Roster:
         started: Sequence[Started],
         resize: Resize | None,
     ) -> Snapshot:
-        """Begin an epoch with these members; the only way in which an epoch begins.
-
-        Args:
-            places: the place of each rank.
-            facts: what each rank is told in this epoch.
-            started: the new members, and new incarnations of old ones.
-            resize: what has changed the number of ranks; None if that is the same.
-
-        Raises:
-            WorkerGroupError: the group is being shut down.
-        """
+        """Begin an epoch, with new members and new incarnations of old ones; the only way in which an epoch begins."""
         with self._lock:
             if self.ending:
                 raise self.ended_error()
@@ -183,11 +163,7 @@ class Roster:
         self._show_changed()
 
     def mark_broken(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-        """Record that the change to the present epoch has failed at some members, which are lost by that.
-
-        Returns:
-            The report of each of these members, which is the first one if its loss was known before.
-        """
+        """Record members at which the change to this epoch has failed, as losses; return their first reports."""
         return self._record_failures(failures, lambda member, _: member.failure is None, is_broken=True)
 
     def mark_repaired(self) -> None:
@@ -216,11 +192,7 @@ class Roster:
             self.handles[:] = [member.handle for member in self._now.members]
 
     def note(self, verdicts: Iterable[Verdict]) -> tuple[WorkerFailure, ...]:
-        """Record the losses among verdicts, except of incarnations that have been replaced.
-
-        Returns:
-            The failures to report. For a worker whose loss was known before, it is the first report.
-        """
+        """Record the losses among verdicts, except of replaced incarnations; return the first report of each loss."""
 
         def is_first(member: Member, failure: WorkerFailure) -> bool:
             is_current = (failure.node_id, failure.pid) == (member.process.node_id, member.process.pid)
@@ -235,11 +207,7 @@ class Roster:
     def _record_failures(
         self, failures: Sequence[WorkerFailure], applies: Callable[[Member, WorkerFailure], bool], **others: Any
     ) -> tuple[WorkerFailure, ...]:
-        """Record the first failure that applies to each member, and further fields of the next snapshot.
-
-        Returns:
-            For each failure, the report that its member has now.
-        """
+        """Record the first failure that applies to each member; return the report that each has now."""
         with self._lock:
             rows = [(self._now[failure.rank], failure) for failure in reversed(failures)]
             changed = {member.rank: replace(member, failure=one) for member, one in rows if applies(member, one)}

@@ -28,12 +28,7 @@ MAY_RUN = "its old process was told to end, and no other one has started"
 
 
 class Steps:
-    """One plan that is being carried out.
-
-    Args:
-        enter: notes the phase that begins; raises if the group ends.
-        gate: lets calls pass, or not.
-    """
+    """One plan that is being carried out; `enter` notes the phase that begins, and raises if the group ends."""
 
     def __init__(
         self,
