@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+import ray
 
 from fairlead_workergroup import CallTimeoutError, WorkerGroupError
 from fairlead_workergroup._calls.errors import short_traceback
@@ -71,6 +72,10 @@ def test_the_users_frames_stay(group):
     assert unexpected.value.__traceback__ is not None
 
 
+def find_address():
+    return ray.get_runtime_context().gcs_address
+
+
 LATE = """
 import asyncio, gc, os, sys, time
 import ray
@@ -118,7 +123,7 @@ def settle(name):
         group.call("rank").result()
     gc.collect()
 
-ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+ray.init(address=sys.argv[2], logging_level="error", log_to_driver=False)
 with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
     done = [raised(group.call("fail", gate("a")).result)]
     settle("a")
@@ -142,10 +147,10 @@ print(done)
 """
 
 
-def test_late_errors_are_not_printed(tmp_path):
+def test_late_errors_are_not_printed(local_ray, tmp_path):
     """After a call has raised the error of one rank, later errors of other ranks are not printed."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::FutureWarning", "-c", textwrap.dedent(LATE), str(tmp_path)],
+        [sys.executable, "-W", "ignore::FutureWarning", "-c", textwrap.dedent(LATE), str(tmp_path), find_address()],
         capture_output=True,
         text=True,
         timeout=120,
@@ -156,9 +161,10 @@ def test_late_errors_are_not_printed(tmp_path):
     assert done.stdout == "[1, 1, 1, 1, 1, True]\n"
 
 
-def test_ray_is_shut_down_while_errors_are_late():
+def test_ray_is_shut_down_while_errors_are_late(local_ray):
     """`ray.shutdown()` waits for the thread that retrieves late errors; otherwise Ray would end the process."""
     source = """
+        import sys
         import threading
         import time
 
@@ -174,7 +180,7 @@ def test_ray_is_shut_down_while_errors_are_late():
                     time.sleep(0.001)
                 return True
 
-        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
+        ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
         looking, owner = threading.Event(), threading.Event()
         late = Late([ray.put(number) for number in range(1000)], owner)
         errors._retriever.add(late)
@@ -182,6 +188,6 @@ def test_ray_is_shut_down_while_errors_are_late():
         ray.shutdown()
         print(len(late._refs), "references are left")
         """
-    command = [sys.executable, "-c", textwrap.dedent(source)]
+    command = [sys.executable, "-c", textwrap.dedent(source), find_address()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "0 references are left"), done.stderr
