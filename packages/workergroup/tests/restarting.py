@@ -33,7 +33,7 @@ class Worker:
         self.loaded = current_worker().incarnation
 
     def slowly_load(self):
-        time.sleep(1.5)
+        time.sleep(0.8)
 
     def load_when_open(self):
         """Wait until the file `GATE` exists; tell with another file that this has begun."""

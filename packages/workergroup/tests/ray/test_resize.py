@@ -480,16 +480,18 @@ def test_epoch_of_a_restart(group):
 
 
 def test_tied_groups(cluster):
-    """Tied groups come and go as a whole."""
-    tied = [(0, [0, 1]), (0, [2, 3])]
-    with make(cluster, sharding_annotations=GRID, workers_per_node=None, bundle_indices_list=tied) as group:
-        assert group.resize(dp=3) == 1
-        assert group.worker_metadata[4]["bundle_indices"] == (0, [4, 5])
-        assert [one["name"] for one in group.worker_metadata][4:] == ["Worker-grp2-0", "Worker-grp2-1"]
-        assert (group.dp_size, group.dp_leader_worker_indices) == (3, [0, 2, 4])
+    """Tied groups come and go as a whole, and are not replaced."""
+    options = {"workers_per_node": None, "bundle_indices_list": [(0, [0, 1])]}
+    with make(cluster, sharding_annotations=NamedSharding.from_shape(dp=1, tp=2), **options) as group:
+        assert group.resize(dp=2) == 1
+        assert group.worker_metadata[2]["bundle_indices"] == (0, [2, 3])
+        assert [one["name"] for one in group.worker_metadata][2:] == ["Worker-grp1-0", "Worker-grp1-1"]
+        assert (group.dp_size, group.dp_leader_worker_indices) == (2, [0, 2])
+        with pytest.raises(ValueError, match="tied groups cannot"):
+            group.replace([0])
         assert group.resize(dp=1) == 2
         assert group.call("rank").result() == [0, 1]
-    with make(cluster, workers_per_node=None, bundle_indices_list=tied[:1]) as group:
+    with make(cluster, **options) as group:
         for size in (1, 3):
             with pytest.raises(ValueError, match="would cut a tied group"):
                 group.resize(dp=size)
