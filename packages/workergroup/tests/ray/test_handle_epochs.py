@@ -303,8 +303,8 @@ def test_admission(group, gate):
 def test_resizes(local_ray):
     """While the group is resized again and again, no result of a handle's call is of two epochs or of another size."""
     with (
-        RayVirtualCluster([3], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster.slots()[:2], Worker, sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, [1], sharding_annotations=NamedSharding.from_shape(dp=1)) as group,
     ):
         handle, results, errors, is_over = group.handle(), [], [], threading.Event()
 
@@ -317,13 +317,11 @@ def test_resizes(local_ray):
 
         caller = threading.Thread(target=run)
         caller.start()
-        until = time.monotonic() + 5.0
-        sizes = {group.epoch: 2}
-        while time.monotonic() < until or len(sizes) < 5:
-            group.resize(dp=3, slots=cluster.slots()[2:])
-            sizes[group.epoch] = 3
-            group.resize(dp=2)
-            sizes[group.epoch] = 2
+        sizes = {group.epoch: 1}
+        while len(sizes) < 7 or len(results) <= 10:
+            for size in (2, 1):
+                group.resize(dp=size)
+                sizes[group.epoch] = size
         is_over.set()
         caller.join(90)
         assert not caller.is_alive()
