@@ -238,7 +238,7 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         assert group.call("rank").result() == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("local_ray")
+@pytest.mark.usefixtures("local_ray", "impatient")
 def test_death_that_the_head_does_not_report(stop_process):
     """A worker that dies while the head is silent is lost: Ray cannot reach it, and the agent of its node says why."""
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
