@@ -101,8 +101,8 @@ class GroupRun:
             if not is_early:
                 self._check_rest(ray, group)
                 world.join([world.start_task("ender", self._shut_down)])
-            # A change may end a worker that has begun its cleanup.
-            if not (group.shutdown() or is_early or self._has(*MAY_STAY)):
+            # A hook that raises in one worker may leave others in it, which wait for the first one.
+            if not (group.shutdown() or self._has(*MAY_STAY) or (is_early and self._has("hook"))):
                 raise SimulationError("shutdown: it has returned False")
             world.wait_for("waits for the end", lambda: not any(one.is_killed and one.is_running for one in ray.actors))
             self.invariants.check_ended()

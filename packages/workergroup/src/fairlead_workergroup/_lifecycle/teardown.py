@@ -86,6 +86,9 @@ class Teardown:
         now = self._roster.snapshot()
         if cleanup_method is None or not self._roster.handles or not self._roster.connected:
             return True
+        # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
+        self._membership.join(deadline.sooner(Deadline.after(JOIN_S)))
+        now = self._roster.snapshot()
         # The cleanup has half of the time if the head is silent.
         within_s = (deadline.left(REQUEST_S) or 0.0) / 2
         verdicts = self._roster.judge.ask(now.processes, look="head", within_s=within_s)
