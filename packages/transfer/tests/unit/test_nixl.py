@@ -417,7 +417,6 @@ def test_relays_from_sources_whose_memory_touches(monkeypatch, make_ends):
     assert all("bytes" in reply for reply in replies)
 
 
-@pytest.mark.xfail(strict=True, reason="c 3: the memory of a target with a negative stride is computed wrong")
 def test_reversed_target_in_place(make_ends):
     """A target whose elements go backwards in memory is read into; or it is refused by name before the decision."""
     sent, received = np.arange(RUN_BYTES, dtype="float32"), np.zeros(RUN_BYTES, "float32")

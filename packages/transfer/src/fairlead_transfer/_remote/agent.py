@@ -148,9 +148,9 @@ class Agent:
         spans: list[tuple[str, int, int]] = []
         for tensor in tensors:
             address, strides, device = tools.memory(tensor)
-            length = nbytes(tools, (1,), tools.dtype_name(tensor))
-            length += sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-            spans.append((device, address, address + length))
+            steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
+            begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
+            spans.append((device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))))
         ranges: list[tuple[str, int, int]] = []
         for device, begin, end in sorted(set(spans)):
             if ranges and ranges[-1][0] == device and begin < ranges[-1][2]:
