@@ -376,7 +376,6 @@ def commit_in_place(ends, version=1):
     return ends.ask("target", 0, "commit", ends.epoch, version, None, None, None, 1 << 30, reading)
 
 
-@pytest.mark.xfail(strict=True, reason="c 1: reads are joined over the edge of two registered regions")
 @pytest.mark.parametrize("commit", ["staged", "in_place"])
 def test_tensors_that_touch(commit, make_ends):
     """Tensors that are views of one buffer, as in Megatron-Core and in buckets, are read."""
@@ -395,7 +394,6 @@ def test_tensors_that_touch(commit, make_ends):
     assert np.array_equal(received, sent)
 
 
-@pytest.mark.xfail(strict=True, reason="c 2: what two sources have sent to a relaying rank is read as one piece")
 def test_relays_from_sources_whose_memory_touches(monkeypatch, make_ends):
     """A rank relays what it has fetched from two sources, wherever the kernel has put the memory for both."""
     free = memoryview(bytearray(1 << 22))

@@ -208,17 +208,17 @@ class Agent:
         """
         numpy = importlib.import_module("numpy")
         by_kind: dict[tuple[str, str], list[Any]] = {}
-        for origin, target, sizes, itemsize in moves:
+        for move, (origin, target, sizes, itemsize) in enumerate(moves):
             length, dims = collapse(sizes, itemsize, origin.strides, target.strides)
             at = numpy.array([[origin.address, target.address]], numpy.int64)
             for size, one, other in dims:
                 steps = numpy.arange(size, dtype=numpy.int64)[:, None] * numpy.array([[one, other]], numpy.int64)
                 at = (steps[:, None, :] + at[None, :, :]).reshape(-1, 2)
             for begin in range(0, length, READ_BYTES):
-                rows = numpy.empty((len(at), 5), numpy.int64)
+                rows = numpy.empty((len(at), 6), numpy.int64)
                 rows[:, :2] = at + begin
                 rows[:, 2] = min(READ_BYTES, length - begin)
-                rows[:, 3], rows[:, 4] = _number(origin.device), _number(target.device)
+                rows[:, 3:] = _number(origin.device), _number(target.device), move
                 by_kind.setdefault((_kind(origin.device), _kind(target.device)), []).append(rows)
         handles = []
         for kinds, parts in by_kind.items():
@@ -299,7 +299,10 @@ class Agent:
 
 
 def _merge(numpy: Any, rows: Any) -> tuple[Any, Any]:
-    """Join reads that go on where another one ends; return the reads, and the number of the transfer of each."""
+    """Join reads of one move that touch on both sides; return the reads, and the number of the transfer of each.
+
+    Memory of two moves may touch too, but belong to two registered regions, and NIXL refuses a read that crosses both.
+    """
     follows = (rows[1:, :2] == rows[:-1, :2] + rows[:-1, 2:3]).all(axis=1) & (rows[1:, 3:] == rows[:-1, 3:]).all(axis=1)
     parcels = (numpy.cumsum(rows[:, 2]) - rows[:, 2]) // READ_BYTES
     starts = numpy.flatnonzero(numpy.concatenate([[True], ~follows | (parcels[1:] != parcels[:-1])]))
