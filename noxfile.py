@@ -217,7 +217,7 @@ def canary(session: nox.Session) -> None:
     session.install("--upgrade", "--pre", "ray", env=UV_ENV)
     session.run("python", "-c", "import ray; print('Ray', ray.__version__)")
     tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_ray_private.py"))
-    session.run("pytest", *tests, *session.posargs, env=RAY_ENV)
+    session.run("pytest", *tests, "--timeout=1200", *session.posargs, env={**RAY_ENV, "FAIRLEAD_ROUNDS": "200"})
 
 
 @nox.session

@@ -5,15 +5,20 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+_K = TypeVar("_K")
 _never_connecting = threading.local()
 # Seconds that the head may take to report which nodes are alive.
 ALIVE_S = 5.0
+# How often a wait outside of Ray looks whether Ray is still there.
+LOOK_EVERY_S = 0.1
 
 
 def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
@@ -51,11 +56,8 @@ def connection_mark() -> object | None:
     Fallback: None; callers then compare these ids.
     """
     worker: Any = ray._private.worker
-    try:
-        mark: object | None = worker._global_node if worker.global_worker.connected else None
-    except AttributeError:
-        mark = None
-    return mark
+    is_connected = getattr(worker.global_worker, "connected", False)
+    return getattr(worker, "_global_node", None) if is_connected else None
 
 
 def draining_nodes() -> frozenset[str]:
@@ -270,15 +272,44 @@ def never_connect() -> None:
 
 @contextlib.contextmanager
 def block_shutdown() -> Iterator[None]:
-    """Make `ray.shutdown()` on other threads wait while this thread uses Ray, or drops references to Ray's objects.
+    """Make `ray.shutdown()` on other threads wait during a block, which must not wait for anything itself.
 
-    Reason: Ray ends the process, with exit code 1 and without a traceback, if one thread shuts Ray down while another
-    one frees an object reference or an actor handle. `ray.init` and `ray.shutdown` take a lock, and so does this.
+    Reason: Ray (2.60) ends the process, without a traceback, if one thread shuts Ray down while another one sends a
+    request, waits for an object, or frees a reference. `ray.init` and `ray.shutdown` take a lock, and so does this.
     Fallback: nothing is blocked, and that can happen.
     """
     lock = getattr(ray._private.worker, "_connect_or_shutdown_lock", None)
     with contextlib.nullcontext() if lock is None else lock:
         yield
+
+
+def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[_K, tuple[Any, Exception | None]]:
+    """Send requests, and return each answer with its error, without a wait of Ray's, during which it may be shut down.
+
+    Args:
+        requests: each sends one, and returns the reference to its answer.
+        timeout_s: the seconds to wait; the error of a late answer is a `GetTimeoutError`.
+
+    Raises:
+        RaySystemError: Ray has been shut down.
+    """
+    futures: dict[_K, Future[Any]] = {}  # which have the references
+    until = time.monotonic() + timeout_s
+    try:
+        with block_shutdown():
+            if ray.is_initialized():
+                futures.update((key, send().future()) for key, send in requests.items())
+        while ray.is_initialized():
+            left = max(0.0, until - time.monotonic())
+            if left and wait(futures.values(), min(LOOK_EVERY_S, left)).not_done:
+                continue
+            late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
+            errors: dict[_K, Any] = {key: one.exception() if one.done() else late for key, one in futures.items()}
+            return {key: (futures[key].result() if error is None else None, error) for key, error in errors.items()}
+        raise ray.exceptions.RaySystemError("Ray has been shut down.")
+    finally:
+        with block_shutdown():
+            futures.clear()
 
 
 def _worker_row(worker_id: str) -> Any | None:

@@ -31,7 +31,7 @@ from ._nodes.head import (
     wait_until,
 )
 from ._nodes.rounds import Rounds
-from ._ray_private import autoscaler_is_there, block_shutdown, drain_deadlines, draining_nodes, never_connect
+from ._ray_private import autoscaler_is_there, block_shutdown, collect, drain_deadlines, draining_nodes, never_connect
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
@@ -56,6 +56,7 @@ __all__ = [
     "block_shutdown",
     "choose_alive",
     "claim_slots",
+    "collect",
     "compare_clocks",
     "connection",
     "drain_deadlines",

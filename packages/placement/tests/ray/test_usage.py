@@ -227,16 +227,12 @@ def test_an_agent_that_dies(local_ray, agent, eventually):
 def test_no_agent(local_ray, monkeypatch):
     """If the nodes cannot be watched, nothing stays reserved (seam: the answer of the agent)."""
 
-    get = ray.get
-
-    def fail(refs, *, timeout=None):
-        if refs and timeout is not None:
-            raise ray.exceptions.ActorUnschedulableError("no")
-        return get(refs, timeout=timeout)
+    def fail(requests, timeout_s):
+        return dict.fromkeys(requests, (None, ray.exceptions.ActorUnschedulableError("no")))
 
     cluster = RayVirtualCluster([1], use_gpus=False, monitor_memory=True)
     with monkeypatch.context() as patch:
-        patch.setattr(_agent.ray, "get", fail)
+        patch.setattr(_agent, "collect", fail)
         with pytest.raises(PlacementError, match="could not do 'memory'"):
             cluster.reserve()
     assert repr(cluster).endswith("not reserved)")

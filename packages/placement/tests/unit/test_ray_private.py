@@ -139,6 +139,12 @@ def test_without_a_lock_of_ray(monkeypatch):
         assert not ray.is_initialized()
 
 
+def test_collect_without_ray():
+    """Without Ray no request is sent."""
+    with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
+        private.collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
+
+
 def test_connection_mark(monkeypatch):
     """Without the attribute there is no mark."""
     monkeypatch.delattr(ray._private.worker, "_global_node")

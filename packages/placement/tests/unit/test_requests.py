@@ -28,16 +28,14 @@ def agents(monkeypatch):
         left = answers[node_id]
         return left.pop(0) if left[1:] else left[0]
 
-    def get(ref, timeout):
-        if isinstance(ref, BaseException):
-            raise ref
-        return ref
+    def collect(requests, timeout_s):
+        found = {key: request() for key, request in requests.items()}
+        return {key: (None, one) if isinstance(one, BaseException) else (one, None) for key, one in found.items()}
 
     monkeypatch.setattr(_agent, "start_agents", list)
     monkeypatch.setattr(_agent, "_handle", handle)
     monkeypatch.setattr(_agent, "_send", send)
-    monkeypatch.setattr(ray, "wait", lambda *_, **__: None)
-    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(_agent, "collect", collect)
     monkeypatch.setattr(time, "sleep", slept.append)
     return answers, replaced, slept
 

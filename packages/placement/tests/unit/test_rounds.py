@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work at intervals on a thread, pure."""
 
-import contextlib
+import sys
 import threading
 
 import pytest
 
-from fairlead_placement._nodes import rounds
-from fairlead_placement.spi import Rounds
+from fairlead_placement.spi import Rounds, block_shutdown
 
 
 class Work:
@@ -60,26 +59,43 @@ def test_until_nothing_is_left(work):
         work.done.clear()
 
 
-def test_close(work, monkeypatch):
-    """The end waits for a round that is under way, during which Ray is not shut down, and no other begins."""
-    blocked, begun, go_on = [], threading.Event(), threading.Event()
+def test_close(work):
+    """The end waits for a round that is under way, during which Ray may be shut down, and no other begins."""
+    begun, blocked = threading.Event(), threading.Event()
 
-    @contextlib.contextmanager
-    def block():
-        blocked.append(True)
+    def one_round():
         begun.set()
-        assert go_on.wait(30)
-        yield
-        blocked.append(False)
+        assert work.rounds._end.wait(30)
+        with block_shutdown():
+            blocked.set()
+        work.left -= 1
 
-    monkeypatch.setattr(rounds, "block_shutdown", block)
+    work.rounds._work = one_round
     work.rounds.start()
     assert begun.wait(30)
-    threading.Thread(target=lambda: work.rounds._end.wait(30) and go_on.set()).start()
-    work.rounds.close()
-    assert (blocked, work.left, work.threads()) == ([True, False], 2, [])
+    with block_shutdown():
+        threading.Thread(target=work.rounds.close).start()
+        assert not blocked.wait(0.05)
+    work.wait()
+    assert (blocked.is_set(), work.left) == (True, 2)
     work.rounds.start()
     assert work.threads() == []
+
+
+def test_ray_is_shut_down_in_a_round(work):
+    """The thread continues with what is left after a round that another thread's `ray.shutdown()` has ended."""
+    ends = iter([True, False, False, False])
+
+    def one_round():
+        if next(ends):
+            sys.exit(0)  # what Ray's waits raise then
+        work.work()
+
+    work.rounds._work = one_round
+    work.rounds.start()
+    assert work.done.wait(30)
+    work.wait()
+    assert work.left == 0
 
 
 def test_end_is_waited_for_only_so_long():

@@ -21,6 +21,7 @@ from .. import _ray_private
 from .._discovery import refuse_client
 from .._ray_private import (
     clean_runtime_env,
+    collect,
     create_actor,
     driver_of,
     never_connect,
@@ -380,20 +381,16 @@ def _ask_nodes(
                 raise
             # It must not hide what the other agents have answered.
             return answers | dict.fromkeys(left, (None, error))
-        sent = {node_id: _send(agent, method, *arguments[node_id]) for node_id, agent in agents.items()}
-        if sent:
-            ray.wait(list(sent.values()), num_returns=len(sent), timeout=max(0.0, deadline - time.monotonic()))
+        sends = {at: functools.partial(_send, agent, method, *arguments[at]) for at, agent in agents.items()}
+        answers |= collect(sends, deadline - time.monotonic())
         left = {}
-        for node_id, ref in sent.items():
-            try:
-                answers[node_id] = ray.get(ref, timeout=0), None
-            except ray.exceptions.RayTaskError as error:
-                answers[node_id] = None, error  # the function's own, whatever its class
-            except ray.exceptions.RayError as error:
-                answers[node_id] = None, _explain(node_id, method, timeout_s, error)
-                if isinstance(error, _GONE):
-                    is_dead = not isinstance(error, ray.exceptions.ActorUnavailableError)
-                    left[node_id] = agents[node_id] if is_dead else None
+        for node_id, agent in agents.items():
+            failure = answers[node_id][1]
+            # A function's own error is a RayTaskError, whatever its class.
+            if isinstance(failure, ray.exceptions.RayError) and not isinstance(failure, ray.exceptions.RayTaskError):
+                answers[node_id] = None, _explain(node_id, method, timeout_s, failure)
+                if isinstance(failure, _GONE):
+                    left[node_id] = None if isinstance(failure, ray.exceptions.ActorUnavailableError) else agent
         if not left:
             break
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))

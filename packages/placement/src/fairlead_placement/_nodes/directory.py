@@ -5,10 +5,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
 
+from .._ray_private import collect
 from ..exceptions import HeadTimeoutError, PlacementError
 from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_nodes, notify_node, start_agents, this_process
 from .head import ask_head, choose_alive, head_deadline
@@ -23,7 +25,7 @@ TRIPS = 8
 # How often a process checks that agents still have what it has published, and how many nodes it asks each time.
 CHECK_EVERY_S = 5.0
 CHECKED_AT_ONCE = 100
-# How long the agents have to answer: a shutdown of Ray waits for a check. Agents that are late are asked again later.
+# How long the agents have to answer. Agents that are late are asked again later.
 CHECK_S = 1.0
 
 
@@ -162,7 +164,7 @@ def _find_agents() -> list[Agent]:
 
 def read_boards(agents: Sequence[Agent], *, timeout_s: float) -> dict[Agent, dict[str, Any] | Exception]:
     """Return what is published at each agent, or why it did not answer."""
-    return _collect({agent: agent.handle.published.remote() for agent in agents}, timeout_s)
+    return _collect("published", dict.fromkeys(agents, ()), timeout_s)
 
 
 def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tuple[int, Any] | Exception:
@@ -171,7 +173,7 @@ def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tup
     Returns:
         (0, None) if nothing is published there; an exception if the agent did not answer.
     """
-    answer: tuple[int, Any] | Exception = _collect({agent: agent.handle.newer.remote(key, version)}, timeout_s)[agent]
+    answer: tuple[int, Any] | Exception = _collect("newer", {agent: (key, version)}, timeout_s)[agent]
     return answer
 
 
@@ -188,23 +190,18 @@ def run_on_agents(
     Returns:
         The function's result there, or the exception with which it failed.
     """
-    sent = {agent: agent.handle.run.remote(function, *args) for agent, args in arguments.items()}
-    return _collect(sent, timeout_s)
+    return _collect("run", {agent: (function, *args) for agent, args in arguments.items()}, timeout_s)
 
 
-def _collect(sent: Mapping[Agent, Any], timeout_s: float) -> dict[Agent, Any]:
-    if sent:
-        ray.wait(list(sent.values()), num_returns=len(sent), timeout=timeout_s)
+def _collect(method: str, arguments: Mapping[Agent, Sequence[Any]], timeout_s: float) -> dict[Agent, Any]:
+    sends = {agent: partial(getattr(agent.handle, method).remote, *args) for agent, args in arguments.items()}
     answers: dict[Agent, Any] = {}
-    for agent, ref in sent.items():
-        try:
-            answers[agent] = ray.get(ref, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            answers[agent] = PlacementError(
+    for agent, (answer, error) in collect(sends, timeout_s).items():
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            error = PlacementError(
                 f"The agent of job {agent.job_id} on node {agent.node_id[:8]} did not answer within {timeout_s:g} s."
             )
-        except ray.exceptions.RayError as error:
-            answers[agent] = error
+        answers[agent] = answer if error is None else error
     return answers
 
 

@@ -19,7 +19,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from .._discovery import refuse_client
-from .._model import Node
+from .._model import Node, group_pairs
 from .._plan.topology import physical_order
 from .._ray_private import (
     connection_mark,
@@ -296,10 +296,8 @@ def _read_holders() -> tuple[Holder, ...]:
     for group_id, row in placement_group_table().items():
         if row["state"] == "REMOVED":
             continue
-        bundles: dict[str, tuple[Mapping[str, float], ...]] = {}
-        for index, node_id in row["bundles_to_node_id"].items():
-            if node_id:
-                bundles[node_id] = (*bundles.get(node_id, ()), row["bundles"][index])
+        placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
+        bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
         if bundles:
             job = job_of_placement_group(group_id)
             holders.append(Holder("placement group", row["name"], group_id, job, bundles))

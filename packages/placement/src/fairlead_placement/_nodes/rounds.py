@@ -2,23 +2,22 @@
 """Work that a process does at intervals on a thread of its own, as long as there is some."""
 
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable
 
-from .._ray_private import block_shutdown, never_connect
+from .._ray_private import never_connect
 
 
 class Rounds:
     """Do some work at intervals, on a thread that exists only while there is work.
 
-    The thread ends before Ray does at the exit of the interpreter, because Ray must not end during a round.
-
     Args:
         name: the name of the thread.
         every_s: the seconds before the first round and between two of them.
-        work: one round. Ray is not shut down meanwhile. It must not raise an exception.
+        work: one round, during which Ray may be shut down. It must not raise an exception.
         is_left: whether there is work for another round. It must not wait for a lock that is held during `start`.
-        exit_s: how long the exit of the interpreter waits for a round.
+        exit_s: how long the exit of the interpreter waits for a round, before Ray ends.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class Rounds:
     def _run(self) -> None:
         never_connect()
         while not self._end.wait(self._every_s):
-            # It covers the release of references too.
-            with block_shutdown():
+            with contextlib.suppress(SystemExit):  # which Ray's waits raise when Ray is shut down
                 self._work()
             with self._lock:
                 if not self._is_left():

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 
-from .._ray_private import block_shutdown, never_connect
+from .._ray_private import block_shutdown, connection_mark, never_connect
 
 logger = logging.getLogger(__name__)
 
@@ -64,35 +64,33 @@ def wait_for_dropped(timeout_s: float) -> bool:
 def _run() -> None:
     never_connect()
     while True:
-        one = _queue.get()
-        if isinstance(one, threading.Event):
-            one.set()
+        # A list, so that the thread does not keep its resources alive while it waits for the next one here.
+        one = [_queue.get()]
+        if isinstance(one[0], threading.Event):
+            one[0].set()
             continue
-        # Also when its references to Ray's objects go.
-        with _working, block_shutdown():
+        with _working:
             if not _exiting.is_set():
-                _return(*one)
-            # The thread waits for the next one here, and must not keep this one's resources alive meanwhile.
-            del one
+                _return(*one[0])
+            with block_shutdown():
+                one.clear()
 
 
-def _return(leak: Callable[[], str], release: Callable[[], object]) -> None:
+def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
+    ray_before = connection_mark()
     try:
         try:
             if message := leak():
                 warnings.warn(message, ResourceWarning, stacklevel=2)
         finally:  # also where warnings are errors
-            release()
-    except Exception as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
-        if not _exiting.is_set():
+            give_back()
+    except BaseException as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
+        if connection_mark() is ray_before and not _exiting.is_set():
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
 
 
 def _stop() -> None:
-    """Return nothing more, and wait a moment for what is under way.
-
-    Ray's own exit releases what a driver holds, and the node agents release what another process holds.
-    """
+    """Return nothing more, and wait a moment for what is under way."""
     _exiting.set()
     if _working.acquire(timeout=2.0):
         _working.release()
