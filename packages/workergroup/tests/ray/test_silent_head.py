@@ -6,6 +6,8 @@ import functools
 import itertools
 import os
 import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -249,6 +251,41 @@ def test_death_that_the_head_does_not_report(stop_process):
             with pytest.raises(WorkerFailureError) as caught:
                 group.call("rank", timeout=ANSWER_S).result()
         assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]
+
+
+# The head's deadline in the next test, and the time that the slowest call may take on a busy machine.
+DEADLINE_S, CALL_S = 120.0, 10.0
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_process):
+    """While the watches of a group wait for a silent head, calls do not wait for them, with and without a lane.
+
+    The pauses let the lane's own thread take the socket, as a call begins.
+    """
+    monkeypatch.setattr(_head, "REQUEST_S", DEADLINE_S)
+    monkeypatch.setattr(query, "HEAD_S", DEADLINE_S)
+    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, on_drain="replace") as group,
+        group.watch(interval_s=0.01),
+        contextlib.ExitStack() as lane,
+    ):
+        lane.enter_context(group.lane(ANSWER_S))
+        group.call("rank").result()
+        with stop_process(head):
+            # The look of each watch has sent a request.
+            assert eventually(lambda: [one.name for one in threading.enumerate()].count("fairlead-head") == 2)
+            took = []
+            for number in range(2000):
+                time.sleep(0.05 if number % 100 == 0 else 0.0)
+                if number == 1000:
+                    lane.close()
+                began = time.monotonic()
+                assert group.call("rank", timeout=ANSWER_S).result() == [0, 1]
+                took.append(time.monotonic() - began)
+        assert max(took) < CALL_S
 
 
 # What a change may take. On a busy machine, what is left of one without a head takes some seconds.

@@ -10,8 +10,8 @@ import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ray.exceptions import GetTimeoutError
 
@@ -19,6 +19,7 @@ from fairlead_workergroup._world import replaced_by
 
 from .tasks import SimulatedEvent, SimulatedLock, SimulationError, Stop, Task
 
+_K = TypeVar("_K")
 # A run with more steps is a livelock.
 MOST_STEPS = 20_000
 # A task that runs longer than this between two points waits for something outside the seam.
@@ -163,6 +164,21 @@ class SimulatedWorld:
         ready = [ref for ref in refs if ref.is_done][:num_returns]
         chosen = set(ready)
         return ready, [ref for ref in refs if ref not in chosen]
+
+    def collect(
+        self, requests: Mapping[_K, Callable[[], Any]], timeout_s: float
+    ) -> dict[_K, tuple[Any, Exception | None]]:
+        """Send requests, and return each answer with its error, as placement's `collect` does."""
+        refs = {key: send() for key, send in requests.items()}
+        if refs:
+            self.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+        answers: dict[_K, tuple[Any, Exception | None]] = {}
+        for key, ref in refs.items():
+            try:
+                answers[key] = (ref.value(), None) if ref.is_done else (None, GetTimeoutError())
+            except Exception as error:  # noqa: BLE001  it is the outcome
+                answers[key] = None, error
+        return answers
 
     def get(self, refs: Sequence[Any], *, timeout: float | None) -> list[Any]:
         """Return values, or raise the first error, as `ray.get` does."""

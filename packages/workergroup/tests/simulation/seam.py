@@ -92,6 +92,8 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         f"{ours}._head._ask": pretended.ask_head,
         f"{ours}._observe.query.choose_alive": pretended.choose_alive,
         f"{ours}._observe.evidence.choose_alive": pretended.choose_alive,
+        f"{ours}._observe.evidence.collect": world.collect,
+        f"{ours}._lifecycle.shutdown.collect": world.collect,
         # All requests to the agents of nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.

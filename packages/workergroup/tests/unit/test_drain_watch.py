@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch for draining nodes takes the time of their end into account, without Ray."""
 
-import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -32,7 +31,6 @@ def watch(monkeypatch):
     clock = SimpleNamespace(now=1e9)
     monkeypatch.setattr(drain, "time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(drain, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(drain, "block_shutdown", contextlib.nullcontext)
 
     def run(left_s, takes_s, error=None):
         ends = {"a": clock.now + left_s, "b": 0.0}

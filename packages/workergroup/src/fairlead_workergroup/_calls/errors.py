@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
-from fairlead_placement.spi import Rounds, connection
+from fairlead_placement.spi import Rounds, block_shutdown, connection
 
 from .._arguments import Source
 from .._futures import get, is_message, wait
@@ -216,7 +216,8 @@ class _Retriever:
 
 def _retrieve(late: _LateErrors) -> bool:
     try:
-        return late.retrieve()
+        with block_shutdown():  # it waits for nothing
+            return late.retrieve()
     except Exception as error:  # noqa: BLE001  Ray has ended in the meantime, so it prints nothing either
         logger.debug("cannot retrieve late errors: %s", error)
         return True

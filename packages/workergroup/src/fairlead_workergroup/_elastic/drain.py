@@ -5,9 +5,6 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Mapping
-
-from fairlead_placement.spi import block_shutdown
 
 from .._deadline import Deadline
 from .._head import drain_deadlines
@@ -48,8 +45,9 @@ class DrainWatch:
                 pause = AGAIN_AFTER_S
 
     def _look(self) -> None:
-        ends, group = self._find_ranks(), self._group()
-        if not ends or group is None:
+        at, members = drain_deadlines(), self._roster.snapshot().members
+        ends = {one.rank: at[one.slot.node_id] for one in members if one.slot.node_id in at}
+        if not ends:
             return
         began, end = time.time(), min(ends.values())
         left = end - began
@@ -69,12 +67,3 @@ class DrainWatch:
                     late,
                     max(0.0, left),
                 )
-
-    def _find_ranks(self) -> Mapping[int, float]:
-        """Return when the nodes end that are draining, as of `time.time()`, by the ranks on them."""
-        with block_shutdown():
-            if self._roster.is_over:
-                return {}
-            ends = drain_deadlines()
-        members = self._roster.snapshot().members
-        return {one.rank: ends[one.slot.node_id] for one in members if one.slot.node_id in ends}

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, group_pairs, head_deadline, run_on_nodes, wait_until
+from fairlead_placement.spi import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
 from .._deadline import Deadline
 from .._head import actors_being_made, draining_nodes
@@ -112,9 +112,9 @@ def _wait(
     if not by_ray:
         return _end_trees(workers, children, time.monotonic() + LAST_LOOK_S, grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
-    refs = [worker.handle.__ray_ready__.remote() for worker in workers]
     deadline = time.monotonic() + GONE_S
-    _, alive = ray.wait(refs, num_returns=len(refs), timeout=GONE_S) if refs else ([], [])
+    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, GONE_S)
+    alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
     left = _end_trees(workers, children, deadline)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, head_deadline
+from fairlead_placement.spi import choose_alive, collect, head_deadline
 
 from .._head import dead_actors, death_causes
 from .._membership.judge import Evidence, Judge, Verdict, decide
@@ -151,15 +151,8 @@ class RayWitnesses:
         # The request for a process that has been replaced would go to its successor.
         current = [worker for worker in workers if now[worker.rank].process == worker]
         # For a dead actor Ray answers this immediately with the cause of its death.
-        asked = {now[worker.rank].handle.__ray_ready__.remote(): worker for worker in current}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=within_s) if asked else ([], [])
-        errors: dict[WorkerProcess, BaseException] = {}
-        for ref in answered:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError as error:
-                errors[asked[ref]] = error
-        return find_evidence(errors)
+        answers = collect({one: now[one.rank].handle.__ray_ready__.remote for one in current}, within_s)
+        return find_evidence({one: error for one, (_, error) in answers.items() if error is not None})
 
     def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Read which processes the memory guards of the nodes have ended."""

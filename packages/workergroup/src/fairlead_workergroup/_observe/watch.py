@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
-from fairlead_placement.spi import block_shutdown, never_connect
+from fairlead_placement.spi import never_connect
 
 from .._membership.model import Notice, Snapshot, WorkerProcess
 from ..exceptions import WorkerFailure, WorkerGroupError
@@ -101,7 +101,8 @@ class Watch(AbstractContextManager["Watch"]):
         on_event: Callable[[WorkerEvent], object] | None,
     ) -> None:
         end = threading.Event()
-        # A weak reference, so that a watched group is released too when nothing else refers to it.
+        # A weak reference, so that a watched group is released too when nothing else refers to it. Nothing dereferences
+        # it, because the thread would then release a group that is dropped at that moment.
         self._group = weakref.ref(group, lambda _: end.set())
         self._observer = observer
         self._roster = roster = observer.roster
@@ -140,8 +141,10 @@ class Watch(AbstractContextManager["Watch"]):
         try:
             while not self._end.is_set():
                 try:
-                    if not self._look():
+                    if self._is_over():
                         return
+                    for event in self._find_events():
+                        self._report(event)
                 except WorkerGroupError:
                     return  # The group has been shut down.
                 except Exception:
@@ -161,20 +164,6 @@ class Watch(AbstractContextManager["Watch"]):
             return not self._roster.connected
         except Exception:  # noqa: BLE001  Ray is shutting down
             return True
-
-    def _look(self) -> bool:
-        """Look at the workers once and report new events; return False if the group has ended."""
-        # The block includes the `del`, because this thread's reference to the group may be the last one.
-        with block_shutdown():
-            group = self._group()
-            if group is None or self._is_over():
-                return False
-            events = self._find_events()
-            del group
-        # Outside the block, because the user's function may be slow, and may shut Ray down.
-        for event in events:
-            self._report(event)
-        return True
 
     def _find_events(self) -> list[WorkerEvent]:
         # If anything fails below, the next look reports these events.
