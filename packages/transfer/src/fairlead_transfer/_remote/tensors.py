@@ -172,9 +172,17 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
     if torch is not None and isinstance(value, torch.Tensor):
         placements = getattr(value, "placements", None)
         with torch.no_grad():
-            local = value.detach() if placements is None else value.to_local().detach()
+            local = value if placements is None else value.to_local()
+            # An AsyncCollectiveTensor has no memory of its own.
+            local = (local.trigger_wait() if hasattr(local, "trigger_wait") else local).detach()
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise TypeError("only dense tensors can be transferred, not sparse, quantized or meta ones")
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        if local.numel() and not (
+            local.data_ptr()
+            and local.untyped_storage().nbytes() >= (local.storage_offset() + reach) * local.element_size()
+        ):
+            raise ValueError("its memory has been freed, or belongs to a tensor that it wraps: return a plain tensor")
         mark = "torch", local.dtype, local.shape, local.stride(), local.data_ptr(), local.device
         if placements is None:
             return mark, local
