@@ -129,7 +129,6 @@ def test_memory_without_an_address(make, side):
     assert refused == ([] if make is make_asynchronous else ["a"])
 
 
-@pytest.mark.xfail(strict=True, reason="c 8: the memory below a lazy conjugate or negative is sent for its values")
 @pytest.mark.parametrize("kind", ["conjugate", "negative"])
 def test_lazy_values(kind):
     """What arrives are the values of a tensor, also if its memory holds their conjugates or negatives."""

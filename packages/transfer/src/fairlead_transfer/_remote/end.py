@@ -22,7 +22,7 @@ from .faults import commit_fault
 from .nixl import Nixl
 from .segment import SharedMemory
 from .store import ObjectStore
-from .tensors import check_tensors, describe, digest, library, look, nbytes, part
+from .tensors import check_tensors, describe, digest, library, look, nbytes, part, resolve
 from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted, explain_failure
 
 
@@ -95,6 +95,7 @@ class End:
         reply: dict[str, Any] = {"number": self._number}
         if method is not None:
             reply = await self._collect(worker, epoch, method, known)
+            self._values = {name: resolve(local) for name, local in self._values.items()}
         reply["collect_s"] = time.monotonic() - began
         if orders is not None:
             self._orders = orders

@@ -196,6 +196,11 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
     )
 
 
+def resolve(local: Any) -> Any:
+    """Return a tensor whose memory holds its values; that of a lazy conjugate or negative does not."""
+    return local.resolve_conj().resolve_neg() if hasattr(local, "resolve_conj") else local
+
+
 def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]:
     """Return library, dtype, item size, global shape, offsets, sizes and device of a tensor.
 
