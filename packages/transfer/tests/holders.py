@@ -49,6 +49,10 @@ class Holder:
         """Return tensors that fit those of `weights` in no way."""
         return {"w": np.zeros((3, 3)), "norm": self.norm.astype("int64"), "more": self.norm}
 
+    def with_table(self):
+        """Return the tensors of `weights`, and one that cannot be written."""
+        return {**self.weights(), "table": np.broadcast_to(np.zeros(1), (4,))}
+
     def note(self):
         self.calls.append("note")
 

@@ -333,6 +333,7 @@ class Attempt:
             )
             for rank, value in values.items()
             for name, why in value.get("refused", ())
+            if "tensors" not in value or not self._router.selection.excludes(name)
         ]
         if refused:
             raise LayoutMismatchError(tuple(refused))

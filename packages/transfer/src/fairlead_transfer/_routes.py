@@ -69,7 +69,7 @@ class Router:
         in_place: whether tensors are read into those of the target, so that their dtypes must be equal.
 
     Attributes:
-        transport: as given.
+        selection, transport: as given.
         kept: the route of the last transfer, if nothing has changed since.
         verified: the route by which digests were compared last.
     """
@@ -79,7 +79,7 @@ class Router:
     ) -> None:
         self._source = source
         self._target = target
-        self._selection = selection
+        self.selection = selection
         self.transport: Transport = transport
         self._in_place = in_place
         self._numbers = 0
@@ -176,12 +176,12 @@ class Router:
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[one.rank].described if one.rank in ranks else None for one in side.members]
         name = "source" if side.name == "source" else "target"
-        return read_side(name, described, self._selection, renamed=renamed)
+        return read_side(name, described, self.selection, renamed=renamed)
 
     def _route(
         self, source: Side, held: Tensors, wanted: Tensors, sources: Collection[int], targets: Collection[int]
     ) -> Route:
-        if wrong := check_dtypes(held, wanted, self._selection, cast=not self._in_place):
+        if wrong := check_dtypes(held, wanted, self.selection, cast=not self._in_place):
             others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
             raise LayoutMismatchError((*wrong.values(), *others))
         plan = reshard(
@@ -191,7 +191,7 @@ class Router:
             target_nodes=self._target.nodes,
             same_processes=source.name == "source" and source.group is self._target.group,
         )
-        dtypes = {name: self._selection.travelling(dtype) for name, dtype in held.dtypes.items()}
+        dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
         self._numbers += 1
 
         def choose(*pair: int) -> str:

@@ -184,6 +184,21 @@ def test_bad_options(groups, options, error, text):
         Link(*groups, source="weights", **options)
 
 
+def test_tensors_that_cannot_be_written(groups):
+    """A read-only tensor of the target is refused by name, unless the link excludes it."""
+    policy, generation = groups
+    policy.call("fill", 2.5).result()
+    with (
+        Link(policy, generation, source="weights", target="with_table") as link,
+        pytest.raises(LayoutMismatchError, match="read-only"),
+    ):
+        link.send(0, timeout=60)
+    with Link(policy, generation, source="weights", target="with_table", exclude=("table",)) as link:
+        for version in range(2):
+            link.send(version, timeout=60)
+    assert generation.call("holds").result() == [2.5] * 4
+
+
 @pytest.mark.xfail(strict=True, reason="c 9: a dtype is any text, and its size is that of the source's dtype")
 @pytest.mark.parametrize("dtype", ["double", "float", "longdouble", "int32", "bool", "float33"])
 def test_dtypes_that_do_not_travel(groups, dtype):

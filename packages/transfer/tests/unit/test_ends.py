@@ -479,7 +479,6 @@ def test_tensors_that_move_before_the_commit():
     assert target.tensors["a"].tolist() == [1] * 4
 
 
-@pytest.mark.xfail(strict=True, reason="c 12: a target that cannot be written is found out after the decision")
 @pytest.mark.parametrize("kind", ["read-only", "broadcast", "overlapping"])
 def test_targets_that_cannot_be_written(kind):
     """A target array that is read-only, or whose elements overlap, is refused by name before anything is decided."""

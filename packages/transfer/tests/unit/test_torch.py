@@ -165,7 +165,6 @@ def test_gathered_parameters(as_rank):
     assert all(bool((one.to_local() == 7).all()) for one in model.parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="c 12: a target that cannot be written is found out after the decision")
 @pytest.mark.parametrize("kind", ["expanded", "overlapping"])
 def test_targets_whose_elements_share_memory(kind):
     """A target tensor whose elements overlap is refused by name before anything is decided."""
@@ -175,7 +174,6 @@ def test_targets_whose_elements_share_memory(kind):
     assert [name for name, _ in reply.get("refused", [])] == ["a"]
 
 
-@pytest.mark.xfail(strict=True, reason="c 12: tensors that were made in inference mode are not written")
 def test_inference_tensors():
     """Tensors that were made in inference mode are written."""
     with torch.inference_mode():

@@ -22,7 +22,7 @@ from .faults import commit_fault
 from .nixl import Nixl
 from .segment import SharedMemory
 from .store import ObjectStore
-from .tensors import check_tensors, describe, digest, library, look, nbytes, part, resolve
+from .tensors import check_tensors, check_writable, describe, digest, library, look, nbytes, part, resolve
 from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted, explain_failure
 
 
@@ -113,7 +113,10 @@ class End:
             return late
         if self._nixl.is_torn():
             return {"number": 0, "torn": True}
-        return {**await self._collect(worker, epoch, method, known), "collect_s": time.monotonic() - began}
+        reply = await self._collect(worker, epoch, method, known)
+        if "tensors" in reply and (refused := check_writable(self._values)):
+            reply["refused"] = refused  # with the description, because the link may exclude these
+        return {**reply, "collect_s": time.monotonic() - began}
 
     async def _fetch(
         self,

@@ -104,14 +104,13 @@ class TorchLibrary:
 
     def copy(self, to: Any, value: Any) -> None:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
-        with self._torch.no_grad():
+        with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
             to.copy_(value)
 
     def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Copy many tensors, each into the first of its pair."""
-        with self._torch.no_grad():
-            for to, value in pairs:
-                to.copy_(value)
+        for to, value in pairs:
+            self.copy(to, value)
 
     def finish(self, tensors: Iterable[Any]) -> None:
         """Wait until the GPUs of tensors have done what they were asked; NIXL does not know the streams of CUDA."""
@@ -316,3 +315,24 @@ def check_tensors(values: Any, method: str) -> list[tuple[str, str]]:
         except (TypeError, ValueError) as error:
             wrong.append((name, str(error)))
     return wrong
+
+
+def check_writable(tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the tensors that new values cannot be written into: pairs of a name and a reason."""
+    return [(name, why) for name, local in tensors.items() if (why := _explain_unwritable(local))]
+
+
+def _explain_unwritable(local: Any) -> str:
+    """Return why new values cannot be written into the memory of a tensor; an empty text if they can."""
+    if 0 in local.shape:
+        return ""
+    if hasattr(local, "flags") and not local.flags.writeable:
+        return "the array is read-only: return one that can be written"
+    if hasattr(local, "is_conj") and (local.is_conj() or local.is_neg()):
+        return "it is a lazy conjugate or negative of its memory: resolve it where the worker keeps it"
+    strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return "its elements share memory, as those of an expanded tensor: return one where they do not"
+        reach += (size - 1) * stride
+    return ""
