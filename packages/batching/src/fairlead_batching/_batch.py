@@ -232,16 +232,21 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
 
         Raises:
-            ValueError: the plan is of another batch: of another number of samples, or of other lengths.
+            ValueError: the plan is of another batch: of another number of samples, or of other lengths; or a length is
+                larger than the width of the sequences.
 
         >>> from fairlead_batching import plan_shards
         >>> batch = BatchedDataDict(x=np.array([10, 20, 30, 40]))
         >>> [shard["x"].tolist() for shard in batch.shard(plan_shards(4, shards=2))]
         [[10, 20], [30, 40]]
         """
-        lengths = None if plan.args is None else self.get(plan.args.input_lengths_key)
-        key = "" if plan.args is None else plan.args.input_lengths_key
-        plan.check(self.size, None if lengths is None else operations.to_integers(key, lengths))
+        lengths = width = None
+        if plan.args is not None:
+            key = plan.args.input_lengths_key
+            lengths = operations.to_integers(key, self[key]) if key in self else None
+            shape: tuple[int, ...] = getattr(self.get(plan.args.input_key), "shape", ())
+            width = int(shape[1]) if len(shape) > 1 else None
+        plan.check(self.size, lengths, width)
         return self._apply(plan)
 
     def _read_lengths(

@@ -7,10 +7,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from . import _microbatches, _planner
+from . import _microbatches
 from ._args import as_int
 from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
+from ._plan import check_lengths
 from ._samples import Samples
 
 Batch = TypeVar("Batch", bound=Samples[Any])
@@ -113,7 +114,7 @@ def pack(
         raise ValueError(f"There is nothing to pack: the batch has {size} samples, and the leaves of sequences {keys}.")
     widths = {name: int(batch[name].shape[1]) for name in keys}
     for name, width in widths.items():
-        _planner.check_lengths(lengths, width, name, key)
+        check_lengths(lengths, width, name, key)
     if unknown := set(pad_values) - set(keys):
         raise ValueError(f"Unknown keys in pad_value_dict: {sorted(unknown)}; the leaves of sequences are {keys}.")
     taken_up = -(-lengths // multiple) * multiple

@@ -81,15 +81,16 @@ class ShardPlan:
         totals = self.total_costs()
         return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
 
-    def check(self, size: int, lengths: IntArray | None) -> None:
+    def check(self, size: int, lengths: IntArray | None, width: int | None = None) -> None:
         """Refuse a batch that this plan was not made for.
 
         Args:
             size: the number of samples of the batch.
             lengths: its lengths; None if they are unknown.
+            width: the width of its sequences; None if it is unknown.
 
         Raises:
-            ValueError: it has another number of samples, or other lengths.
+            ValueError: it has another number of samples, other lengths, or sequences narrower than a length.
         """
         remedy = "Plan it again: plan_shards() with the lengths of this batch."
         if size != self.size:
@@ -100,6 +101,8 @@ class ShardPlan:
                 f"The plan is of another batch: sample {row} has {self.lengths[row]} tokens in the plan, and "
                 f"{lengths[row]} by {self.args.input_lengths_key if self.args else 'the batch'!r}. {remedy}"
             )
+        if self.args is not None and self.lengths is not None:
+            check_lengths(self.lengths, width, self.args.input_key, self.args.input_lengths_key)
 
     def attributes(self, shard: int) -> dict[str, Any]:
         """Return what the plan sets on one shard, by the names of the attributes of `BatchedDataDict`."""
@@ -136,6 +139,15 @@ class ShardPlan:
 
     def _repr_html_(self) -> str:
         return table_html(f"ShardPlan: {self._caption()}", zip(*self._table(), strict=True))
+
+
+def check_lengths(lengths: IntArray, width: int | None, key: str, lengths_key: str) -> None:
+    """Refuse lengths that are negative, or larger than the width of the leaf of sequences, if that is known."""
+    wrong = lengths < 0 if width is None else (lengths < 0) | (lengths > width)
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        expected = "lengths are at least 0" if width is None else f"{key!r} has width {width}"
+        raise ValueError(f"{lengths_key!r} says that sample {index} has {lengths[index]} tokens; {expected}.")
 
 
 def table_html(caption: str, rows: Iterable[Sequence[object]]) -> str:

@@ -14,7 +14,7 @@ from ._leaves.operations import IntArray
 from ._packing import algorithms
 from ._packing.even import Costs, exchange_shards, fill_evenly, put_at, split_by_cost, split_evenly
 from ._packing.packer import get_packer
-from ._plan import ShardPlan
+from ._plan import ShardPlan, check_lengths
 
 # Beyond this number of samples x bins, the bins of a shard are not evened out.
 _MOST_WORK = 1 << 29
@@ -120,15 +120,6 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
         advice = f"pad_to_multiple({shards})" if batch_size is None else f"a batch_size that is a multiple of {shards}"
         raise ValueError(f"{what} not a multiple of shards={shards}: use {advice}, or allow_uneven_shards=True.")
     return group
-
-
-def check_lengths(lengths: IntArray, width: int | None, key: str, lengths_key: str) -> None:
-    """Refuse lengths that are negative, or larger than the width of the leaf of sequences, if that is known."""
-    wrong = lengths < 0 if width is None else (lengths < 0) | (lengths > width)
-    if wrong.any():
-        index = int(np.flatnonzero(wrong)[0])
-        expected = "lengths are at least 0" if width is None else f"{key!r} has width {width}"
-        raise ValueError(f"{lengths_key!r} says that sample {index} has {lengths[index]} tokens; {expected}.")
 
 
 def _check_longest(

@@ -193,9 +193,11 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         return self.lengths, self.widths.get(args.input_key)
 
     def shard(self, plan: ShardPlan) -> list[RemoteBatch]:
-        """Return one handle for each shard of a plan that `plan_shards` made; ValueError if it is of another batch."""
-        key = None if plan.args is None else plan.args.input_lengths_key
-        plan.check(self.size, self.lengths if key == self.lengths_key else None)
+        """Return one handle for each shard of a plan. The errors are those of `BatchedDataDict.shard`."""
+        key, width = None, None
+        if plan.args is not None:
+            key, width = plan.args.input_lengths_key, self.widths.get(plan.args.input_key)
+        plan.check(self.size, self.lengths if key == self.lengths_key else None, width)
         return self._apply(plan)
 
     def _apply(self, plan: ShardPlan) -> list[RemoteBatch]:

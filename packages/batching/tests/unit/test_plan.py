@@ -293,12 +293,19 @@ def test_a_cost_makes_no_plan_worse(quantity):
     assert measure((0, 1)) <= measure(None)
 
 
-@pytest.mark.xfail(strict=True, reason="c 19: a plan made without a width does not check lengths against the batch")
+@pytest.mark.parametrize("without", [None, "length", "tokens"])
 @pytest.mark.parametrize("how", [{"dynamic_batching_args": dynamic(16)}, {"sequence_packing_args": packing(16)}])
-def test_a_plan_checks_the_width_of_the_batch(make_batch, how):
+def test_a_plan_checks_the_width_of_the_batch(make_batch, how, without):
     """Applying a plan refuses lengths beyond the width of the batch, as planning with the batch does."""
     batch = make_batch([4, 4])
     batch["length"] = np.array([7, 8])
-    for shard in (lambda: batch.shard_by_batch_size(1, **how), lambda: batch.shard(plan_shards([7, 8], 1, **how))):
-        with pytest.raises(ValueError, match="width"):
-            shard()
+    plan = plan_shards([7, 8], 1, **how)
+    with pytest.raises(ValueError, match="sample 0 has 7 tokens; 'tokens' has width 4"):
+        batch.shard_by_batch_size(1, **how)
+    if without:
+        del batch[without]
+    if without == "tokens":
+        assert batch.shard(plan)[0].size == 2, "nothing has a width"
+        return
+    with pytest.raises(ValueError, match="sample 0 has 7 tokens; 'tokens' has width 4"):
+        batch.shard(plan)

@@ -256,6 +256,11 @@ def test_a_handle_shows_itself(store):
             ValueError,
             "another batch: sample 3 has 5 tokens in the plan, and 4 by 'length'",
         ),
+        (
+            lambda _: RemoteBatch.put({"tokens": np.ones((2, 4))}).shard(plan_shards([3, 5], 2, **DYNAMIC)),
+            ValueError,
+            "'length' says that sample 1 has 5 tokens; 'tokens' has width 4",
+        ),
         (lambda handle: RemoteBatch.concat([]), ValueError, "There are no batches to join"),
         (
             lambda handle: RemoteBatch.concat([handle, {"x": [1]}]),
