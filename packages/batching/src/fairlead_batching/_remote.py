@@ -307,7 +307,7 @@ def _identify(piece: Mapping[str, Any]) -> tuple[Any, ...]:
 def _copy_rows(leaf: Any, rows: IntArray) -> Any:
     """Return a copy of the rows, because the leaf is a view of the store."""
     taken = operations.take(leaf, rows)
-    return taken.compact() if isinstance(taken, RaggedLeaf) else taken
+    return taken.compact(copy=True) if isinstance(taken, RaggedLeaf) else taken
 
 
 def _require_ray() -> Any:

@@ -207,6 +207,22 @@ def test_a_fetched_batch_is_private(store):
     assert handle.meta == {"step": 3}
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1], []])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_fetched_ragged_rows_are_private(store, library, rows):
+    """fetch() copies ragged rows, and only those of the handle, so that the stored object is not pinned."""
+    made = [np.full((length, 2), length) for length in (3, 1, 2)]
+    if library == "torch":
+        made = list(map(pytest.importorskip("torch", reason="needs torch").from_numpy, made))
+    stored = RaggedLeaf(made)
+    fetched = RemoteBatch.put({"rows": stored}).select_indices(rows).fetch()["rows"]
+    assert fetched == stored.take(np.array(rows, dtype=np.int64))
+    assert not np.shares_memory(np.asarray(fetched.buffer), np.asarray(stored.buffer))
+    assert fetched.buffer.nbytes == fetched.nbytes
+    if library == "numpy":
+        assert fetched.buffer.base.base is None, "the buffer is not a view of the store"
+
+
 def test_a_handle_shows_itself(store):
     """As text and in a notebook a handle shows its size, keys and pieces, and reads nothing."""
     handle = RemoteBatch.put(make([3, 1, 2]), rows_per_object=2)

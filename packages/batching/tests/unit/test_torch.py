@@ -112,16 +112,21 @@ def test_out_of_band(view):
         assert same(batch["float32"], pickle.loads(data, buffers=sent)["float32"])
 
 
-@pytest.mark.xfail(strict=True, reason="c 20: reading ragged rows of torch copies all of them, despite read_only()")
-def test_ragged_rows_are_views():
-    """The promise of read_only() holds for ragged rows too: a reader gets them without a copy."""
-    batch = BatchedDataDict(rows=RaggedLeaf([torch.full((length, 64), 1.0) for length in (3, 1, 2)])).read_only()
+@pytest.mark.parametrize("view", [False, True])
+def test_ragged_rows_are_views(view):
+    """The promise of read_only() holds for ragged rows too: without it, a reader gets a copy."""
+    rows = RaggedLeaf([torch.full((length, 64), 1.0) for length in (3, 1, 2)])
+    batch = BatchedDataDict(rows=rows, same=rows, part=rows.take(np.array([2, 2, 2])), inside=[{"rows": rows}] * 3)
     buffers = []
-    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(batch.read_only() if view else batch, protocol=5, buffer_callback=buffers.append)
     sent = [bytes(buffer.raw()) for buffer in buffers]
-    received = pickle.loads(data, buffers=sent)["rows"]
-    assert received == batch["rows"]
-    assert received.buffer.data_ptr() in [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in sent]
+    received = pickle.loads(data, buffers=sent)
+    assert received.data == batch.data
+    assert received["rows"] is received["same"] is received["inside"][0]["rows"]
+    addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in sent]
+    for key in ("rows", "part"):
+        assert (received[key].buffer.data_ptr() in addresses) is view
+    assert received["part"].buffer.shape == (2 * 64,), "only its own rows were sent"
 
 
 def test_views_keep_the_memory_alive():

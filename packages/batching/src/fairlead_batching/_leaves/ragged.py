@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of different shapes in one buffer."""
 
-import copyreg
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Self
@@ -91,9 +90,13 @@ class RaggedLeaf:
         return len(self) == len(other) and all(map(operations.is_same, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return self._pack_leaf(views=False).__reduce__()
+
+    def _pack_leaf(self, views: bool) -> transport.Sent:
+        """Return the object that is pickled in place of this leaf; `transport.pack` calls it with the promise."""
         compact = self.compact()
-        buffer = transport.pack({"buffer": compact.buffer}, views=False)["buffer"]
-        return copyreg.__newobj__, (type(self),), (buffer, compact.shapes, compact.rows)  # type: ignore[attr-defined]
+        buffer = transport.pack({"buffer": compact.buffer}, views)["buffer"]
+        return transport.Sent(self._make, buffer, compact.shapes, compact.rows)
 
     @property
     def dtype(self) -> Any:
@@ -133,13 +136,17 @@ class RaggedLeaf:
         """Return the leaf with its tensors on ``device``; arrays are not moved."""
         return self._make(operations.move(self.buffer, device), self.shapes, self.rows)
 
-    def compact(self) -> Self:
-        """Return a leaf whose buffer holds only the rows that occur in it; the leaf itself if that is so already."""
+    def compact(self, *, copy: bool = False) -> Self:
+        """Return a leaf whose buffer holds only the rows that occur in it.
+
+        Args:
+            copy: whether the buffer is copied even if it holds only these. By default the leaf itself is returned then.
+        """
         used, rows = np.unique(self.rows, return_inverse=True)
-        if len(used) == len(self.shapes):
+        if len(used) == len(self.shapes) and not copy:
             return self
-        flat = [self.buffer[self.offsets[number] : self.offsets[number + 1]] for number in used]
-        return self._make(_concatenate(flat) if flat else self.buffer[:0], self.shapes[used], rows.reshape(-1))
+        flat = [self.buffer[:0], *(self.buffer[self.offsets[number] : self.offsets[number + 1]] for number in used)]
+        return self._make(_concatenate(flat), self.shapes[used], rows.reshape(-1))
 
     def to_padded(self, value: Any = 0) -> Any:
         """Return all rows as one array or tensor (rows, ...), padded with ``value`` at the end of each dim.

@@ -57,6 +57,9 @@ def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
     if interop.is_tensor(value):
         memo[id(value)] = sent = _pack_tensor(key, value, views)
         return sent
+    if pack_leaf := getattr(kind, "_pack_leaf", None):
+        memo[id(value)] = sent = pack_leaf(value, views)
+        return sent
     return value
 
 
@@ -68,14 +71,14 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
         )
     if tensor.is_nested:
         parts, *rest = interop.unnest(tensor)
-        return _Sent(interop.nest, [_pack_tensor(key, part, views) for part in parts], *rest)
+        return Sent(interop.nest, [_pack_tensor(key, part, views) for part in parts], *rest)
     if not interop.is_plain(tensor):
         return tensor  # sparse, quantized and subclassed tensors have their own pickling
-    return _Sent(_read, interop.memory(tensor), interop.dtype_name(tensor), views)
+    return Sent(_read, interop.memory(tensor), interop.dtype_name(tensor), views)
 
 
-class _Sent:
-    """An object that is pickled as a call that returns the tensor."""
+class Sent:
+    """An object that is pickled as a call that returns the tensor or the leaf."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
