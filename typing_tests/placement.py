@@ -54,6 +54,7 @@ from fairlead_placement.spi import (
     block_shutdown,
     choose_alive,
     claim_slots,
+    collect,
     compare_clocks,
     connection,
     drain_deadlines,
@@ -291,6 +292,7 @@ def wait() -> None:
     assert_type(never_connect(), None)
     with block_shutdown():
         pass
+    assert_type(collect({"a": object}, 1.0), dict[str, tuple[Any, Exception | None]])
     with testing.assert_no_leaks(timeout_s=5):
         pass
 
