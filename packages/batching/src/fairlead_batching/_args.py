@@ -105,6 +105,7 @@ class SequencePackingArgs:
       large for the memory fails in the first microbatch;
     - cost: as in `DynamicBatchingArgs`. Samples are then split over the shards so that all cost the same, each shard
       packs its own, and runs its most expensive bin first. ``balanced`` also makes the bins of a shard cost the same.
+      Where this needs more bins than without a cost, or a more expensive shard, the bins are those without a cost.
 
     Raises:
         TypeError: a number is not whole.

@@ -2,6 +2,7 @@
 """Which sample goes to which shard and microbatch. All shards are planned together, so their microbatches match."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,8 +19,9 @@ from ._plan import ShardPlan, check_lengths
 
 # Beyond this number of samples x bins, the bins of a shard are not evened out.
 _MOST_WORK = 1 << 29
-# Shards of equal numbers of sequences may differ so much in cost, the most expensive from the mean.
+# Splits are equally good if their most expensive shard costs at most this many means.
 _BALANCED = 1.01
+ShardBins = list[algorithms.Bins]  # for each shard, its bins of samples
 
 
 def plan_shards(
@@ -184,7 +186,8 @@ def _plan_dynamic(
     longest_at = padded[ranked[:, last]].tolist()
     costs = _compute_costs(lengths, args)
     if costs is not None:
-        ranked = _exchange_in_rows(ranked, costs, shards)
+        deals = (_exchange_in_rows(ranked, costs, shards), ranked)
+        ranked = min(deals, key=lambda deal: max(math.fsum(costs[deal[:, n::shards].ravel()]) for n in range(shards)))
     dealt = [ranked[:, shard::shards] for shard in range(shards)]
     starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
     widths = [[at[end - 1] for end in [*own, len(at)]] for own, at in zip(starts, longest_at, strict=True)]
@@ -237,38 +240,48 @@ def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePacki
     padded = -(-lengths // args.sequence_length_pad_multiple) * args.sequence_length_pad_multiple
     _check_longest(lengths, padded, args, "a bin of ")
     costs = _compute_costs(lengths, args)
-    tokens = padded.tolist()
-
-    def count_tokens(bin_: list[int]) -> int:
-        return sum(map(tokens.__getitem__, bin_))
-
     if costs is not None:
-        dealt = _deal_by_cost(padded.reshape(-1, group), costs.reshape(-1, group), shards, args)
+        groups = _deal_by_cost(padded.reshape(-1, group), costs.reshape(-1, group), shards, args)
     else:
-        packer = get_packer(args.algorithm, args.max_tokens_per_microbatch, shards, shards)
-        groups = []
-        for first in range(0, len(padded), group):
-            groups.append([[first + index for index in bin_] for bin_ in packer.pack(padded[first : first + group])])
-            if args.microbatch_order == "largest_first":
-                groups[-1].sort(key=count_tokens, reverse=True)
-        dealt = [[bins[shard::shards] for bins in groups] for shard in range(shards)]
+        groups = [_deal_bins(own, shards, args) for own in padded.reshape(-1, group)]
+    firsts = range(0, len(padded), group)
+    dealt = [
+        [
+            [[first + index for index in bin_] for bin_ in bins[shard]]
+            for first, bins in zip(firsts, groups, strict=True)
+        ]
+        for shard in range(shards)
+    ]
+    tokens = padded.tolist()
     return ShardPlan(
         samples=tuple(np.array([index for bins in mine for bin_ in bins for index in bin_]) for mine in dealt),
         micro_batch_indices=[[_pair(accumulate(map(len, bins))) for bins in mine] for mine in dealt],
-        micro_batch_lengths=[[[count_tokens(bin_) for bin_ in bins] for bins in mine] for mine in dealt],
+        micro_batch_lengths=[
+            [[sum(map(tokens.__getitem__, bin_)) for bin_ in bins] for bins in mine] for mine in dealt
+        ],
         args=args,
         lengths=lengths,
         costs=costs,
     )
 
 
-def _deal_by_cost(
-    padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs
-) -> list[list[list[list[int]]]]:
+def _deal_bins(padded: IntArray, shards: int, args: SequencePackingArgs) -> ShardBins:
+    """Return the bins of each shard without regard to costs: those of the packer, dealt in turn.
+
+    Raises:
+        ValueError: there are too few samples to fill a multiple of ``shards`` bins.
+    """
+    bins = get_packer(args.algorithm, args.max_tokens_per_microbatch, shards, shards).pack(padded)
+    if args.microbatch_order == "largest_first":
+        bins.sort(key=lambda bin_: int(padded[bin_].sum()), reverse=True)
+    return [bins[shard::shards] for shard in range(shards)]
+
+
+def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> list[ShardBins]:
     """Return the bins of each shard, for each group: shards cost the same, and have as many bins.
 
-    Shards get equal numbers of sequences. Where their costs would differ then, the numbers differ instead, if that
-    needs no more bins.
+    Shards get equal numbers of sequences; where that needs more bins than the plan without a cost, or shards cost more,
+    they get equal costs of sequences or of bins, or the bins of that plan.
 
     Raises:
         ValueError: a group has too few samples to fill the bins of all shards.
@@ -279,26 +292,47 @@ def _deal_by_cost(
     ranked = np.argsort(-costs, axis=1, kind="stable")
     descending = np.pad(np.take_along_axis(costs, ranked, 1), ((0, 0), (0, -group % shards)))
     of_place = split_evenly(descending.reshape(groups, -1, shards)).reshape(groups, -1)[:, :group]
-    of_sample = put_at(ranked, of_place)
-    filled = [_fill_bins(*one, shards, args) for one in zip(of_sample, padded, costs, strict=True)]
+    plain: list[ShardBins] = []
+    with contextlib.suppress(ValueError):  # without a cost there is no plan
+        plain = [_sort_bins(_deal_bins(own, shards, args), each) for own, each in zip(padded, costs, strict=True)]
+    chosen: list[tuple[ShardBins, Costs]] = []
     for number, own in enumerate(costs):
-        if _measure_imbalance(own, of_sample[number], shards) > _BALANCED:
-            other = put_at(ranked[number], split_by_cost(descending[number, :group], shards))
-            with contextlib.suppress(_EmptyBinError):
-                bins = _fill_bins(other, padded[number], own, shards, args)
-                if len(bins[0]) <= len(filled[number][0]):
-                    of_sample[number], filled[number] = other, bins
-    dealt: list[list[list[list[int]]]] = [[[] for _ in range(groups)] for _ in range(shards)]
-    for number, numbers in enumerate(exchange_shards(costs, of_sample, shards).tolist()):
-        for shard, own_bins in zip(numbers, filled[number], strict=True):
-            dealt[shard][number] = [[number * group + index for index in bin_] for bin_ in own_bins]
-    return dealt
+        candidates: list[ShardBins] = []
+        for places in (of_place[number], split_by_cost(descending[number, :group], shards)):
+            with contextlib.suppress(*[_EmptyBinError] * bool(plain or candidates)):
+                of_sample = put_at(ranked[number], places)
+                candidates.append(_fill_bins(of_sample, padded[number], own, shards, args))
+        if plain:
+            candidates += [_exchange_bins(plain[number], own), plain[number]]
+        measured = [(bins, _sum_costs(bins, own)) for bins in candidates]
+        if plain:
+            most, limit = len(plain[number][0]), measured[-1][1].max()
+            measured = [one for one in measured if len(one[0][0]) <= most and one[1].max() <= limit]
+        chosen.append(min(measured, key=lambda one: (len(one[0][0]), max(one[1].max(), _BALANCED * one[1].mean()))))
+    sums: Costs = np.stack([each for _, each in chosen])
+    orders = np.argsort(exchange_shards(sums), axis=1)
+    if plain:
+        without: Costs = np.stack([_sum_costs(bins, own) for bins, own in zip(plain, costs, strict=True)])
+        if np.take_along_axis(sums, orders, 1).sum(axis=0).max() > without.sum(axis=0).max():
+            return plain
+    return [[bins[shard] for shard in order] for (bins, _), order in zip(chosen, orders.tolist(), strict=True)]
 
 
-def _measure_imbalance(costs: Costs, of_sample: IntArray, shards: int) -> float:
-    """Return the cost of the most expensive shard in means."""
-    sums = np.bincount(of_sample, costs, shards)
-    return float(sums.max() / sums.mean()) if sums.any() else 1.0
+def _sum_costs(dealt: ShardBins, costs: Costs) -> Costs:
+    """Return the cost of each shard, whatever the order of its samples."""
+    return np.array([math.fsum(costs[[index for bin_ in bins for index in bin_]]) for bins in dealt])
+
+
+def _sort_bins(dealt: ShardBins, costs: Costs) -> ShardBins:
+    """Return the bins of each shard, the most expensive first."""
+    return [sorted(bins, key=lambda bin_: float(costs[bin_].sum()), reverse=True) for bins in dealt]
+
+
+def _exchange_bins(dealt: ShardBins, costs: Costs) -> ShardBins:
+    """Return the same bins, dealt so that all shards cost about the same."""
+    (bins,) = _sort_bins([[bin_ for own in dealt for bin_ in own]], costs)
+    of_bin = split_evenly(np.array([costs[bin_].sum() for bin_ in bins]).reshape(1, -1, len(dealt))).ravel()
+    return [[bins[at] for at in np.flatnonzero(of_bin == shard)] for shard in range(len(dealt))]
 
 
 class _EmptyBinError(ValueError):
@@ -307,7 +341,7 @@ class _EmptyBinError(ValueError):
 
 def _fill_bins(
     of_sample: IntArray, padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs
-) -> list[list[list[int]]]:
+) -> ShardBins:
     """Return the bins of each shard, given the shard of each sample: as many for all, the most expensive first."""
     limit = args.max_tokens_per_microbatch
     balanced = args.algorithm == "balanced"
@@ -325,11 +359,9 @@ def _fill_bins(
         _even_out(packed, [padded[mine] for mine in samples], [costs[mine] for mine in samples], limit, count)
     filled = []
     for mine, bins in zip(samples, packed, strict=True):
-        bins = algorithms.split_to(bins, padded[mine].tolist(), count)
-        own_costs = costs[mine].tolist()
-        bins.sort(key=lambda bin_: sum(map(own_costs.__getitem__, bin_)), reverse=True)
-        filled.append([mine[bin_].tolist() for bin_ in bins])
-    return filled
+        split = algorithms.split_to(bins, padded[mine].tolist(), count)
+        filled.append([mine[bin_].tolist() for bin_ in split])
+    return _sort_bins(filled, costs)
 
 
 def _even_out(

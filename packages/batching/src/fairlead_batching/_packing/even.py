@@ -29,7 +29,8 @@ def split_evenly(costs: Costs) -> Integers:
     first = np.argsort(-costs, axis=-1, kind="stable")
     within = _merge_all(np.take_along_axis(costs, first, -1))
     result = put_at(first, within.reshape(groups, rows, shards)).reshape(groups, -1)
-    exchanged = exchange_shards(costs.reshape(groups, -1), result, shards)
+    sums: Costs = np.stack([np.bincount(own, each.ravel(), shards) for own, each in zip(result, costs, strict=True)])
+    exchanged = exchange_shards(sums)
     return np.take_along_axis(exchanged, result, 1).reshape(costs.shape)
 
 
@@ -50,15 +51,12 @@ def split_by_cost(costs: Costs, shards: int) -> Integers:
     return np.array(chosen)
 
 
-def exchange_shards(costs: Costs, of_sample: Integers, shards: int) -> Integers:
+def exchange_shards(sums: Costs) -> Integers:
     """Return the new number of each shard of each group, so that all shards cost about the same in total.
 
     Args:
-        costs: (groups, samples).
-        of_sample: the shard of each sample in its group, of the same shape.
-        shards: the number of shards.
+        sums: (groups, shards), the cost of each shard in each group.
     """
-    sums: Costs = np.stack([np.bincount(own, each, shards) for own, each in zip(of_sample, costs, strict=True)])
     first = np.argsort(-sums, axis=1, kind="stable")
     # Each group is a partial solution, too.
     return put_at(first, _merge_all(np.take_along_axis(sums, first, 1)[None]).reshape(first.shape))
