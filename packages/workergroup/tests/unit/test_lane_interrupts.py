@@ -27,7 +27,7 @@ from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.operations import Route
 
 from ..interrupts import interrupt_everywhere
-from ..lanes import Resources
+from ..lanes import Handle, Resources
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -252,6 +252,16 @@ class TestTurns:
 
 class TestDetour:
     """Ctrl-C in a call that leaves the lane."""
+
+    def test_interrupted_in_ray(self, group, monkeypatch):
+        """The lane works and closes after Ctrl-C in the request for a serve call, which Ray has not sent."""
+        with monkeypatch.context() as patch:
+            patch.setattr(Handle, "remote", lambda handle, config: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt), group.lane.detour([0]):
+                pass
+        assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+        group.lane.stop()
+        group.lane.close(5)
 
     def test_interrupted(self, group, monkeypatch):
         """All workers run the calls that are made after Ctrl-C at any moment of such a call, and all in one order."""

@@ -205,8 +205,8 @@ class Lane:
 
     def close(self, timeout_s: float) -> None:
         """Wait until all earlier calls have been answered and the workers have ended the lane."""
-        if not self.run(lambda: not self._by_identity, timeout_s):
-            late = sorted({one.rank for one in list(self._by_identity.values())})
+        if not self.run(lambda: not self._find_serving(), timeout_s):
+            late = sorted({one.rank for one in self._find_serving()})
             raise self._late_error(
                 f"The lane did not close within {round(timeout_s, 2):g} s",
                 late,
@@ -256,6 +256,10 @@ class Lane:
     def call_back(self, future: LaneFuture) -> None:
         """Call the callbacks of a future when no message is being taken."""
         self._resolved.append(future)
+
+    def _find_serving(self) -> list[Session]:
+        """Return the sessions that have not ended, without those for which Ctrl-C came before the serve call."""
+        return [one for one in list(self._by_identity.values()) if one.items is not None or one.greeted]
 
     def _session(self, member: Member) -> Session:
         """Return the connection with the present incarnation of a worker; start one if there is none."""
@@ -338,7 +342,7 @@ class Lane:
             # A thread that sends, or makes way for Ray's calls, is about to start sessions.
             elif (self._closing or self._roster.ending) and self._order.acquire(blocking=False):
                 try:
-                    if not self._by_identity:
+                    if not self._find_serving():
                         self._finish(WorkerGroupError(CLOSED))
                 finally:
                     self._order.release()
