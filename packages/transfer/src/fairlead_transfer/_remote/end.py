@@ -22,8 +22,8 @@ from .faults import commit_fault
 from .nixl import Nixl
 from .segment import SharedMemory
 from .store import ObjectStore
-from .tensors import check_tensors, check_writable, describe, digest, library, look, nbytes, part, resolve
-from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted, explain_failure
+from .tensors import check_tensors, check_writable, describe, digest, join_pieces, library, look, part, resolve
+from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted, await_replies, explain_failure
 
 
 class End:
@@ -41,6 +41,8 @@ class End:
         self._number = 0
         self._described: list[tuple[Any, ...]] = []
         self._orders: dict[str, Any] = {}
+        # Returns the tensors of a target.
+        self._method: str | None = None
         # By source rank and channel, what this target rank wants.
         self._wanted: dict[tuple[int, int], list[Wanted]] = {}
         self._nixl = Nixl()
@@ -113,6 +115,7 @@ class End:
             return late
         if self._nixl.is_torn():
             return {"number": 0, "torn": True}
+        self._method = method
         reply = await self._collect(worker, epoch, method, known)
         if "tensors" in reply and (refused := check_writable(self._values)):
             reply["refused"] = refused  # with the description, because the link may exclude these
@@ -193,6 +196,7 @@ class End:
         try:
             self._reach("commit")
             await self._call(worker, before)
+            await self._look_again(worker)
             writing = True
             if reading is None:
                 await self._put(apply, worker, chunk_bytes)
@@ -256,6 +260,14 @@ class End:
         values = await self._call(worker, method)
         if epoch < self._epoch:  # the method has let another attempt pass
             return {"superseded": self._epoch}
+        if wrong := self._look(values, method):
+            return {"number": self._number, "refused": wrong}
+        if self._number == known:
+            return {"number": known, "tensors": None}
+        return {"number": self._number, "tensors": self._described, "lacks": {"nixl": explain_missing()}}
+
+    def _look(self, values: Any, method: str) -> list[tuple[str, str]]:
+        """Note the tensors that a method has returned; if some are refused, return their names and the reasons."""
         try:
             looked = {name: look(value) for name, value in values.items()}
         except (AttributeError, TypeError, ValueError):
@@ -263,16 +275,31 @@ class End:
         marks = [(name, mark) for name, (mark, _) in looked.items()]
         if not marks or marks != self._marks:
             if wrong := check_tensors(values, method):
-                return {"number": self._number, "refused": wrong}
+                return wrong
             # Only the storage may have changed, of which the driver knows nothing.
             described = [(name, *describe(value)) for name, value in values.items()]
             if described != self._described or not self._number:
                 self._number, self._described = self._number + 1, described
             self._marks = marks
         self._values = {name: local for name, (_, local) in looked.items()}
-        if self._number == known:
-            return {"number": known, "tensors": None}
-        return {"number": self._number, "tensors": self._described, "lacks": {"nixl": explain_missing()}}
+        return []
+
+    async def _look_again(self, worker: Any) -> None:
+        """Note the tensors that the target holds now; `before` may have replaced those that were collected.
+
+        Raises:
+            ValueError: what has been staged does not fit them.
+        """
+        if self._method is None:
+            return
+        names = self._orders["names"]
+        expected = {one[0]: one[1:-1] for one in self._described if one[0] in names}  # on any device
+        wrong = dict(self._look(await self._call(worker, self._method), self._method))
+        wrong = wrong or {name: why for name, why in check_writable(self._values) if name in names}
+        found = {one[0]: one[1:-1] for one in self._described}
+        wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
+        if wrong:
+            raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
 
     def _tools(self) -> Any:
         return library(self._orders["library"])
@@ -353,7 +380,7 @@ class End:
             transport.release()
         self._local = self._copy_local(tools)
         pieces = list(self._local)
-        replies, trouble = self._await_replies(staged, deadline)
+        replies, trouble = await_replies(staged, deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
@@ -419,23 +446,6 @@ class End:
         transport = self._transports[channel["kind"]]
         return transport.fetch(tools, source, number, channel["staged"], wanted, order, deadline)
 
-    def _await_replies(
-        self, staged: Mapping[int, Any], deadline: float
-    ) -> tuple[dict[int, Any], dict[str, Any] | None]:
-        """Return the replies of the source ranks, and what to answer if one does not come."""
-        replies: dict[int, Any] = {}
-        for source, reply in staged.items():
-            if not isinstance(reply, ray.ObjectRef):
-                replies[source] = reply
-                continue
-            try:
-                replies[source] = ray.get(reply, timeout=max(0.0, deadline - time.monotonic()))
-            except ray.exceptions.GetTimeoutError:
-                return replies, {"waiting": [source]}
-            except Exception as error:  # noqa: BLE001  the driver sees the same error of the source itself
-                return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
-        return replies, None
-
     def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""
         orders = self._orders
@@ -466,7 +476,7 @@ class End:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
         tools, names = self._tools(), self._orders["names"]
         if apply is not None:
-            for chunk in self._chunks(tools, chunk_bytes):
+            for chunk in join_pieces(tools, self._orders, self._pieces, chunk_bytes):
                 await self._call(worker, apply, chunk)
                 self._reach("committing")
         else:
@@ -477,24 +487,3 @@ class End:
             tools.copy_all(pairs)
         if not self._is_unchanged():
             raise BufferError("the memory of a source was written during the commit")
-
-    def _chunks(self, tools: Any, chunk_bytes: int) -> Iterator[dict[str, Any]]:
-        """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
-        orders = self._orders
-        pieces: dict[int, list[Any]] = {}
-        for at, box, value in self._pieces:
-            pieces.setdefault(at, []).append((box, value))
-        chunk: dict[str, Any] = {}
-        size = 0
-        for at, parts in sorted(pieces.items()):
-            shape, dtype = orders["shapes"][at], orders["dtypes"][at]
-            length = nbytes(tools, shape, dtype)
-            if chunk and size + length > chunk_bytes:
-                yield chunk
-                chunk, size = {}, 0
-            whole = chunk[orders["names"][at]] = tools.empty(shape, dtype)
-            for box, value in parts:
-                tools.copy(part(whole, box), value)
-            size += length
-        if chunk:
-            yield chunk

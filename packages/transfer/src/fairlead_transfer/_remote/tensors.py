@@ -11,7 +11,7 @@ import mmap
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .transport import Wanted
@@ -299,6 +299,36 @@ def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     for size in sizes:
         count *= size
     return count
+
+
+def join_pieces(
+    tools: Any, orders: Mapping[str, Any], pieces: Iterable[tuple[int, Any, Any]], chunk_bytes: int
+) -> Iterator[dict[str, Any]]:
+    """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself.
+
+    Args:
+        tools: the library of the tensors.
+        orders: of a target rank.
+        pieces: for each, the number of its tensor in the orders, its box, and its value.
+        chunk_bytes: the most bytes of a part.
+    """
+    by_tensor: dict[int, list[Any]] = {}
+    for at, box, value in pieces:
+        by_tensor.setdefault(at, []).append((box, value))
+    chunk: dict[str, Any] = {}
+    size = 0
+    for at, parts in sorted(by_tensor.items()):
+        shape, dtype = orders["shapes"][at], orders["dtypes"][at]
+        length = nbytes(tools, shape, dtype)
+        if chunk and size + length > chunk_bytes:
+            yield chunk
+            chunk, size = {}, 0
+        whole = chunk[orders["names"][at]] = tools.empty(shape, dtype)
+        for box, value in parts:
+            tools.copy(part(whole, box), value)
+        size += length
+    if chunk:
+        yield chunk
 
 
 def check_tensors(values: Any, method: str) -> list[tuple[str, str]]:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ends of a link ask of a transport, and how a transport says that it has failed."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import ray
 
 
 class Block(NamedTuple):
@@ -121,6 +124,22 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+def await_replies(staged: Mapping[int, Any], deadline: float) -> tuple[dict[int, Any], dict[str, Any] | None]:
+    """Return the replies of the source ranks, and what to answer if one does not come."""
+    replies: dict[int, Any] = {}
+    for source, reply in staged.items():
+        if not isinstance(reply, ray.ObjectRef):
+            replies[source] = reply
+            continue
+        try:
+            replies[source] = ray.get(reply, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            return replies, {"waiting": [source]}
+        except Exception as error:  # noqa: BLE001  the driver sees the same error of the source itself
+            return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
+    return replies, None
 
 
 def explain_failure(reply: Mapping[str, Any]) -> str:
