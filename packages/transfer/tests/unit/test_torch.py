@@ -143,9 +143,8 @@ def test_lazy_values(kind):
     assert torch.equal(target.tensors["a"], value)
 
 
-@pytest.mark.xfail(strict=True, reason="c 11: what FSDP2 has gathered for a while is taken for the parameters")
 def test_gathered_parameters(as_rank):
-    """Weights that arrive after a forward are still there after the next reshard; or the target is refused."""
+    """A target whose parameters FSDP2 has gathered is refused; after a reshard, the weights arrive and stay."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -153,14 +152,16 @@ def test_gathered_parameters(as_rank):
     model = fully_shard(torch.nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
     with torch.no_grad():
         model(torch.zeros(1, 4))
-    target = Worker(dict(model.named_parameters()))
+    target = Worker({name: one.detach() for name, one in model.named_parameters()})
     sent = {"weight": torch.full((3, 4), 7.0), "bias": torch.full((3,), 7.0)}
     ends = Ends([Worker(sent)], [target])
     _, (reply,) = ends.describe()
-    if "refused" in reply:
-        assert "reshard" in reply["refused"][0][1]
-        return
+    assert [name for name, why in reply["refused"] if "call model.reshard()" in why] == ["weight", "bias"]
+    model.reshard()
+    target.tensors = dict(model.named_parameters())
     ends.send(1)
+    with torch.no_grad():
+        assert bool((model(torch.ones(1, 4)) == 5 * 7).all())
     model.reshard()
     assert all(bool((one.to_local() == 7).all()) for one in model.parameters())
 

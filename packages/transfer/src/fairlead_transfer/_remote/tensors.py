@@ -11,7 +11,7 @@ import mmap
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .transport import Wanted
@@ -349,10 +349,25 @@ def check_tensors(values: Any, method: str) -> list[tuple[str, str]]:
 
 def check_writable(tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the tensors that new values cannot be written into: pairs of a name and a reason."""
-    return [(name, why) for name, local in tensors.items() if (why := _explain_unwritable(local))]
+    gathered = _find_gathered()
+    return [(name, why) for name, local in tensors.items() if (why := _explain_unwritable(local, gathered))]
 
 
-def _explain_unwritable(local: Any) -> str:
+def _find_gathered() -> set[int]:
+    """Return the addresses of parameters that FSDP2 has gathered, and will free; it has no public list of them."""
+    known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    groups: list[Any] = []
+    for state in [reference() for reference in list(known.values())]:
+        # Older versions of torch have one group for each state.
+        groups += getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    parameters = [one for group in groups if group is not None for one in group.fsdp_params]
+    names = "_unsharded_param", "_sharded_post_forward_param"
+    copies = [getattr(one, name, None) for one in parameters for name in names]
+    parts = [copy.to_local() if hasattr(copy, "to_local") else copy for copy in copies if copy is not None]
+    return {local.untyped_storage().data_ptr() for local in parts if local.numel()}.difference([0])
+
+
+def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
     """Return why new values cannot be written into the memory of a tensor; an empty text if they can."""
     if 0 in local.shape:
         return ""
@@ -360,6 +375,8 @@ def _explain_unwritable(local: Any) -> str:
         return "the array is read-only: return one that can be written"
     if hasattr(local, "is_conj") and (local.is_conj() or local.is_neg()):
         return "it is a lazy conjugate or negative of its memory: resolve it where the worker keeps it"
+    if gathered and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered:
+        return "FSDP2 has gathered it and will free it: call model.reshard() before the method returns it"
     strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True)):
         if size > 1 and stride < reach:
