@@ -78,9 +78,8 @@ class Tensors:
     devices: dict[int, str] = field(default_factory=dict)
 
 
-ITEMSIZES = {"bool": 1, "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "complex64": 8}
-ITEMSIZES |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint", "float") for bits in (32, 64)}
-ITEMSIZES |= {"complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# The dtypes in which floating-point tensors can travel, and the bytes of an element.
+TRAVELLING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def is_floating(dtype: str) -> bool:
@@ -131,7 +130,7 @@ def read_side(
             wrong.append(_mismatch(side, name, held, f"the ranks of the {side} disagree about its dtype or shape"))
             continue
         (dtype, shape) = next(iter(kinds))
-        itemsize = ITEMSIZES.get(selection.travelling(dtype), next(iter(by_rank.values())).itemsize)
+        itemsize = TRAVELLING.get(selection.travelling(dtype), next(iter(by_rank.values())).itemsize)
         key = (shape, itemsize, *((rank, one.offsets, one.sizes) for rank, one in by_rank.items()))
         if key not in known:
             known[key] = _make_layout(shape, by_rank, len(described), itemsize)

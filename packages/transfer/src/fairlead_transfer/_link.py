@@ -17,7 +17,7 @@ from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup.spi import record_span
 
 from ._attempt import Attempt
-from ._descriptions import Selection
+from ._descriptions import TRAVELLING, Selection
 from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Staged, Transport
 from ._side import Side
@@ -98,6 +98,8 @@ class Link:
             raise ValueError(f"chunk_bytes must be a whole number of at least 1, got {chunk_bytes!r}")
         if dtype is not None and not isinstance(dtype, str):
             raise TypeError(f"dtype must be the name of a dtype, such as 'bfloat16', got {dtype!r}")
+        if dtype is not None and dtype not in TRAVELLING:
+            raise ValueError(f"dtype must be one of {', '.join(TRAVELLING)}, got {dtype!r}")
         if isinstance(exclude, str):
             raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
         # Each raises AttributeError if there is no such method.
