@@ -11,7 +11,7 @@ from . import _microbatches
 from ._args import as_int
 from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
-from ._plan import check_lengths
+from ._plan import check_lengths, round_up
 from ._samples import Samples
 
 Batch = TypeVar("Batch", bound=Samples[Any])
@@ -117,12 +117,10 @@ def pack(
         check_lengths(lengths, width, name, key)
     if unknown := set(pad_values) - set(keys):
         raise ValueError(f"Unknown keys in pad_value_dict: {sorted(unknown)}; the leaves of sequences are {keys}.")
-    taken_up = -(-lengths // multiple) * multiple
+    taken_up = round_up(lengths, multiple)
     starts = np.append(0, np.cumsum(taken_up))
-    if starts[-1] > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"A row of {starts[-1]} tokens is too long for cu_seqlens, which is int32: pack fewer samples."
-        )
+    if (longest := starts.max()) > np.iinfo(np.int32).max:  # sums of large numbers are negative
+        raise ValueError(f"A row of {longest} tokens is too long for cu_seqlens, which is int32: pack fewer samples.")
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], taken_up)
     is_real = positions < np.repeat(lengths, taken_up)
     samples = np.repeat(np.arange(size), taken_up)

@@ -150,6 +150,14 @@ def check_lengths(lengths: IntArray, width: int | None, key: str, lengths_key: s
         raise ValueError(f"{lengths_key!r} says that sample {index} has {lengths[index]} tokens; {expected}.")
 
 
+def round_up(lengths: IntArray, multiple: int) -> IntArray:
+    """Return the next multiples of the lengths; ValueError if one does not fit into int64."""
+    longest = int(lengths.max(initial=0))
+    if -(-longest // multiple) * multiple > np.iinfo(np.int64).max:
+        raise ValueError(f"{longest} tokens cannot be padded to a multiple of {multiple}: that is beyond int64.")
+    return -(-lengths // multiple) * multiple
+
+
 def table_html(caption: str, rows: Iterable[Sequence[object]]) -> str:
     """Return a table for a notebook. The first row is its head."""
 

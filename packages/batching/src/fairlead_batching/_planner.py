@@ -15,7 +15,7 @@ from ._leaves.operations import IntArray
 from ._packing import algorithms
 from ._packing.even import Costs, exchange_shards, fill_evenly, put_at, split_by_cost, split_evenly
 from ._packing.packer import get_packer
-from ._plan import ShardPlan, check_lengths
+from ._plan import ShardPlan, check_lengths, round_up
 
 # Beyond this number of samples x bins, the bins of a shard are not evened out.
 _MOST_WORK = 1 << 29
@@ -169,7 +169,7 @@ def _plan_dynamic(
 ) -> ShardPlan:
     """Sort each group by length, deal it to the shards in rows, and cut all shards at the same positions."""
     limit = args.max_tokens_per_microbatch
-    padded = -(-lengths // args.sequence_length_round) * args.sequence_length_round
+    padded = round_up(lengths, args.sequence_length_round)
     if width is not None:
         padded = np.minimum(padded, width)
     _check_longest(lengths, padded, args, "")
@@ -237,7 +237,7 @@ def _find_cuts(longest_at: list[int], limit: int, only_some_have_last: bool) -> 
 
 def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
     """Pack each group into a multiple of ``shards`` bins, and give each shard as many of them."""
-    padded = -(-lengths // args.sequence_length_pad_multiple) * args.sequence_length_pad_multiple
+    padded = round_up(lengths, args.sequence_length_pad_multiple)
     _check_longest(lengths, padded, args, "a bin of ")
     costs = _compute_costs(lengths, args)
     if costs is not None:

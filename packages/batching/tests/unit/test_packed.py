@@ -139,6 +139,10 @@ def test_microbatches_of_a_plan_know_their_leaves():
             "pad_to_multiple must be at least 1, got 0",
         ),
         (
+            lambda batch: batch.to_packed(lengths_key="length", sequence_keys=["tokens"], pad_to_multiple=2**62),
+            f"A row of {2**62} tokens is too long",
+        ),
+        (
             lambda batch: batch.to_packed(lengths_key="length", sequence_keys=["tokens"], pad_value_dict={"x": 0}),
             r"Unknown keys in pad_value_dict: \['x'\]; the leaves of sequences are \['tokens'\]",
         ),

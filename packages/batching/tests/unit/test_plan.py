@@ -108,6 +108,17 @@ def test_width_is_the_limit_of_padded_lengths():
         (lambda: plan_shards([1.5], 1), ValueError, "'lengths' must be whole numbers, found float64"),
         (lambda: plan_shards([], 1), ValueError, "An empty batch cannot be sharded"),
         (lambda: plan_shards([3, -1], 2, dynamic_batching_args=dynamic(8)), ValueError, "'length' .*sample 1 has -1"),
+        *(
+            (
+                lambda how=how: plan_shards([2**63 - 10], 1, **how),
+                ValueError,
+                f"{2**63 - 10} tokens cannot be padded to a multiple of 4096",
+            )
+            for how in (
+                {"dynamic_batching_args": dynamic(2**63 - 1, 4096)},
+                {"sequence_packing_args": packing(2**63 - 1, multiple=4096)},
+            )
+        ),
         (
             lambda: plan_shards([3, 9], 2, dynamic_batching_args=dynamic(16), width=8),
             ValueError,
