@@ -169,6 +169,7 @@ def planned(part: Part) -> None:
     assert_type(part.shard_sizes, list[int] | None)
     assert_type(part.input_key, str | None)
     assert_type(part.input_lengths_key, str | None)
+    assert_type(part.sequence_length_pad_multiple, int | None)
     assert_type(part.make_microbatch_iterator(4), Iterator[Part])
     assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=1), Iterator[Part])
     assert_type(part.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=["tokens"]), Iterator[Part])

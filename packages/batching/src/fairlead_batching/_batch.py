@@ -16,7 +16,7 @@ from ._leaves.operations import IntArray
 from ._leaves.registry import is_registered
 from ._packed import PackedBatch
 from ._plan import ShardPlan
-from ._samples import Content, Samples
+from ._samples import PLANNED_FOR_PARTS, Content, Samples
 
 Part = TypeVar("Part")
 
@@ -134,7 +134,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     - micro_batch_lengths: per group, the padded length of each microbatch, or the tokens of each bin;
     - elem_counts_per_gb: per group, its samples; after packing only;
     - shard_sizes: the samples of all shards, if these differ;
-    - input_key, input_lengths_key: the leaves with the sequences and with their lengths.
+    - input_key, input_lengths_key: the leaves with the sequences and with their lengths;
+    - sequence_length_pad_multiple: each sequence takes up a multiple of this number of tokens; after packing only.
 
     ``data`` is the plain dictionary of the leaves. A mapping of leaves is stored by dotted keys: ``batch["image"] =
     {"patches": ...}`` sets ``batch["image.patches"]``. ``meta`` is a dictionary of values that are not per sample:
@@ -225,7 +226,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         group.micro_batch_indices, group.micro_batch_lengths = [cuts[batch_idx]], [lengths[batch_idx]]
         group.elem_counts_per_gb = None if self.elem_counts_per_gb is None else [counts[batch_idx]]
         group.shard_sizes = self.shard_sizes if len(cuts) == 1 else None
-        group.input_key, group.input_lengths_key = self.input_key, self.input_lengths_key
+        group.__dict__.update({name: getattr(self, name) for name in PLANNED_FOR_PARTS})
         return group
 
     def shard(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
@@ -345,7 +346,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         *,
         lengths_key: str | None = None,
         sequence_keys: Iterable[str] | None = None,
-        pad_to_multiple: int = 1,
+        pad_to_multiple: int | None = None,
         pad_value_dict: Mapping[str, Any] | None = None,
     ) -> PackedBatch[Self]:
         """Return all sequences in one row, one after the other, for attention that takes ``cu_seqlens``.
@@ -355,7 +356,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             sequence_keys: the leaves with a value for each token. By default they are found as in
                 `make_microbatch_iterator_with_dynamic_shapes`.
             pad_to_multiple: each sequence takes up a multiple of this number of tokens. Context parallelism over n
-                ranks usually needs 2 * n.
+                ranks usually needs 2 * n. By default it is the ``sequence_length_pad_multiple`` of the plan, or 1.
             pad_value_dict: the values to pad with, by key. The default is 0.
 
         Raises:
@@ -386,7 +387,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
         for start, end, length in spans:
             microbatch = self.slice(start, end)
-            microbatch.input_key, microbatch.input_lengths_key = self.input_key, self.input_lengths_key
+            microbatch.__dict__.update({name: getattr(self, name) for name in PLANNED_FOR_PARTS})
             for key in keys:
                 microbatch.data[key] = operations.truncate(microbatch.data[key], dim, length)
             yield microbatch

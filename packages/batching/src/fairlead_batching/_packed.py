@@ -97,11 +97,12 @@ def pack(
     batch: Batch,
     lengths_key: str | None,
     sequence_keys: Iterable[str] | None,
-    multiple: int,
+    multiple: int | None,
     pad_values: Mapping[str, Any],
 ) -> PackedBatch[Batch]:
     """Return the row of a microbatch; for arguments and errors see `BatchedDataDict.to_packed`."""
-    multiple = as_int("pad_to_multiple", multiple, at_least=1)
+    planned = batch.sequence_length_pad_multiple or 1
+    multiple = as_int("pad_to_multiple", planned if multiple is None else multiple, at_least=1)
     key = batch.input_lengths_key if lengths_key is None else lengths_key
     if key is None or key not in batch:
         raise ValueError(

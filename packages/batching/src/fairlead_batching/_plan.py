@@ -114,6 +114,7 @@ class ShardPlan:
             values |= {"input_key": self.args.input_key, "input_lengths_key": self.args.input_lengths_key}
             if isinstance(self.args, SequencePackingArgs):
                 values["elem_counts_per_gb"] = [group[-1][1] for group in cuts]
+                values["sequence_length_pad_multiple"] = self.args.sequence_length_pad_multiple
         return values
 
     def _table(self) -> list[list[str]]:

@@ -27,15 +27,9 @@ else:
     Content = TypeVar("Content")
 Batch = TypeVar("Batch", bound="Samples[Any]")
 
-# The attributes that a plan sets.
-PLANNED = (
-    "micro_batch_indices",
-    "micro_batch_lengths",
-    "elem_counts_per_gb",
-    "shard_sizes",
-    "input_key",
-    "input_lengths_key",
-)
+# The attributes that a plan sets, and those of them that are the same for every part of a shard.
+PLANNED_FOR_PARTS = ("input_key", "input_lengths_key", "sequence_length_pad_multiple")
+PLANNED = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "shard_sizes", *PLANNED_FOR_PARTS)
 
 
 def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
@@ -101,6 +95,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         self.shard_sizes: list[int] | None = None
         self.input_key: str | None = None
         self.input_lengths_key: str | None = None
+        self.sequence_length_pad_multiple: int | None = None
 
     def __repr__(self) -> str:
         try:

@@ -103,9 +103,7 @@ def test_microbatches_of_a_plan_know_their_leaves():
     results = []
     for shard in shards:
         for group in (shard, shard.get_batch(0)):
-            rows = [
-                part.to_packed(pad_to_multiple=4) for part in group.make_microbatch_iterator_for_packable_sequences()
-            ]
+            rows = [part.to_packed() for part in group.make_microbatch_iterator_for_packable_sequences()]
             assert [row["tokens"].shape[1] for row in rows] == shard.micro_batch_lengths[0]
         results += [row.unpack({"double": 2 * row["tokens"], "count": row["length"]}) for row in rows]
     restored = order.restore(results)
