@@ -195,7 +195,7 @@ def packed(part: Part) -> None:
     assert_type(row.source, Part)
     assert_type(row.to("cpu"), PackedBatch[Part])
     assert_type(row.unpack(), Part)
-    assert_type(row.unpack({"log_probs": 1}, {"log_probs": 0.0}), Part)
+    assert_type(row.unpack({"log_probs": 1}, {"log_probs": 0.0}, token_keys=["log_probs"]), Part)
 
 
 def remote(batch: Batch, dynamic: DynamicBatchingArgs, plan: ShardPlan, error: BatchLostError) -> None:

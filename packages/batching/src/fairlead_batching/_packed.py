@@ -55,7 +55,11 @@ class PackedBatch(Generic[Batch]):
         return replace(self, leaves={key: operations.move(leaf, device) for key, leaf in self.leaves.items()}, **row)
 
     def unpack(
-        self, results: Mapping[str, Any] | None = None, pad_value_dict: Mapping[str, Any] | None = None
+        self,
+        results: Mapping[str, Any] | None = None,
+        pad_value_dict: Mapping[str, Any] | None = None,
+        *,
+        token_keys: Iterable[str] | None = None,
     ) -> Batch:
         """Return leaves as a microbatch again, with sequences side by side and padded on the right.
 
@@ -63,19 +67,27 @@ class PackedBatch(Generic[Batch]):
             results: leaves (1, tokens, ...), such as the log-probabilities of the row's tokens, and leaves with one
                 entry for each sequence. The default is all leaves of the row.
             pad_value_dict: the values to pad with, by key. The default is that of `to_packed`, or 0.
+            token_keys: the results with a value for each token. By default these are the results of shape (1, tokens,
+                ...). Name them if the row has one sequence, and a result for it may be as wide as the row.
 
         Raises:
             ValueError: a leaf has neither a value for each token of the row nor one for each sequence, or its dtype
-                does not hold the value to pad with.
+                does not hold the value to pad with. Or ``token_keys`` has a key that is not a result.
         """
         starts, ends = (operations.to_integers("cu_seqlens", getattr(self, name)) for name in reversed(_BOUNDS))
         lengths, starts = np.diff(ends), starts[:-1]
         tokens = int(np.prod(tuple(self.position_ids.shape)))
         unpacked = {}
-        for key, leaf in (self.leaves if results is None else results).items():
+        leaves = self.leaves if results is None else results
+        given = token_keys if token_keys is not None else self.token_keys if results is None else leaves
+        named = {given} if isinstance(given, str) else set(given)
+        if unknown := named - set(leaves):
+            raise ValueError(f"Unknown token_keys {sorted(unknown)}; the results are {sorted(leaves)}.")
+        for key, leaf in leaves.items():
             shape = tuple(getattr(leaf, "shape", ()))
-            if shape[:2] != (1, tokens) or (results is None and key not in self.token_keys):
-                if operations.count_samples({key: leaf}) != len(lengths):
+            if shape[:2] != (1, tokens) or key not in named:
+                is_named = token_keys is not None and key in named
+                if is_named or operations.count_samples({key: leaf}) != len(lengths):
                     raise ValueError(
                         f"Leaf {key!r} must be (1, {tokens}, ...), a value for each token of the row, or have an entry "
                         f"for each of the {len(lengths)} sequences, found {operations.describe(leaf)}."

@@ -111,6 +111,19 @@ def test_microbatches_of_a_plan_know_their_leaves():
     assert restored["count"].tolist() == lengths
 
 
+def test_a_result_of_one_sequence_that_is_as_wide_as_the_row():
+    """token_keys tells a value for each token from a value for the only sequence; the shape cannot."""
+    row = make_batch([3], width=5).to_packed(lengths_key="length", sequence_keys=["tokens"])
+    results = {"double": 2 * row["tokens"], "hidden": np.ones((1, 3))}
+    assert row.unpack(results)["hidden"].shape == (1, 5)
+    unpacked = row.unpack(results, token_keys=["double"])
+    assert unpacked["hidden"] is results["hidden"]
+    assert unpacked["double"].tolist() == [[2, 4, 6, 0, 0]]
+    for keys, message in (("x", r"Unknown token_keys \['x'\]; the results are"), ("wide", r"'wide' must be \(1, 3,")):
+        with pytest.raises(ValueError, match=message):
+            row.unpack({**results, "wide": np.ones((1, 4))}, token_keys=keys)
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [
