@@ -234,7 +234,7 @@ def test_boxes_of_dtensors(as_rank):
 
 @pytest.mark.parametrize("kind", ["partial", "uneven", "strided"])
 def test_dtensors_that_are_no_boxes(as_rank, kind):
-    """Partial placements, and strided shards whose parts are not adjacent, are refused."""
+    """Partial placements, strided shards whose parts are not adjacent, and parts of other sizes are refused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -243,7 +243,7 @@ def test_dtensors_that_are_no_boxes(as_rank, kind):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements, rows, text = {
         "partial": ((Partial(), Replicate()), 8, "artial"),
-        "uneven": ((_StridedShard(0, split_factor=2), Shard(0)), 7, "several boxes"),
+        "uneven": ((_StridedShard(0, split_factor=2), Shard(0)), 10, "not one box"),
         "strided": ((Shard(0), _StridedShard(0, split_factor=2)), 8, "several boxes"),
     }[kind]
     tensor = DTensor.from_local(
@@ -254,8 +254,8 @@ def test_dtensors_that_are_no_boxes(as_rank, kind):
     assert text in reason
 
 
-@pytest.mark.xfail(strict=True, reason="c 17: tensor parallelism that FSDP2 does not divide evenly is refused")
-def test_boxes_of_uneven_shards_over_tensor_parallelism(as_rank):
+@pytest.mark.parametrize("expected", [[(0, 3), (5, 3), (3, 2), (8, 2)], [(0, 2), (4, 2), (2, 2), (6, 1)]])
+def test_boxes_of_uneven_shards_over_tensor_parallelism(as_rank, expected):
     """FSDP2 cuts the rows of each tensor parallel rank as torch chunks them; each rank holds one box."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -263,17 +263,17 @@ def test_boxes_of_uneven_shards_over_tensor_parallelism(as_rank):
 
     from fairlead_transfer._remote.tensors import describe
 
-    # Ten rows: each of two tensor parallel ranks has five, of which one FSDP2 rank has three and the other two.
-    boxes = {}
+    # Of ten rows, each of two tensor parallel ranks has five, of which one FSDP2 rank has three and the other two.
+    boxes, shape = [], torch.Size((expected[-1][0] + expected[-1][1], 3))
     for rank in range(4):
         as_rank(rank, 4)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        local = torch.ones(3 if rank < 2 else 2, 3)
+        local = torch.ones(expected[rank][1], 3)
         placements = _StridedShard(0, split_factor=2), Shard(0)
-        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size((10, 3)), stride=(3, 1))
+        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(3, 1))
         _, _, _, _, offsets, sizes, _ = describe(tensor)
-        boxes[rank] = offsets[0], sizes[0]
-    assert boxes == {0: (0, 3), 1: (5, 3), 2: (3, 2), 3: (8, 2)}
+        boxes.append((offsets[0], sizes[0]))
+    assert boxes == expected
 
 
 def test_fingerprint_is_stable():

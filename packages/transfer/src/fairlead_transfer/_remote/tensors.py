@@ -7,6 +7,7 @@ numpy and torch have the same few operations under other names; a worker may lac
 import contextlib
 import ctypes
 import importlib
+import math
 import mmap
 import sys
 import warnings
@@ -230,33 +231,47 @@ def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
     Raises:
         ValueError: the local part is no box of the global tensor.
     """
-    _check_strided(value)
-    chunks = value.__create_chunk_list__()  # refuses partial placements
-    if len(chunks) != 1 or tuple(chunks[0].sizes) != sizes:
+    if any(hasattr(placement, "split_factor") for placement in value.placements):
+        offsets, lengths = _strided_box(value)
+    else:
+        chunks = value.__create_chunk_list__()  # refuses partial placements
+        offsets, lengths = (chunks[0].offsets, tuple(chunks[0].sizes)) if len(chunks) == 1 else ((), ())
+    if lengths != sizes:
         raise ValueError(
             f"the local part of a DTensor with placements {value.placements} is not one box; transfer its boxes as "
             "LocalTensors"
         )
     # Empty parts may begin at the end.
-    return tuple(int(at) for at in chunks[0].offsets) if 0 not in sizes else (0,) * len(sizes)
+    return tuple(int(at) for at in offsets) if 0 not in sizes else (0,) * len(sizes)
 
 
-def _check_strided(value: Any) -> None:
-    """Refuse strided shards whose parts are not adjacent: the chunk list names the first part only."""
-    for at, placement in enumerate(value.placements):
-        factor = getattr(placement, "split_factor", None)
-        if factor is None:
-            continue
-        inner = outer = 1
-        for number, other in enumerate(value.placements):
-            if getattr(other, "dim", None) == placement.dim:
-                outer *= value.device_mesh.size(number)
-                inner *= value.device_mesh.size(number) if number > at else 1
-        if inner != factor or value.shape[placement.dim] % outer:
+def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of the local part of a DTensor with strided shards.
+
+    FSDP2 makes them: each splits what the shards to its right have split before, as tensor parallelism does.
+
+    Raises:
+        ValueError: the local part may consist of several boxes.
+    """
+    mesh, placements = value.device_mesh, value.placements
+    order: list[int] = []
+    for at in reversed(range(len(placements))):
+        factor = getattr(placements[at], "split_factor", None)
+        inner = [mesh.size(other) for other in order if placements[other].dim == getattr(placements[at], "dim", None)]
+        if placements[at].is_partial() or (factor is not None and factor != math.prod(inner)):
             raise ValueError(
-                f"the local part of a DTensor of shape {tuple(value.shape)} with placements {value.placements} may "
-                "consist of several boxes; shard evenly, or transfer its boxes as LocalTensors"
+                f"the local part of a DTensor of shape {tuple(value.shape)} with placements {placements} may consist "
+                "of several boxes, or is partial; transfer its boxes as LocalTensors"
             )
+        if hasattr(placements[at], "dim"):
+            order.insert(0 if factor is None else len(order), at)
+    offsets, sizes = [0] * value.ndim, list(value.shape)
+    for at in order:
+        dim = placements[at].dim
+        chunk = -(-sizes[dim] // mesh.size(at))  # as torch.chunk
+        begin = min(sizes[dim], mesh.get_coordinate()[at] * chunk)
+        offsets[dim], sizes[dim] = offsets[dim] + begin, min(chunk, sizes[dim] - begin)
+    return tuple(offsets), tuple(sizes)
 
 
 def part(tensor: Any, box: tuple[slice, ...]) -> Any:
