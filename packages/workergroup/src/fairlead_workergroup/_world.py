@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -59,11 +60,45 @@ class World(Protocol):
         """Return values as `ray.get` does."""
 
 
+class OneTimeEvent:
+    """An event of threads, of which Ctrl-C may interrupt any operation.
+
+    A wait for `threading.Event` that is interrupted when it ends raises RuntimeError for a lock that it does not have.
+    """
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        # A taken lock for each thread that waits. Single operations of the deque are all that threads share.
+        self._waiting: deque[threading.Lock] = deque()
+
+    def set(self) -> None:
+        """Note that the event has happened."""
+        self._has_happened = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiting.popleft().release()
+
+    def is_set(self) -> bool:
+        """Return whether the event has happened."""
+        return self._has_happened
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event has happened; return whether it has within the time."""
+        mine = threading.Lock()
+        mine.acquire()
+        self._waiting.append(mine)
+        if not self._has_happened:  # otherwise nobody may release the lock any more
+            mine.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        with contextlib.suppress(ValueError):  # it is not there after the event
+            self._waiting.remove(mine)
+        return self._has_happened
+
+
 class RealWorld:
     """The world of a driver."""
 
     lock = staticmethod(threading.Lock)
-    event = staticmethod(threading.Event)
+    event = staticmethod(OneTimeEvent)
     thread = staticmethod(threading.get_ident)
 
     def now(self) -> float:

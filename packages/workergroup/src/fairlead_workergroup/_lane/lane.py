@@ -27,12 +27,14 @@ from fairlead_placement.spi import block_shutdown, never_connect
 
 from .._deadline import Deadline
 from .._futures import LaneFuture, LaneStream
+from .._membership.gate import wait_for_event
 from .._membership.judge import Evidence
 from .._membership.model import Member, Snapshot
 from .._membership.roster import Roster
 from .._observe.evidence import evidence_of
 from .._observe.query import late_workers
 from .._ray_private import actor_id_of
+from .._world import OneTimeEvent
 from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
 from .router import Router
 from .session import Body, Session
@@ -66,10 +68,7 @@ class _Watcher:
         self.found = False
         # Whether the thread does not wait any more.
         self.left = False
-        # Taken until there is enough. Unlike an event, it holds no other lock for a moment, in which the handler of a
-        # signal could make another call and wait.
-        self.wait: threading.Lock = threading.Lock()
-        self.wait.acquire()
+        self.answered = OneTimeEvent()
 
 
 class Lane:
@@ -231,11 +230,8 @@ class Lane:
         self._do(lambda: self._watchers.append(watcher))
         if self._closed:
             return is_enough()
-        deadline = Deadline.after(timeout_s)
         try:
-            while not watcher.wait.acquire(timeout=-1 if timeout_s is None else deadline.left(SLICE_S) or 0.0):
-                if deadline.passed:
-                    break
+            wait_for_event(watcher.answered, Deadline.after(timeout_s))
         finally:
             watcher.left = True
         return watcher.found
@@ -383,7 +379,7 @@ class Lane:
                 watcher.found = watcher.is_enough()
             if watcher.left or watcher.found or self._closed:
                 self._watchers.remove(watcher)
-                watcher.wait.release()
+                watcher.answered.set()
 
     def _receive(self) -> None:
         """Take the messages that have arrived."""

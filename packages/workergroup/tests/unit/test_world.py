@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the seam to the clock and to threads."""
+
+import contextlib
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from fairlead_workergroup._world import RealWorld
+
+from ..interrupts import Interrupter
+
+
+def test_interrupted_waits():
+    """Ctrl-C at any moment of a wait for an event raises KeyboardInterrupt only, and others can wait and set it."""
+
+    moments = 0
+    with ThreadPoolExecutor(1) as other:
+        while True:
+            event = RealWorld().event()
+            threading.Timer(0.002, event.set).start()
+            with (
+                contextlib.suppress(KeyboardInterrupt),
+                Interrupter(signal.SIGINT, ("_world.py", "threading.py"), moments) as interrupter,
+            ):
+                assert event.wait(20)
+            assert other.submit(event.wait, 20).result(30)
+            if not interrupter.has_raised:
+                break
+            moments += 1
+    assert moments
+
+
+def test_waits():
+    """A wait ends at its timeout, and for all threads when the event happens."""
+    event = RealWorld().event()
+    assert not event.wait(0.01)
+    assert not event.is_set()
+    with ThreadPoolExecutor(8) as threads:
+        waits = [threads.submit(event.wait, 20) for _ in range(8)]
+        event.set()
+        assert all(one.result(30) for one in waits)
+    assert event.wait(0.0)
+    assert event.wait()
