@@ -2,7 +2,6 @@
 """The futures of requests, Ray's own and those of a lane's answers, and all waiting for them."""
 
 import asyncio
-import contextlib
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -128,9 +127,12 @@ class LaneFuture:
 
     def run_callbacks(self) -> None:
         """Call each function that waits for the answer, once, also if two threads do so."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._callbacks.popleft()(self)
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:  # the other thread has taken the last one
+                return
+            callback(self)
 
     def cancel(self, *, asks: bool = True) -> bool:
         """Drop the request if it has not been sent, as `Carrier.cancel` does."""

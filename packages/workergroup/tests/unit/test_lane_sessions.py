@@ -119,6 +119,12 @@ class TestMessages:
         (sent,) = group.send("echo", 1, ranks=[0])
         assert sent.future().result(10) == ((1,), {})
 
+    def test_failing_command(self, group, caplog, eventually):
+        """An error of any kind in the lane's thread is logged, and the thread goes on."""
+        group.lane._do(lambda: [][0])
+        assert eventually(lambda: "could not take a message: IndexError" in caplog.text)
+        assert futures_of.get(group.send("echo", 1, ranks=[0]), 20) == [((1,), {})]
+
     def test_thread_that_frees_references(self, group, monkeypatch, eventually):
         """The lane's own thread keeps `ray.shutdown()` waiting while it looks at the ends of the serve calls."""
         blocked, seen = [], []

@@ -308,8 +308,11 @@ class Lane:
 
     def _run_commands(self) -> None:
         while self._commands:
-            with contextlib.suppress(IndexError):  # another thread has taken the last one
-                self._commands.popleft()()
+            try:
+                command = self._commands.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            command()
 
     def _submit(self, calls: Sequence[tuple[Session, Any, Body]]) -> None:
         with self._router.batch(self._note_lost):
