@@ -235,7 +235,7 @@ class Attempts:
             self._repeat_once(attempt, deadline or self.order.deadline, partial(again, self))
 
     def begin_again(self, order: Order, returned: list[int], sent: Sent) -> None:
-        """Start anew with a call that has been sent again, as no worker has run it."""
+        """Begin with the requests of a call that was sent again because no worker had run it."""
         self.order, self.returned, self.ranks = order, returned, list(order.ranks)
         self.positions, self.others = split_positions(self.ranks, returned)
         self.futures, self._repeated_in = sent.futures, sent.epoch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The waiting for futures and the fetching of results, for all calls and for plain ObjectRefs."""
+"""The futures of classic calls and plain ObjectRefs, and the fetching of their results."""
 
 import logging
 import time

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import queue
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -256,7 +255,7 @@ def iterate(results: Callable[[Waiter], AsyncGenerator[T]]) -> Generator[T]:
 async def iterate_on_loop(results: Callable[[Waiter], AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the results of an asynchronous generator that does not block the event loop."""
     with short_traceback():
-        async with OnLoop() as loop, aclosing(results(loop)) as results_there:
+        async with OnLoop() as loop, contextlib.aclosing(results(loop)) as results_there:
             async for result in results_there:
                 yield result
                 del result

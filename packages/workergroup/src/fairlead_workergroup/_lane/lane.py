@@ -169,14 +169,14 @@ class Lane:
         """
         if not self._overlaps:
             return True
-        ahead = [one for one in list(self._by_identity.values()) if one.rank in ranks and not one.has_begun]
+        ahead = [one for one in self._find(ranks) if not one.has_begun]
         self._stopped.update(ahead)
         self._router.interrupt()
         return not ahead
 
     def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
         """Wait until these workers have begun all earlier calls; return whether they have in time."""
-        ahead = [one for one in list(self._by_identity.values()) if one.rank in ranks]
+        ahead = self._find(ranks)
         return self.run(lambda: all(one.has_begun or one not in self._stopped for one in ahead), timeout_s)
 
     @contextlib.contextmanager
@@ -253,6 +253,10 @@ class Lane:
         """Call the callbacks of a future when no message is being taken."""
         self._resolved.append(future)
 
+    def _find(self, ranks: Collection[int]) -> list[Session]:
+        """Return the sessions of ranks that have not ended."""
+        return [one for one in list(self._by_identity.values()) if one.rank in ranks]
+
     def _find_serving(self) -> list[Session]:
         """Return the sessions that have not ended, without those for which Ctrl-C came before the serve call."""
         return [one for one in list(self._by_identity.values()) if one.items is not None or one.greeted]
@@ -291,7 +295,7 @@ class Lane:
 
     def _stop(self, ranks: Collection[int]) -> None:
         """Give the sessions of ranks no further calls, and let the workers end their serve calls after the others."""
-        self._stopped.update([one for one in list(self._by_identity.values()) if one.rank in ranks])
+        self._stopped.update(self._find(ranks))
         self._router.interrupt()
 
     def _do(self, command: Callable[[], object]) -> None:

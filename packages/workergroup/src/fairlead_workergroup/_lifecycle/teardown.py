@@ -83,7 +83,6 @@ class Teardown:
 
     def _clean_up(self, cleanup_method: str | None, deadline: Deadline) -> bool:
         """Run the user's method on the living workers; return whether all went well."""
-        now = self._roster.snapshot()
         if cleanup_method is None or not self._roster.handles or not self._roster.connected:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
