@@ -224,15 +224,50 @@ def test_repeated_requests(group):
     assert [values for _, values, _ in asyncio.run(map_items())] == [(0,), (2,), (3,)]
 
 
-def test_behind(group):
+def test_behind(group, monkeypatch):
     """A call that is sent before the workers have the facts of the published epoch waits for them."""
     handle, before = group.handle(), group.epoch
+    handle.call("take").result()
+    sender = handle._connect()
+    renew = sender.renew
+
+    def renew_late(*at_least):
+        if at_least:  # all have refused the call
+            group.call(set_epoch, group.epoch).result()
+        renew(*at_least)
+
     publish_epoch(group)
-    timer = threading.Timer(0.3, lambda: group.call(set_epoch, group.epoch).result())
-    timer.start()
+    renew(group.epoch)
+    monkeypatch.setattr(sender, "renew", renew_late)
     assert handle.call("take").result() == [(rank, before + 1) for rank in range(4)]
-    timer.join()
-    assert group.call("take_runs").result()
+    assert group.call("take_runs").result() == [2] * 4
+
+
+@pytest.mark.parametrize("change", ["resize", "restart"])
+def test_published_after_facts(local_ray, change):
+    """An epoch is published when its facts are on their way to all workers that keep running, so that none refuses."""
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
+    ):
+        registration = group._resources.registration
+        publish, seen = registration.publish, []
+
+        def look_and_publish(starting=None):
+            if starting is None:
+                pickled = ray.cloudpickle.dumps(lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
+                of_rank_0 = group.workers[0]._fairlead_apply.remote("epoch", pickled)
+                seen.append((group.epoch, ray.get(of_rank_0, timeout=30)))
+            publish(starting)
+
+        registration.publish = look_and_publish
+        if change == "resize":
+            group.resize(dp=3)
+        else:
+            ray.kill(group.workers[1])
+            group.restart_failed_workers()
+        assert seen[-1] == (1, 1)
+        assert all(published == of_worker for published, of_worker in seen)
 
 
 def test_never_published(group):

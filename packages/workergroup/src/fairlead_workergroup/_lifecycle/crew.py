@@ -151,11 +151,16 @@ class Crew:
         alive_nodes()
 
     def commit(self, staged: Staging) -> None:
-        """Use what was staged from now on, and publish the new members."""
+        """Use what was staged from now on."""
         if self._resources.next_lease is not None:
             self._resources.take_next_port()
         self._launcher.begin(staged.launch, self._resources.lease_master_port(staged.places[0].slot))
         self._slots = staged.slots
+
+    def publish(self) -> None:
+        """Let handles of other processes see the members."""
+        if self._resources.registration is not None:
+            self._resources.registration.publish()
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the processes of ranks; return descriptions of those that are still there."""

@@ -155,11 +155,9 @@ class Launcher:
         return started
 
     def begin(self, plan: "LaunchPlan", lease: PortLease) -> None:
-        """Use the plan and the master port of an epoch that has begun, and publish its members."""
+        """Use the plan and the master port of an epoch that has begun."""
         self.adopt(plan)
         self.master = lease.address, lease.port
-        if self.resources.registration is not None:
-            self.resources.registration.publish()
 
     def facts(self, plan: "LaunchPlan", port: int, *, epoch: int) -> tuple[WorkerFacts, ...]:
         """Return the facts of each rank in an epoch."""

@@ -45,7 +45,10 @@ class Crew(Facilities, Protocol[S]):
         """Check that processes can start, before others end for them."""
 
     def commit(self, staged: S) -> None:
-        """Use what was staged from now on, and publish the new members."""
+        """Use what was staged from now on."""
+
+    def publish(self) -> None:
+        """Let handles of other processes see the members."""
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the processes of ranks; return descriptions of those that are still there."""

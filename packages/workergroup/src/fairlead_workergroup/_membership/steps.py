@@ -71,7 +71,12 @@ class Steps:
                 staged = self._switch(undo)
                 undo.pop_all()
             self._crew.commit(staged)
-            self._deliver()
+            try:
+                self._deliver_facts()
+            finally:
+                # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
+                self._crew.publish()
+            self._run_hooks()
             self._report()
         except BaseException as error:
             if isinstance(error, Exception):
@@ -170,8 +175,8 @@ class Steps:
             gives_up = end.at is not None
             self._values = self._hooks.hand_over(ready, until, self._change.check, give_up=gives_up)
 
-    def _deliver(self) -> None:
-        """Send the facts of the epoch to those who keep running, and run the user's methods on all of them at once."""
+    def _deliver_facts(self) -> None:
+        """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
         plan, before, now = self._plan, self._before, self._roster.snapshot()
         if self._is_first:
             return
@@ -187,6 +192,13 @@ class Steps:
         what = f"{plan.what} of {self._roster.name_prefix}: facts"
         if plan.follow:
             self._check_followed(now, *self._transport.wait_for(sent, deadline, what, self._change.check))
+
+    def _run_hooks(self) -> None:
+        """Run the user's methods of a change on all workers at once."""
+        plan, now, deadline = self._plan, self._roster.snapshot(), self._deadline
+        if self._is_first:
+            return
+        new = {one.place.rank for one in self._started}
         calls: list[tuple[str, HookCall]] = []
         try:
             if restarted := [rank for rank in plan.on_restart if rank in new]:
