@@ -150,9 +150,8 @@ class Samples(UserDict[str, Any], Generic[Content]):
             pad_value_dict: the values to pad with, by key. The default is 0, which strings and times cannot hold.
 
         Raises:
-            ValueError: there are no batches, batches with samples have different keys, or other dims differ. Or the
-                dtypes of a key have no common one, or a whole number would become another one in it. Or
-                ``pad_value_dict`` has keys that no batch has, or a value that the leaf's dtype cannot hold. Or two
+            ValueError: there are no batches, batches with samples have different keys, or dtypes or other dims differ.
+                Or ``pad_value_dict`` has keys that no batch has, or a value that the leaf's dtype cannot hold. Or two
                 batches have different values of a key in ``meta``.
             TypeError: a key has a list in one batch and a tensor in another.
 

@@ -84,7 +84,7 @@ def test_parts_keep_the_record_of_padding():
     assert padded.slice(2, 4).drop_padding()["x"] == [3]
     assert [part.drop_padding()["x"] for part in padded.make_microbatch_iterator(2)] == [[1, 2], [3]]
     assert padded.repeat_interleave(2).drop_padding()["x"] == [1, 1, 2, 2, 3, 3]
-    fresh = BatchedDataDict(x=[7], sample_mask=np.ones(1))
+    fresh = BatchedDataDict(x=[7], sample_mask=np.ones(1, np.float32))
     assert BatchedDataDict.from_batches([padded, fresh]).drop_padding()["x"] == [1, 2, 3, 7]
     assert copy.deepcopy(padded).drop_padding()["x"] == [1, 2, 3]
 

@@ -95,14 +95,6 @@ def keeps(number: float, dtype: Any) -> bool:
     return bool(kept == number or (kept != kept and number != number))
 
 
-def convert_integers(tensor: Any, dtype: Any) -> tuple[Array, Array]:
-    """Return the whole numbers of a tensor, and their values in a dtype of floats."""
-    torch = require_torch()
-    # First to the dtype, and then to one that numpy has and that holds all its values.
-    held = tensor.detach().to(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
-    return to_numpy(tensor), to_numpy(held).real
-
-
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two tensors have the same dtype, device, shape and values; nested ones only if they are one."""
     if (

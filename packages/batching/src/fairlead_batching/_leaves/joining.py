@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several batches as one: the common dtype of a leaf, its padding, and its concatenation. No value changes silently."""
+"""Several batches as one: the padding and the concatenation of each leaf. No value changes silently."""
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -70,8 +69,8 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
 
     Raises:
         TypeError: they are not all lists, all arrays, or all tensors.
-        ValueError: they have different numbers of dims, or differ in another dim than the first two; no dtype holds
-            the values of all; or their dtype does not hold the pad value.
+        ValueError: they have different dtypes or numbers of dims, or differ in another dim than the first two; or their
+            dtype does not hold the pad value.
     """
     kinds = {operations.kind(key, leaf) for leaf in leaves}
     if len(kinds) > 1:
@@ -106,50 +105,14 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
 
 
 def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
-    """Return the dtype of all leaves together.
-
-    Raises:
-        ValueError: there is none, or a whole number of some leaf would become another number in it.
-    """
+    """Return the dtype of all leaves, for strings the longest; ValueError if they differ."""
     dtypes = list(dict.fromkeys(leaf.dtype for leaf in leaves))
     if len(dtypes) == 1:
         return dtypes[0]
-    arrays = isinstance(dtypes[0], np.dtype)
-    if arrays and len({_family(dtype) for dtype in dtypes} - {"O"}) > 1:
-        raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {[str(dtype) for dtype in dtypes]}.")
-    try:
-        dtype = np.result_type(*dtypes) if arrays else reduce(interop.require_torch().promote_types, dtypes)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"Leaf {key!r} cannot be joined: {error}. Convert it to one dtype first.") from error
-    for leaf in leaves:
-        if leaf.dtype != dtype and (lost := _find_lost_integer(leaf, dtype)) is not None:
-            raise ValueError(
-                f"Leaf {key!r} cannot be joined: {dtype}, the dtype of {[str(dtype) for dtype in dtypes]} together, "
-                f"does not hold {lost} of a leaf of {leaf.dtype}. Convert it to one dtype first."
-            )
-    return dtype
-
-
-def _family(dtype: np.dtype[Any]) -> str:
-    # Dtypes of other libraries, such as ml_dtypes.bfloat16, are numbers, although numpy calls them void.
-    return "number" if dtype.kind in _NUMBERS or dtype.isbuiltin == 2 else dtype.kind
-
-
-def _find_lost_integer(leaf: Any, dtype: Any) -> int | None:
-    """Return a whole number of the leaf that the dtype does not hold; None if it holds all."""
-    if _kind_of(leaf.dtype) != "i" or _kind_of(dtype) not in "fc":
-        return None
-    if isinstance(dtype, np.dtype):
-        values = np.asarray(leaf)
-        with np.errstate(over="ignore"):
-            converted = values.astype(dtype).real
-    else:
-        values, converted = interop.convert_integers(leaf, dtype)
-    limit = float(int(np.iinfo(values.dtype).max) + 1)
-    with np.errstate(invalid="ignore"):
-        # Values beyond the limits are compared first, because converting them back gives arbitrary numbers.
-        lost = (converted >= limit) | (converted < -limit) | (converted.astype(values.dtype) != values)
-    return int(values[lost][0]) if lost.any() else None
+    if {getattr(dtype, "kind", "") for dtype in dtypes} in ({"U"}, {"S"}):
+        return np.result_type(*dtypes)
+    found = [str(dtype) for dtype in dtypes]
+    raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {found}. Convert it to one dtype first.")
 
 
 def check_pad_value(key: str, value: Any, dtype: Any) -> None:
