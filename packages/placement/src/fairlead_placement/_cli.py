@@ -13,8 +13,7 @@ from rich.text import Text
 
 from ._cluster import RayVirtualCluster
 from ._discovery import TAG
-from ._doctor.checks import ACCELERATORS, Check, Expected
-from ._doctor.examine import examine_cluster
+from ._doctor.examine import ACCELERATORS, Check, Expected, examine_cluster
 from ._model import group_pairs
 from ._nodes.head import read_holders, read_nodes
 from ._show import Report, draw_nodes

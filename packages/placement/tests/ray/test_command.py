@@ -71,7 +71,6 @@ def test_doctor(address):
         "clocks",
         "shared memory",
         "ports",
-        "uv cache",
         "head",
     ]
     assert {check["name"]: check["found"] for check in read["checks"]}["ports"] == "2 of 2 pairs of nodes connect"

@@ -12,8 +12,8 @@ import pytest
 
 from fairlead_placement import PlacementError
 from fairlead_placement._cli import _parse_expected, _parse_request, main
-from fairlead_placement._doctor.checks import Expected
-from fairlead_placement._doctor.probe import listen, look_at_node, try_to_connect
+from fairlead_placement._doctor.examine import Expected
+from fairlead_placement._doctor.probe import listen, try_to_connect
 from fairlead_placement._terminal import Output, run_command
 
 
@@ -87,16 +87,6 @@ def test_json(capsys):
     """JSON is printed with a line for each field."""
     Output().print_json({"schema": 1})
     assert capsys.readouterr().out == '{\n  "schema": 1\n}\n'
-
-
-def test_probe(monkeypatch, tmp_path):
-    """The probe looks at the nearest folder that exists, and compares the file systems."""
-    monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "a" / "b"))
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "c"))
-    found = look_at_node()
-    assert (found["same_device"], found["venvs"]) == (True, str(tmp_path / "a" / "b"))
-    monkeypatch.setenv("UV_CACHE_DIR", "/proc/cache")
-    assert look_at_node()["same_device"] is False
 
 
 def test_connections():

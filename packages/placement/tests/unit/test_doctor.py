@@ -9,7 +9,7 @@ import pytest
 
 from fairlead_placement import PlacementError
 from fairlead_placement._doctor import probe
-from fairlead_placement._doctor.checks import Expected, Facts, NodeFacts, judge
+from fairlead_placement._doctor.examine import Expected, Facts, NodeFacts, judge
 from fairlead_placement.spi import compare_clocks
 
 PROBE = {
@@ -17,9 +17,6 @@ PROBE = {
     "python": "3.11.9",
     "host": "a",
     "shm_bytes": 2**30,
-    "venvs": "/cache/fairlead/venvs",
-    "uv_cache": "/cache/uv",
-    "same_device": True,
 }
 RESOURCES = {"CPU": 8.0, "GPU": 8.0, "object_store_memory": 2.0**29}
 
@@ -61,7 +58,6 @@ def test_healthy():
         ("clocks", "within 0.00 s (measured to 0.001 s)"),
         ("shared memory", "/dev/shm has 1.0 GiB or more"),
         ("ports", "6 of 6 pairs of nodes connect"),
-        ("uv cache", "on the file system of the environments"),
         ("head", "answers in 1.0 ms"),
     ]
 
@@ -118,14 +114,6 @@ FAULTS = {
         cluster(refused=[(node(1).node_id, node(2).node_id, 1400, "timed out")]),
         "ports",
         "node 00000001 (10.0.0.1) cannot connect to 10.0.0.2:1400: timed out",
-    ),
-    "caches on two file systems": (
-        cluster(node(4, probe={**PROBE, "same_device": False})),
-        "uv cache",
-        (
-            "node 00000004 (10.0.0.4) has uv's cache (/cache/uv) and the environments (/cache/fairlead/venvs) on "
-            "different file systems"
-        ),
     ),
     "a slow head": (cluster(head_s=0.4), "head", "Ray's head (GCS) takes 400 ms to answer"),
 }

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,25 +21,12 @@ PAUSE_S = 0.1
 def look_at_node() -> dict[str, Any]:
     """Return the facts of this node that the doctor compares, as plain data."""
     shared = os.statvfs("/dev/shm")
-    # As fairlead-venvs and uv choose them, neither of which has to be installed here.
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    given = os.environ.get("FAIRLEAD_VENV_DIR")
-    venvs = os.path.abspath(os.path.expanduser(given)) if given else os.path.join(caches, "fairlead", "venvs")
-    cache = os.path.abspath(os.environ.get("UV_CACHE_DIR") or os.path.join(caches, "uv"))
     return {
         "ray": ray.__version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "shm_bytes": shared.f_frsize * shared.f_blocks,
-        "venvs": venvs,
-        "uv_cache": cache,
-        "same_device": _device(venvs) == _device(cache),
     }
-
-
-def _device(folder: str) -> int:
-    """Return the device of a folder, or of the nearest one above it that exists."""
-    return next(one for one in (Path(folder), *Path(folder).parents) if one.is_dir()).stat().st_dev
 
 
 def read_clock() -> float:
