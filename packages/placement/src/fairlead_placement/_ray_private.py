@@ -25,7 +25,7 @@ def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
     """Return the free resources by node id. A resource that is used up is absent, not zero.
 
     Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where.
-    Fallback: None; callers then subtract what placement groups and actors hold from what the nodes have.
+    Fallback: None. All nodes then look idle, and a request that others keep from being placed fails at its deadline.
     """
     try:
         return dict(ray._private.state.available_resources_per_node())

@@ -10,8 +10,7 @@ import contextvars
 import functools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -255,8 +254,6 @@ def _read_nodes() -> tuple[Node, ...]:
     free = free_per_node()
     leaving = draining_nodes()
     rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] not in leaving]
-    if free is None:
-        free = _estimate_free(rows)
     return tuple(
         physical_order(
             Node(
@@ -264,22 +261,12 @@ def _read_nodes() -> tuple[Node, ...]:
                 ip=row["NodeManagerAddress"],
                 total=row["Resources"],
                 # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
-                free=free.get(row["NodeID"], {}),
+                free=row["Resources"] if free is None else free.get(row["NodeID"], {}),
                 labels=row.get("Labels") or {},
             )
             for row in rows
         )
     )
-
-
-def _estimate_free(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, float]]:
-    """Return what no placement group or actor holds on each node. Ray does not list what tasks hold."""
-    free = {row["NodeID"]: Counter(row["Resources"]) for row in rows}
-    for holder in _read_holders():
-        for node_id, bundles in holder.bundles.items():
-            for bundle in bundles if node_id in free else ():
-                free[node_id].subtract(bundle)
-    return free
 
 
 def read_holders() -> tuple[Holder, ...]:
