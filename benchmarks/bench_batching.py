@@ -123,7 +123,7 @@ def _cost_rows() -> Iterator[Row]:
 def _packing_rows() -> Iterator[Row]:
     for median, sigma, most in ((512, 1.0, 1.01), (3000, 0.5, 1.08)):
         lengths = {count: _lengths(count, median, sigma) for count in (SEQUENCES, 2 * SEQUENCES)}
-        for algorithm in ("first_fit_decreasing", "modified_first_fit_decreasing", "balanced"):
+        for algorithm in ("first_fit_decreasing", "balanced"):
             packer = get_packer(algorithm, CAPACITY)
             once, twice = interleaved(
                 lambda: packer.pack(lengths[SEQUENCES]),  # noqa: B023

@@ -29,7 +29,7 @@ def get_packer(
             - ``concatenative``: in the given order, next-fit;
             - ``first_fit_decreasing``: the longest first, each into the first bin with room;
             - ``first_fit_shuffle``: the same in an order shuffled by ``seed``;
-            - ``modified_first_fit_decreasing``: by Johnson and Garey (1985), at most 71/60 of the fewest bins, plus 1;
+            - ``modified_first_fit_decreasing``: another name of ``first_fit_decreasing``, from NeMo RL;
             - ``balanced``: as few bins as it finds, and for that number the smallest largest bin that it finds (the
               differencing method of Karmarkar and Karp, 1982), so that all ranks finish at the same time.
 
