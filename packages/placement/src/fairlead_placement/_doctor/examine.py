@@ -286,7 +286,7 @@ def _shared_memory(facts: Facts) -> Check:
             faults.append(
                 _fault(
                     node,
-                    f"has {_size(probe['shm_bytes'])} in /dev/shm, less than the object store of {_size(store)}",
+                    f"has {_size(found['shm_bytes'])} in /dev/shm, less than the object store of {_size(store)}",
                     "Give the container more (`docker run --shm-size`), or `ray start --object-store-memory` less: Ray "
                     "otherwise keeps objects on disk, or the node fails when the store fills.",
                 )
