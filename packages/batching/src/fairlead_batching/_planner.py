@@ -13,7 +13,7 @@ from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import operations
 from ._leaves.operations import IntArray
 from ._packing import algorithms
-from ._packing.even import Costs, exchange_shards, fill_evenly, put_at, split_by_cost, split_evenly
+from ._packing.even import Costs, exchange_shards, fill_evenly, put_at, split_evenly
 from ._packing.packer import get_packer
 from ._plan import ShardPlan, check_lengths, round_up
 
@@ -298,7 +298,8 @@ def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePac
     chosen: list[tuple[ShardBins, Costs]] = []
     for number, own in enumerate(costs):
         candidates: list[ShardBins] = []
-        for places in (of_place[number], split_by_cost(descending[number, :group], shards)):
+        _, dealt = algorithms.deal_longest_first(descending[number, :group].tolist(), shards)
+        for places in (of_place[number], np.array(dealt)):
             with contextlib.suppress(*[_EmptyBinError] * bool(plain or candidates)):
                 of_sample = put_at(ranked[number], places)
                 candidates.append(_fill_bins(of_sample, padded[number], own, shards, args))

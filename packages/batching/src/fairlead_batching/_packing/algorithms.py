@@ -9,20 +9,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from random import Random
+from typing import Any, TypeVar
 
 import numpy as np
 
 Bins = list[list[int]]
+Number = TypeVar("Number", int, float)
 
 # Differencing with many bins can merge long lists for every item: beyond this number of items x bins it is not tried.
 _MOST_WORK = 1 << 21
 
 # The total length of a bin, and its first and last items. Each item leads to the next one of its bin.
 _Bin = tuple[int, int, int]
-
-# The total length of the fullest bin, the first item of each bin, and the next item of each item, -1 after the last.
-# Lists of items would take longer to make than the distribution itself.
-_Chains = tuple[int, Sequence[int], list[int]]
 
 
 def _sort_descending(lengths: Sequence[int]) -> list[int]:
@@ -102,32 +100,42 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
     differencing method (Karmarkar and Karp 1982, in its form for many bins) and longest-first into the emptiest
     bin (Graham 1969), and the better result counts. First-fit decreasing bounds the number from above.
     """
-    fallback = first_fit_decreasing(lengths, capacity)
+    order = _sort_descending(lengths)
+    descending = [lengths[index] for index in order]
+    fallback = _first_fit(lengths, capacity, order)
     over_half = sum(2 * length > capacity for length in lengths)
     low = round_up(max(-(-sum(lengths) // capacity), over_half, 1))
     high = round_up(max(len(fallback), low))
-    best = split_to(fallback, lengths, high)
-    tried = _deal(lengths, high)
-    if tried[0] <= find_largest(best, lengths):
-        best = _collect(tried)
+    largest, best = _deal(descending, high)
+    bins = split_to(fallback, lengths, high)
+    if largest > find_largest(bins, lengths):
+        best = []
     while low < high:
         middle = round_up((low + high) // 2)
         if middle >= high:  # no number in between is allowed
             middle = low
-        tried = _deal(lengths, middle)
-        if tried[0] <= capacity:
-            best, high = _collect(tried), middle
+        largest, numbers = _deal(descending, middle)
+        if largest <= capacity:
+            best, high = numbers, middle
         else:
             low = round_up(middle + 1)
-    return best
+    if best:
+        bins = [[] for _ in range(high)]
+        for index, number in zip(order, best, strict=True):
+            bins[number].append(index)
+    return bins
 
 
-def _deal(lengths: Sequence[int], count: int) -> _Chains:
-    """Return ``lengths`` in ``count`` bins without a capacity, as equal as either method makes them."""
-    best = _longest_first(lengths, count)
-    least = max(-(-sum(lengths) // count), max(lengths))
-    if len(lengths) * count <= _MOST_WORK and best[0] > least:
-        best = min(best, _differencing(lengths, count), key=itemgetter(0))
+def _deal(descending: Sequence[int], count: int) -> tuple[int, list[int]]:
+    """Deal items to ``count`` bins without a capacity, as equal as either method makes them.
+
+    Returns:
+        The total length of the fullest bin, and the bin of each item.
+    """
+    best = deal_longest_first(descending, count)
+    least = max(-(-sum(descending) // count), descending[0])
+    if len(descending) * count <= _MOST_WORK and best[0] > least:
+        best = min(best, _differencing(descending, count), key=itemgetter(0))
     return best
 
 
@@ -136,20 +144,19 @@ def find_largest(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
     return max(sum(map(lengths.__getitem__, bin_)) for bin_ in bins)
 
 
-def _longest_first(lengths: Sequence[int], count: int) -> _Chains:
-    order = _sort_descending(lengths)
-    emptiest = list(zip(map(lengths.__getitem__, order), itertools.repeat(1), range(count), strict=False))
+def deal_longest_first(descending: Sequence[Number], count: int) -> tuple[Number, list[int]]:
+    """Deal each item to the bin that is the emptiest so far; of equal bins to the one with the fewest items."""
+    emptiest: list[tuple[Any, int, int]] = [(length, 1, number) for number, length in enumerate(descending[:count])]
     heapq.heapify(emptiest)
-    following = [-1] * len(lengths)
-    last = order[:count]
-    for index in order[count:]:
+    numbers = list(range(len(emptiest)))
+    for length in descending[count:]:
         total, items, number = emptiest[0]
-        following[last[number]] = last[number] = index
-        heapq.heapreplace(emptiest, (total + lengths[index], items + 1, number))
-    return max(emptiest)[0], order[:count], following
+        numbers.append(number)
+        heapq.heapreplace(emptiest, (total + length, items + 1, number))
+    return max(emptiest)[0], numbers
 
 
-def _differencing(lengths: Sequence[int], count: int) -> _Chains:
+def _differencing(lengths: Sequence[int], count: int) -> tuple[int, list[int]]:
     # A partial solution holds its non-empty bins, fullest first. The two with the largest spreads are merged, the
     # fullest bin of one with the emptiest of the other, until one is left.
     heap: list[tuple[int, int, tuple[_Bin, ...]]] = [
@@ -173,18 +180,12 @@ def _differencing(lengths: Sequence[int], count: int) -> _Chains:
         heapq.heapreplace(heap, (-spread, serial, tuple(merged)))
         serial += 1
     bins = heap[0][2]
-    return bins[0][0], [first for _, first, _ in bins], following
-
-
-def _collect(chains: _Chains) -> Bins:
-    _, starts, following = chains
-    bins: Bins = []
-    for item in starts:
-        bins.append([])
+    numbers = [0] * len(lengths)
+    for number, (_, item, _) in enumerate(bins):
         while item >= 0:
-            bins[-1].append(item)
+            numbers[item] = number
             item = following[item]
-    return bins
+    return bins[0][0], numbers
 
 
 def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An even split of costs over shards, and over the bins of each shard. All shards are computed at the same time."""
 
-import heapq
 from typing import Any
 
 import numpy as np
@@ -32,23 +31,6 @@ def split_evenly(costs: Costs) -> Integers:
     sums: Costs = np.stack([np.bincount(own, each.ravel(), shards) for own, each in zip(result, costs, strict=True)])
     exchanged = exchange_shards(sums)
     return np.take_along_axis(exchanged, result, 1).reshape(costs.shape)
-
-
-def split_by_cost(costs: Costs, shards: int) -> Integers:
-    """Return the shard of each sample, so that all shards cost about the same, however many samples each gets.
-
-    Args:
-        costs: of the samples, descending. Each goes to the shard that is the cheapest so far.
-        shards: the number of shards.
-    """
-    # Of shards that cost the same, the one with the fewest samples is first.
-    heap = [(0.0, 0, shard) for shard in range(shards)]
-    chosen = []
-    for cost in costs.tolist():
-        total, samples, shard = heap[0]
-        chosen.append(shard)
-        heapq.heapreplace(heap, (total + cost, samples + 1, shard))
-    return np.array(chosen)
 
 
 def exchange_shards(sums: Costs) -> Integers:
