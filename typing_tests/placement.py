@@ -86,7 +86,7 @@ from fairlead_placement.spi import (
 
 def reserve() -> None:
     init_ray()
-    assert_type(connection(), str)
+    assert_type(connection(), object | None)
     assert_type(refuse_client(), None)
     assert_type(init_ray(Path("logs"), address="local", num_cpus=4, num_gpus=0), Any)
     with RayVirtualCluster([2, 0, 2], use_gpus=False, name="small") as cluster:

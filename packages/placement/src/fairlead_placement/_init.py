@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches to a Ray cluster or starts one on this machine, and identifies the one that this process is attached to."""
+"""Attaches to a Ray cluster, or starts one on this machine."""
 
 import functools
 import logging
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
 from ._nodes.head import ask_head, call_within
-from ._ray_private import connect_to_head, connection_mark, is_client
+from ._ray_private import connect_to_head
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -168,31 +167,3 @@ def _warn_of_no_effect(**wanted: int | None) -> None:
                 amount,
                 has,
             )
-
-
-def connection() -> str:
-    """Return a text that identifies the Ray that this process is connected to; empty if it is connected to none.
-
-    It is empty for a process of Ray Client, too: no Ray of such a process is of use here.
-
-    The text changes once `ray.shutdown()` has been called, also if the process joins the same cluster again, because
-    what it held there before is gone. Check it before you call functions of Ray that would start a new local Ray.
-
-    >>> connection()
-    ''
-    """
-    global _latest
-    # Every call of a worker group asks, and Ray's own functions take several times as long as a look at this.
-    mark, latest = connection_mark(), _latest
-    if mark is not None and latest is not None and latest[0]() is mark:
-        return latest[1]
-    if not ray.is_initialized() or is_client():
-        return ""
-    here = ray.get_runtime_context()
-    text = f"{here.get_session_name()} {here.get_worker_id()}"
-    _latest = None if mark is None else (weakref.ref(mark), text)
-    return text
-
-
-# The mark of the latest connection that `connection` has described, and its text.
-_latest: tuple[weakref.ref[Any], str] | None = None

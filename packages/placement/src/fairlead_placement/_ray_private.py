@@ -49,15 +49,24 @@ def drain_deadlines() -> dict[str, float]:
         return {}
 
 
-def connection_mark() -> object | None:
-    """Return the object that Ray makes for each connection of this process to a cluster; None if it has none.
+def connection() -> object | None:
+    """Return an object that identifies the Ray that this process is connected to; None if it is connected to none.
 
-    Reason: Ray's public ids of a connection have to be fetched and put into text at each look.
-    Fallback: None; callers then compare these ids.
+    Each `ray.init` makes another one, even for the same cluster: what the process held there before is gone. A process
+    of Ray Client has none, as no Ray of such a process is of use here.
+
+    Reason: Ray's public ids of a connection are several calls, between which another thread may shut Ray down.
+    Fallback: these ids.
+
+    >>> connection()
     """
     worker: Any = ray._private.worker
-    is_connected = getattr(worker.global_worker, "connected", False)
-    return getattr(worker, "_global_node", None) if is_connected else None
+    if not getattr(worker.global_worker, "connected", False):
+        return None
+    if (node := getattr(worker, "_global_node", None)) is not None:
+        return node  # type: ignore[no-any-return]
+    here = ray.get_runtime_context()
+    return here.get_session_name(), here.get_worker_id()
 
 
 def draining_nodes() -> frozenset[str]:

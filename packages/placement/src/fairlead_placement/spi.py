@@ -7,7 +7,6 @@ what a dropped object holds.
 """
 
 from ._discovery import refuse_client
-from ._init import connection
 from ._model import group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
 from ._nodes.directory import (
@@ -31,7 +30,15 @@ from ._nodes.head import (
     wait_until,
 )
 from ._nodes.rounds import Rounds
-from ._ray_private import autoscaler_is_there, block_shutdown, collect, drain_deadlines, draining_nodes, never_connect
+from ._ray_private import (
+    autoscaler_is_there,
+    block_shutdown,
+    collect,
+    connection,
+    drain_deadlines,
+    draining_nodes,
+    never_connect,
+)
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped

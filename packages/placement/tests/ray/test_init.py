@@ -247,7 +247,7 @@ def test_ray_client(private, start_script):
     )
     out, errors = script.finish()
     *refusals, end = out.splitlines()
-    assert end == "'' RayVirtualCluster([1], CPU, name='', not reserved) True"
+    assert end == "None RayVirtualCluster([1], CPU, name='', not reserved) True"
     (refusal,) = set(refusals)
     assert refusal == (
         "This process is connected to Ray through Ray Client, which Fairlead does not support. Run the driver on a "
@@ -260,28 +260,27 @@ def test_ray_client(private, start_script):
 
 
 def test_connection(server, run_script):
-    """Each connection has its own text, also to the same cluster, with and without Ray's private mark."""
+    """Each connection has its own identity, also to the same cluster."""
     address, _ = server
     out = run_script(
         """
         import ray
-        from fairlead_placement import _init, init_ray
+        from fairlead_placement import init_ray
         from fairlead_placement.spi import connection
 
-        mark, seen = _init.connection_mark, []
-        for _init.connection_mark in (mark, lambda: None):
-            for _ in range(2):
-                init_ray()
-                seen.append(connection())
-                assert connection() == seen[-1]
-                ray.shutdown()
-                assert connection() == ""
-        print(len(set(seen)), all(seen))
+        seen = []
+        for _ in range(2):
+            init_ray()
+            seen.append(connection())
+            assert connection() == seen[-1]
+            ray.shutdown()
+            assert connection() is None
+        print(seen[0] == seen[1], all(seen))
         """,
         RAY_ADDRESS=address,
         **TOKEN,
     )
-    assert out.split() == ["4", "True"]
+    assert out.split() == ["False", "True"]
 
 
 def test_a_file_that_outlived_its_cluster(run_script):

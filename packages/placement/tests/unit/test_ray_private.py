@@ -145,7 +145,11 @@ def test_collect_without_ray():
         private.collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
 
 
-def test_connection_mark(monkeypatch):
-    """Without the attribute there is no mark."""
+def test_connection(monkeypatch):
+    """Without Ray's object for a connection, its public ids identify it."""
+    here = SimpleNamespace(get_session_name=lambda: "session", get_worker_id=lambda: "worker")
+    assert private.connection() is None
+    monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(connected=True))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
     monkeypatch.delattr(ray._private.worker, "_global_node")
-    assert private.connection_mark() is None
+    assert private.connection() == ("session", "worker")

@@ -21,7 +21,7 @@ from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
 from .._ray_private import (
-    connection_mark,
+    connection,
     draining_nodes,
     free_per_node,
     job_of_placement_group,
@@ -61,7 +61,7 @@ def head_deadline(timeout_s: float | None = None) -> Iterator[None]:
 
 def head_is_silent(for_s: float = 0.0) -> bool:
     """Return whether a request whose caller has stopped waiting is under way, and has been for some seconds."""
-    here, before = connection_mark(), time.monotonic() - for_s
+    here, before = connection(), time.monotonic() - for_s
     return any(mark is here and began <= before and thread.is_alive() for mark, thread, began in [*_late.values()])
 
 
@@ -96,7 +96,7 @@ def ask_head(
         return function(*args)
     began = now = time.monotonic()
     try:
-        if (late := _late.get(request)) is not None and late[0] is connection_mark() and late[1].is_alive():
+        if (late := _late.get(request)) is not None and late[0] is connection() and late[1].is_alive():
             # One caller waits for as long as another one: the head has been silent since the first of them asked.
             began = late[2]
             late[1].join(max(0.0, began + timeout_s - now))
@@ -155,7 +155,7 @@ def call_within(
 
 def _note_late(request: str, thread: threading.Thread, began: float) -> None:
     if request:
-        _late[request] = connection_mark(), thread, began
+        _late[request] = connection(), thread, began
 
 
 def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 
-from .._ray_private import block_shutdown, connection_mark, never_connect
+from .._ray_private import block_shutdown, connection, never_connect
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _run() -> None:
 
 
 def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
-    ray_before = connection_mark()
+    ray_before = connection()
     try:
         try:
             if message := leak():
@@ -85,7 +85,7 @@ def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
         finally:  # also where warnings are errors
             give_back()
     except BaseException as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
-        if connection_mark() is ray_before and not _exiting.is_set():
+        if connection() is ray_before and not _exiting.is_set():
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
 
 

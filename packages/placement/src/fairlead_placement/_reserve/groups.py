@@ -23,13 +23,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._init import connection
 from .._model import PRECISION, Ask, Request, Strategy
 from .._nodes.agent import guard_groups, is_driver, this_process
 from .._nodes.head import ask_head, read_nodes, wait_until
 from .._nodes.owners import owned_name
 from .._plan.topology import accelerator_order
-from .._ray_private import free_per_node, never_connect
+from .._ray_private import connection, free_per_node, never_connect
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 
@@ -244,7 +243,7 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
     return wait_until(lambda: ask_head("look whether placement groups are removed", are_returned), deadline)
 
 
-def _remove(groups: Sequence[PlacementGroup], reserved_on: str, shown_by: float) -> None:
+def _remove(groups: Sequence[PlacementGroup], reserved_on: object | None, shown_by: float) -> None:
     """Remove groups, however long that takes. Groups are gone once their Ray is."""
     ids = {group.id.hex() for group in groups}
     try:

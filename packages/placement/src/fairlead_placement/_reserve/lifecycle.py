@@ -12,14 +12,13 @@ from dataclasses import replace
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from .._init import connection
 from .._model import Ask, Node, Request, group_pairs
 from .._nodes.agent import Monitor, read_usage
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
 from .._nodes.usage import NodeUsage
 from .._plan.topology import node_place
-from .._ray_private import draining_nodes
+from .._ray_private import connection, draining_nodes
 from .._slot import Slot
 from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError
 from .attempt import Attempt, reserve
@@ -40,7 +39,7 @@ class Holding:
         self.monitor_memory = monitor_memory
         self.reserved = False
         self.reserved_at = 0.0
-        self._connection = ""
+        self._connection: object | None = None
         # The slots by numbers that stay the same when slots are added, replaced and released. Views keep the numbers.
         self.places: Mapping[int, Slot] = {}
         self._next_place = 0
