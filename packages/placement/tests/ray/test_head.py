@@ -94,7 +94,7 @@ def test_the_head_hangs_while_a_reservation_waits(stop_head, monkeypatch):
 def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
     node_id = ray.nodes()[0]["NodeID"]
-    message = "a request to create a placement group"
+    message = "a request to create placement groups"
     with stop_head(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
         place_pinned({"late": [(node_id, {"CPU": 1.0})]})
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))

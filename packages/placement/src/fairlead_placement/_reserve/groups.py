@@ -2,14 +2,10 @@
 """Creates the placement groups of a plan, waits for them, turns them into slots, and removes them."""
 
 import contextlib
-import contextvars
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +19,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._model import PRECISION, Ask, Request, Strategy
+from .._model import PRECISION, Ask, Request
 from .._nodes.agent import guard_groups, is_driver, this_process
 from .._nodes.head import ask_head, read_nodes, wait_until
 from .._nodes.owners import owned_name
 from .._plan.topology import accelerator_order
-from .._ray_private import connection, free_per_node, never_connect
+from .._ray_private import connection, free_per_node
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 
@@ -36,8 +32,8 @@ from ..exceptions import PlacementError, PlacementTimeoutError
 # for so many seconds, and so many more for each bundle that is not placed, those that are left have lost a race.
 PLACING_S = 1.0
 BUNDLE_S = 0.01
-# How many groups are requested at a time: Ray's head answers each request on its own.
-CREATED_AT_ONCE = 16
+# How many groups one request to the head may create: its deadline is for all of them.
+CREATED_TOGETHER = 64
 # Up to so many groups are looked up one by one, and more of them in the table of all groups.
 ASKED_ALONE = 16
 # A bundle: the id of its node, and what it holds there.
@@ -105,34 +101,46 @@ def create_pinned(
 
     `made` gets all groups in order, including those that exist when one cannot be created. See `wait_placed`.
     """
-
-    def create(name: str, bundles: Sequence[Pinned]) -> PlacementGroup:
-        return create_group([bundle for _, bundle in bundles], name, nodes=[node_id for node_id, _ in bundles])
-
-    guard_groups()
-    create_groups([functools.partial(create, *one) for one in wanted], made)
+    options = [
+        {
+            "name": name,
+            "bundles": [dict(bundle) for _, bundle in bundles],
+            "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id, _ in bundles],
+        }
+        for name, bundles in wanted
+    ]
+    for start in range(0, len(options), CREATED_TOGETHER):
+        made += create_groups(options[start : start + CREATED_TOGETHER])
     return wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
 
 
-def create_groups(creates: Sequence[Callable[[], PlacementGroup]], made: list[PlacementGroup]) -> None:
-    """Call functions that create a group each, several at a time, and add the groups to `made` in order.
+def create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
+    """Create placement groups from Ray's options, all or none, without waiting until they are placed."""
+    guard_groups()
+    return ask_head("create placement groups", _create_groups, options, undo=_remove_late)
 
-    If one fails, or an interrupt comes, the groups that exist by then are added before the error is raised.
-    """
-    with ThreadPoolExecutor(CREATED_AT_ONCE, "fairlead-groups", initializer=never_connect) as pool:
-        requested: list[Future[PlacementGroup]] = []
-        try:
-            requested += (pool.submit(contextvars.copy_context().run, create) for create in creates)
-            wait_for_futures(requested, return_when=FIRST_EXCEPTION)
-        finally:
-            try:
-                pool.shutdown(cancel_futures=True)
-            finally:  # also after a second interrupt
-                ended = [one for one in requested if one.done() and not one.cancelled()]
-                made += [one.result() for one in ended if one.exception() is None]
-    for one in requested:
-        if not one.cancelled() and (error := one.exception()) is not None:
-            raise error
+
+def _create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
+    made: list[PlacementGroup] = []
+    try:
+        for one in options:
+            made.append(placement_group(**one))
+    except BaseException:
+        _remove_late(made)
+        raise
+    return made
+
+
+def _remove_late(groups: Sequence[PlacementGroup]) -> None:
+    """Remove groups whose creation nobody waits for any more."""
+    # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
+    # with Ray 2.60 when the group was removed immediately, never after this wait.
+    ids = {group.id.hex() for group in groups}
+    try:
+        wait_until(lambda: all(row["state"] == "CREATED" for row in _rows(ids)), time.monotonic() + PLACING_S)
+    finally:
+        if (here := connection()) is not None:
+            _remove(groups, here, time.monotonic())
 
 
 def wait_placed(
@@ -151,10 +159,7 @@ def wait_placed(
     while pending:
         now = time.monotonic()
         patience = PLACING_S + min(BUNDLE_S * sum(waiting[ref][1] for ref in pending), max(0.0, deadline - now))
-        # Eighths: to look at all of them after each one would cost the square of their number.
-        done, pending = ray.wait(
-            pending, num_returns=-(-len(pending) // 8), timeout=max(0.0, min(patience, last - now))
-        )
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, min(patience, last - now)))
         if not done:
             break
         for ref in done:
@@ -162,37 +167,6 @@ def wait_placed(
                 ray.get(ref)
                 placed.add(waiting[ref][0].id)
     return [group for group in groups if group.id in placed]
-
-
-def create_group(
-    bundles: Sequence[Mapping[str, float]],
-    name: str,
-    *,
-    nodes: Sequence[str] = (),
-    strategy: Strategy = "PACK",
-    selector: Mapping[str, str] | None = None,
-) -> PlacementGroup:
-    """Ask Ray for a placement group with a unique name, without waiting until it is placed.
-
-    With `nodes`, the ids of the bundles' nodes, PACK asks nothing more of Ray. Without them the selector counts.
-    """
-    selectors = [{"ray.io/node-id": node_id} for node_id in nodes] or [dict(selector or {})] * len(bundles)
-    create = functools.partial(
-        placement_group,
-        [dict(bundle) for bundle in bundles],
-        strategy=strategy,
-        name=name,
-        bundle_label_selector=selectors if any(selectors) else None,
-    )
-    return ask_head("create a placement group", create, undo=_remove_late)
-
-
-def _remove_late(group: PlacementGroup) -> None:
-    """Remove a group that was created after everybody had stopped waiting for it."""
-    # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
-    # with Ray 2.60 when the group was removed at once, never after this wait.
-    group.wait(math.ceil(PLACING_S))
-    remove_placement_group(group)
 
 
 class Demand:
@@ -208,11 +182,22 @@ class Demand:
 
     def show(self) -> None:
         """Ask for what is missing. Can be repeated."""
-        guard_groups()
-        for ask in self._asks[len(self._groups) :]:
-            selector = {key: condition.replace(" ", "") for key, condition in ask.labels.items()}
-            name = unique_name(_prefix(self._name, ask))
-            self._groups.append(create_group([ask.bundle] * ask.count, name, strategy=ask.strategy, selector=selector))
+        self._groups = self._groups or create_groups(
+            [
+                {
+                    "name": unique_name(_prefix(self._name, ask)),
+                    "bundles": [dict(ask.bundle)] * ask.count,
+                    "strategy": ask.strategy,
+                    "bundle_label_selector": [
+                        {key: condition.replace(" ", "") for key, condition in ask.labels.items()}
+                    ]
+                    * ask.count
+                    if ask.labels
+                    else None,
+                }
+                for ask in self._asks
+            ]
+        )
 
     def close(self) -> None:
         """Remove the groups, and wait until they hold nothing. Can be repeated."""
