@@ -194,8 +194,7 @@ def autoscaler_is_there() -> bool:
 class LiveActor:
     """An actor that is not dead, and what it holds. Ids are Ray's, hexadecimal; "" for one that there is not.
 
-    The names of `resources` in a placement group are Ray's for the group's, such as "CPU_group_<id>". `gpus` are Ray's
-    numbers, on its node, of the GPUs it holds a part of. These are not GPU ids.
+    The names of `resources` in a placement group are Ray's for the group's, such as "CPU_group_<id>".
     """
 
     actor_id: str
@@ -205,14 +204,12 @@ class LiveActor:
     node_id: str
     group_id: str
     resources: Mapping[str, float]
-    gpus: tuple[int, ...]
 
 
 def live_actors() -> tuple[LiveActor, ...]:
     """Return every actor that is not dead.
 
-    Reason: `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without, and does
-    not report which GPUs an actor has.
+    Reason: `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without.
     Fallback: no actor. Errors then name placement groups only.
     """
     try:
@@ -226,8 +223,6 @@ def live_actors() -> tuple[LiveActor, ...]:
 
 
 def _live_actor(row: Any) -> LiveActor:
-    held = {one.name: one.resource_ids for one in row.resource_mapping}
-    on_gpus = [parts for name, parts in held.items() if name == "GPU" or name.startswith("GPU_group_")]
     return LiveActor(
         actor_id=row.actor_id.hex(),
         class_name=row.class_name,
@@ -235,8 +230,7 @@ def _live_actor(row: Any) -> LiveActor:
         job_id=row.job_id.hex(),
         node_id=row.address.node_id.hex().replace("f" * 56, ""),
         group_id=row.placement_group_id.hex(),
-        resources={name: sum(part.quantity for part in parts) for name, parts in held.items()},
-        gpus=tuple(sorted({part.index for parts in on_gpus for part in parts})),
+        resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
     )
 
 

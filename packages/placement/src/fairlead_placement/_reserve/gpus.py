@@ -19,11 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._model import Ask, Node, Request, group_pairs
 from .._nodes.agent import is_driver
-from .._nodes.head import ask_head, read_holders
+from .._nodes.head import ask_head
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
-from .._ray_private import LiveActor, live_actors, visible_gpus
-from .._show import Holder
+from .._ray_private import visible_gpus
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .attempt import Attempt, report_of
 from .groups import (
@@ -173,20 +172,18 @@ class GpuAttempt(Attempt):
             node_idx: [node for node in nodes if ids <= owned[node.node_id]][:SHOWN]
             for node_idx, ids in self.request.gpu_ids.items()
         }
-        # Nodes where nothing was free are read again: another request may just have been faster there.
-        unseen = {n.node_id: n for candidates in having.values() for n in candidates if not self._free.get(n.node_id)}
-        with hold_free_gpus(list(unseen.values()), deadline=0.0) as fillers:
-            free = {**self._free, **{node_id: frozenset(held) for node_id, held in fillers.items()}}
         reasons = []
         for node_idx, candidates in having.items():
-            missing = {node.node_id: self.request.gpu_ids[node_idx] - free[node.node_id] for node in candidates}
+            ids = self.request.gpu_ids[node_idx]
+            missing = {node.node_id: _missing(ids, node, self._free) for node in candidates}
             if all(missing.values()):
-                reasons += [
-                    f"GPU {_ids(missing[node.node_id])}, asked for logical node {node_idx}, not free on node "
-                    f"{node.node_id[:8]} ({node.ip}): "
-                    + held_by(node.node_id, self._names[node.node_id], missing[node.node_id], free[node.node_id])
-                    for node in candidates
-                ]
+                for node in candidates:
+                    gone = missing[node.node_id]
+                    are_not = "is not" if len(gone) == 1 else "are not all"
+                    reasons.append(
+                        f"GPU {_ids(gone)}, asked for logical node {node_idx}, {are_not} free on node "
+                        f"{node.node_id[:8]} ({node.ip}), see below"
+                    )
         report = report_of(self.request.asks, nodes, "taken")
         if reasons:
             return ResourceInsufficientError(
@@ -199,6 +196,13 @@ class GpuAttempt(Attempt):
             f"turns with it (see below). Release some of it, or wait longer ({self.request.timeout_name}).",
             report,
         )
+
+
+def _missing(ids: frozenset[str], node: Node, looked: Ids) -> frozenset[str]:
+    """Return which of the ids may not be free on a node. It is looked at only if it has enough free GPUs."""
+    if node.node_id in looked:
+        return ids - looked[node.node_id]
+    return ids if node.free.get("GPU", 0) < len(ids) else frozenset()
 
 
 def _check_ids(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -> bool:
@@ -292,47 +296,3 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
         yield held
     finally:
         remove(groups)
-
-
-def held_by(node_id: str, names: Sequence[str], missing: Iterable[str], free: Iterable[str]) -> str:
-    """Return a part of a sentence for each missing id: which actor or which idle reservation holds it.
-
-    `names` are the ids of all GPUs of the node, in Ray's order, and `free` those that nobody holds.
-    Ray reports which GPUs a live actor has, but not those of a placement group in which nothing runs. These are found
-    by elimination: if several groups are idle on the node, all of them are named.
-    """
-    live = ask_head("list actors", live_actors)
-    actors = [actor for actor in live if actor.gpus and actor.node_id == node_id]
-    holders = [holder for holder in read_holders() if holder.kind == "placement group" and node_id in holder.bundles]
-    groups = {holder.holder_id: holder for holder in holders}
-    of_id = group_pairs((names[index], actor) for actor in actors for index in actor.gpus if index < len(names))
-    idle = {group.holder_id: n for group in groups.values() if (n := _count_idle(group, node_id, actors)) > 0}
-    unknown = set(names) - set(of_id) - set(free)
-    candidates = [f"placement group {_group(groups[one])}, in which nothing runs" for one in idle]
-    # Ray reports nothing about tasks.
-    if len(unknown) > sum(idle.values()):
-        candidates.append("a running task")
-    unexplained = sorted(set(missing) & unknown, key=accelerator_order)
-    parts = [
-        f"id {one} is held by " + " and ".join(_actor(actor, groups.get(actor.group_id)) for actor in of_id[one])
-        for one in sorted(set(missing) & set(of_id), key=accelerator_order)
-    ]
-    if unexplained:
-        ids = ("id " if len(unexplained) == 1 else "ids ") + ", ".join(unexplained)
-        parts.append(f"{ids} {'is' if len(unexplained) == 1 else 'are'} held by {' or '.join(candidates)}")
-    return "; ".join(parts)
-
-
-def _count_idle(group: Holder, node_id: str, actors: Sequence[LiveActor]) -> float:
-    used = {index for actor in actors if actor.group_id == group.holder_id for index in actor.gpus}
-    return sum(bundle.get("GPU", 0) for bundle in group.bundles[node_id]) - len(used)
-
-
-def _actor(actor: LiveActor, group: Holder | None) -> str:
-    name = f" {actor.name!r}" if actor.name else ""
-    inside = "" if group is None else f" in placement group {_group(group)}"
-    return f"actor {actor.class_name}{name} (job {actor.job_id}){inside}"
-
-
-def _group(group: Holder) -> str:
-    return f"{group.name or 'unnamed'} {group.holder_id[:8]} (job {group.job_id})"
