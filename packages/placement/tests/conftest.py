@@ -78,7 +78,7 @@ def pauses(monkeypatch):
         time.sleep(seconds)
 
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr("fairlead_placement._reserve.attempt.time", clock)
+    monkeypatch.setattr("fairlead_placement._reserve.wait.time", clock)
     return made
 
 
@@ -89,7 +89,7 @@ def patient(monkeypatch):
     However busy the machine is, what fits is then placed in the first attempt.
     """
     monkeypatch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)
-    monkeypatch.setattr("fairlead_placement._reserve.groups.LEAST_S", 120.0)
+    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 120.0)
     monkeypatch.setattr("fairlead_placement._reserve.gpus.LEAST_S", 120.0)
 
 

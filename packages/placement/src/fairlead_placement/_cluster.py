@@ -17,11 +17,11 @@ from ._model import ClusterConfig, Request, Strategy, check_positive, check_seco
 from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
-from ._reserve.attempt import examine, examine_reserved
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
-from ._reserve.lifecycle import Holding, find_bundles, not_returned
+from ._reserve.held import Holding, find_bundles, not_returned
+from ._reserve.wait import examine, examine_reserved
 from ._show import Report, as_html, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
@@ -155,7 +155,7 @@ class RayVirtualCluster:
         return tuple(mine[node_idx] for node_idx in range(len(counts)))
 
     def __repr__(self) -> str:
-        state = "reserved" if self._holding.reserved else "not reserved"
+        state = "reserved" if self._holding.held else "not reserved"
         if self._holding.ray_ended:
             state = "its Ray has been shut down"
         kind = "GPU" if self.use_gpus else "CPU"
@@ -196,8 +196,9 @@ class RayVirtualCluster:
         """
         self._check_running()
         with head_deadline():
-            if slots := self._shown_slots():
-                return examine_reserved(self._holding.request.asks, slots, self._holding.reserved_at)
+            held, slots = self._holding.held, self._shown_slots()
+            if held and slots:
+                return examine_reserved(self._holding.request.asks, slots, held.at)
             return examine(replace(self._holding.request, unified=unified))
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
@@ -219,7 +220,7 @@ class RayVirtualCluster:
                 not running; or this is a view of a cluster that has been shut down.
         """
         self._check_its_ray()
-        if self._holding.reserved:
+        if self._holding.held is not None:
             if unified != self._holding.request.unified:
                 raise PlacementError(
                     f"{self!r} is reserved with unified={not unified}; shutdown() it before it is reserved with "
@@ -255,9 +256,10 @@ class RayVirtualCluster:
 
     def _own_places(self) -> Mapping[int, Slot]:
         self._check_its_ray()
-        if not self._holding.reserved:
+        if self._holding.held is None:
             self.reserve()
-        places, mine = self._holding.places, self._places
+        held, mine = self._holding.held, self._places
+        places = held.places if held else {}
         return places if mine is None else {place: slot for place, slot in places.items() if place in mine}
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
@@ -334,7 +336,7 @@ class RayVirtualCluster:
         """
         wanted = set(indices)
         self._check_no_view("release_nodes")
-        if not self._holding.reserved:
+        if self._holding.held is None:
             raise PlacementError(f"{self!r} has no nodes to release. Reserve it first.")
         self._check_its_ray()
         if not self._holding.release(wanted):
@@ -448,7 +450,7 @@ class RayVirtualCluster:
         return tuple(groups_on(self._shown_slots()))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
-        return self.slots() if self._holding.reserved and not self._holding.ray_ended else ()
+        return self.slots() if self._holding.held and not self._holding.ray_ended else ()
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """Return the cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.

@@ -42,8 +42,9 @@ from ._ray_private import (
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.groups import number_slots, place_pinned
+from ._reserve.groups import place_pinned
 from ._reserve.groups import remove as remove_placement_groups
+from ._reserve.slots import number_slots
 from ._show import Waiting
 from ._terminal import Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields

@@ -97,7 +97,7 @@ def test_a_list_for_each_logical_node(local):
 
 def test_auto(local, monkeypatch):
     """ "auto" means any GPUs, and holds no others in between."""
-    monkeypatch.delattr("fairlead_placement._reserve.lifecycle.GpuAttempt")
+    monkeypatch.delattr("fairlead_placement._reserve.wait.try_gpus")
     with RayVirtualCluster([2], gpu_ids="auto") as cluster:
         assert len(cluster.slots()) == 2
 
@@ -206,7 +206,7 @@ def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypa
         given.append(timeout)
         return get(refs, timeout=timeout)
 
-    monkeypatch.setattr("fairlead_placement._reserve.groups.ray.get", timed_get)
+    monkeypatch.setattr("fairlead_placement._reserve.slots.ray.get", timed_get)
     for gpu_ids, times in ((None, 1), ([1], 3)):
         given.clear()
         with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=4000) as cluster:
@@ -234,8 +234,8 @@ def test_ids_that_do_not_come(local, monkeypatch):
         options = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0, "scheduling_strategy": strategy}
         return {(0, 0): ray.remote(never).options(**options).remote()}
 
-    monkeypatch.setattr("fairlead_placement._reserve.groups._report_ids", start_never)
-    monkeypatch.setattr("fairlead_placement._reserve.groups.LEAST_S", 0.2)
+    monkeypatch.setattr("fairlead_placement._reserve.slots._report_ids", start_never)
+    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.2)
     with pytest.raises(PlacementTimeoutError, match=r"1 tasks that .* within 0 s.*reserve_timeout_s"):
         RayVirtualCluster([1], reserve_timeout_s=0).reserve()
     ray.kill(release)
@@ -250,7 +250,7 @@ class Gate:
     "seam",
     [
         "gpus.accelerator_ids",
-        "gpus.GpuAttempt._exchange",
+        "gpus.exchange",
         "gpus.place",
         "gpus._check_ids",
     ],
@@ -282,8 +282,7 @@ def test_interrupted_at_the_end(local, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(_gpus, "remove", interrupted_late)
-    # A reservation that has shown nothing to an autoscaler removes an empty list there.
-    monkeypatch.setattr(_groups, "remove", lambda made: made and interrupted_late(made))
+    monkeypatch.setattr(_groups, "remove", interrupted_late)
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
     assert calls == [0, 1, 4, 1]
@@ -297,8 +296,8 @@ def test_renamed(run_script):
         import time
         import ray
         from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-        from fairlead_placement._reserve import gpus, groups
-        groups.PLACING_S = groups.LEAST_S = gpus.LEAST_S = 60.0  # on a busy machine
+        from fairlead_placement._reserve import gpus, groups, slots
+        groups.PLACING_S = slots.LEAST_S = gpus.LEAST_S = 60.0  # on a busy machine
         ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error", num_gpus=3)
 
         @ray.remote(num_cpus=0, num_gpus=1)

@@ -15,8 +15,8 @@ from ray.util.placement_group import placement_group_table
 from fairlead_placement import HeadTimeoutError, PlacementTimeoutError, RayVirtualCluster, _cli
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._reserve import attempt as _attempt
-from fairlead_placement._reserve import lifecycle as _lifecycle
+from fairlead_placement._reserve import held as _held
+from fairlead_placement._reserve import wait as _wait
 from fairlead_placement.spi import alive_nodes, head_deadline, place_pinned, read_holders, read_nodes
 from fairlead_placement.testing import assert_no_leaks
 
@@ -86,7 +86,7 @@ def test_the_head_hangs_while_a_reservation_waits(stop_head, monkeypatch):
     """A waiting reservation also fails in time if the head hangs during the wait."""
     with RayVirtualCluster([1], use_gpus=False), contextlib.ExitStack() as stopped:
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: stopped.enter_context(stop_head()))
-        monkeypatch.setattr(_attempt, "time", clock)
+        monkeypatch.setattr(_wait, "time", clock)
         with pytest.raises(HeadTimeoutError):
             RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=1.0).reserve()
 
@@ -107,7 +107,7 @@ def test_using_and_shutting_down(stop_head, monkeypatch, eventually):
     with stop_head(), monkeypatch.context() as patch:
         patch.setattr(_head, "ALIVE_S", 0.5)
         patch.setattr(_head, "HEAD_S", 0.5)
-        patch.setattr(_lifecycle, "GIVE_BACK_S", 1.0)
+        patch.setattr(_held, "GIVE_BACK_S", 1.0)
         for use in (cluster.explain, cluster.get_resource_usage, lambda: cluster.replace_lost_nodes(0.5)):
             with pytest.raises(HeadTimeoutError):
                 use()
@@ -167,7 +167,7 @@ def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, c
         calls = {name: functools.partial(USES[name][0], clusters[name]) for name in USES}
         calls["commands"] = lambda: [_cli.main(one) for one in commands]
         with monkeypatch.context() as patch:
-            for module, name in ((_head, "ALIVE_S"), (_head, "HEAD_S"), (_lifecycle, "GIVE_BACK_S")):
+            for module, name in ((_head, "ALIVE_S"), (_head, "HEAD_S"), (_held, "GIVE_BACK_S")):
                 patch.setattr(module, name, LIMIT_S)
             exits = []
             patch.setattr(terminal, "os", SimpleNamespace(_exit=exits.append))

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement._reserve import lifecycle as _holding
+from fairlead_placement._reserve import held as _held
 from fairlead_placement.testing import assert_no_leaks
 
 
@@ -120,7 +120,7 @@ def test_a_replacement_is_watched(nodes, eventually):
 
 def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     """A reservation avoids a node that starts to drain during it (seam: the moment at which it drains)."""
-    slots_of = _holding.slots_of
+    slots_of = _held.slots_of
     drained: list[str] = []
 
     def drain_first(placed, capacity, **options):
@@ -137,7 +137,7 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     strategies = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes.worker_nodes]
     busy = [ray.remote(num_cpus=1)(Busy).options(scheduling_strategy=strategy).remote() for strategy in strategies]
     assert ray.get([actor.here.remote() for actor in busy], timeout=120) == [True, True]
-    monkeypatch.setattr(_holding, "slots_of", drain_first)
+    monkeypatch.setattr(_held, "slots_of", drain_first)
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         assert [slot.node_id in drained for slot in cluster.slots()] == [False]
 
@@ -160,7 +160,7 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
 
     The seam is the private call that reports an autoscaler: the real autoscaler stops every Ray on this machine.
     """
-    monkeypatch.setattr("fairlead_placement._reserve.attempt.autoscaler_is_there", lambda: True)
+    monkeypatch.setattr("fairlead_placement._reserve.wait.autoscaler_is_there", lambda: True)
     began = time.monotonic()
     with pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"), assert_no_leaks():
         RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
@@ -214,7 +214,7 @@ def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension
         assert [slot.node_id for slot in cluster.slots()[4:]] == [added.node_id] * 2
         assert [slot.node_rank for slot in cluster.slots()] == [0, 0, 1, 1, 2, 2]
 
-        monkeypatch.setattr("fairlead_placement._reserve.attempt.autoscaler_is_there", lambda: True)
+        monkeypatch.setattr("fairlead_placement._reserve.wait.autoscaler_is_there", lambda: True)
         extension = start_extension(cluster, 2)
         assert eventually(lambda: [r for r in placement_group_table().values() if r["state"] == "PENDING"])
         nodes.add_node(num_cpus=2)

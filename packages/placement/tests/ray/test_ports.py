@@ -21,7 +21,7 @@ from fairlead_placement import (
     RayVirtualCluster,
     lease_ports,
 )
-from fairlead_placement._reserve import lifecycle as _holding
+from fairlead_placement._reserve import held as _held
 
 # Other processes on this machine may run these tests at the same time.
 LOW = 20000 + os.getpid() % 1000 * 10
@@ -96,7 +96,7 @@ def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
         return leases
 
     with RayVirtualCluster([1], use_gpus=False, port_range_low=LOW, port_range_high=LOW + 3) as cluster:
-        monkeypatch.setattr(_holding, "lease_ports", shut_down_meanwhile)
+        monkeypatch.setattr(_held, "lease_ports", shut_down_meanwhile)
         with pytest.raises(PlacementError, match="was shut down while ports were leased"):
             cluster.get_master_address_and_port()
     assert agent.leased() == before

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement._reserve import lifecycle
-from fairlead_placement._reserve.groups import number_slots
-from fairlead_placement._reserve.lifecycle import replace_slots
+from fairlead_placement._model import Request
+from fairlead_placement._reserve import held as _held
+from fairlead_placement._reserve.held import Held, Holding, replace_slots
+from fairlead_placement._reserve.slots import number_slots
 
 
 @pytest.mark.parametrize(
@@ -88,16 +89,16 @@ def test_the_order_of_slots(random):
     machines = [f"n{at}" for at in range(4)]
     removed = []
 
-    def take(request, _):
+    def take(request, *_):
         counts = {ask.node_idx: ask.count for ask in request.asks}
         return make_slots(random, "pg", counts, machines)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifecycle, "_take", take)
-        patch.setattr(lifecycle, "remove", lambda groups, **_: removed.extend(group.id for group in groups) or True)
-        patch.setattr(lifecycle, "connection", lambda: "here")
+        patch.setattr(_held, "_take", take)
+        patch.setattr(_held, "remove", lambda groups, **_: removed.extend(group.id for group in groups) or True)
+        patch.setattr(_held, "connection", lambda: "here")
         patch.setattr("fairlead_placement._cluster.ray.is_initialized", lambda: True)
-        patch.setattr(lifecycle, "close_slots", lambda slots: [])
+        patch.setattr(_held, "close_slots", lambda slots: [])
         counts = [random.randint(0, 3) for _ in range(random.randint(1, 3))]
         cluster = RayVirtualCluster(counts, use_gpus=False).reserve()
         model, views = list(map(identify, cluster.slots())), []
@@ -188,12 +189,12 @@ def test_the_order_of_groups_after_a_replacement(monkeypatch):
         )
 
     alive = {f"n{number}" for number in range(6)}
-    monkeypatch.setattr(lifecycle, "_take", reserve_next)
-    monkeypatch.setattr(lifecycle, "_reserve", lambda *_: [])
-    monkeypatch.setattr(lifecycle, "slots_of", reserve_next)
-    monkeypatch.setattr(lifecycle, "alive_nodes", lambda: frozenset(alive))
-    monkeypatch.setattr(lifecycle, "remove", lambda *_, **__: True)
-    monkeypatch.setattr(lifecycle, "connection", lambda: "here")
+    monkeypatch.setattr(_held, "_take", reserve_next)
+    monkeypatch.setattr(_held, "reserve", lambda *_: [])
+    monkeypatch.setattr(_held, "slots_of", reserve_next)
+    monkeypatch.setattr(_held, "alive_nodes", lambda: frozenset(alive))
+    monkeypatch.setattr(_held, "remove", lambda *_, **__: True)
+    monkeypatch.setattr(_held, "connection", lambda: "here")
     monkeypatch.setattr("fairlead_placement._cluster.ray.is_initialized", lambda: True)
     with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="SPREAD") as cluster:
         for lost, groups in (
@@ -233,16 +234,16 @@ def test_a_release_of_many_nodes(monkeypatch):
         )
         for at in range(count)
     ]
-    holding = lifecycle.Holding(SimpleNamespace(), [1] * count)
-    monkeypatch.setattr(lifecycle, "replace", lambda request, **changes: request)
-    holding.request = SimpleNamespace(asks=(), gpu_ids={}, unified=False, segment_size=None, name="many")
-    holding.places = dict(enumerate(slots))
-    holding._leases = [PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots]
+    request = Request(asks=(), name="many", capacity=1, timeout_s=0.0, wait_for_nodes_s=0.0)
+    holding = Holding(request, [1] * count)
+    leases = tuple(PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots)
+    places = dict(enumerate(slots))
+    holding.held = Held(number=1, on="here", at=0.0, places=places, next_place=count, leases=leases)
     released = []
-    monkeypatch.setattr(lifecycle, "release_ports", released.extend)
-    monkeypatch.setattr(lifecycle, "remove", lambda groups, timeout_s: True)
+    monkeypatch.setattr(_held, "release_ports", released.extend)
+    monkeypatch.setattr(_held, "remove", lambda groups, timeout_s: True)
     Name.compared = 0
     assert holding.release(set(range(count // 2)))
     assert [lease.lease_id for lease in released] == [f"lease {at}" for at in range(count // 2)]
-    assert [lease.lease_id for lease in holding._leases] == [f"lease {at}" for at in range(count // 2, count)]
+    assert [lease.lease_id for lease in holding.held.leases] == [f"lease {at}" for at in range(count // 2, count)]
     assert Name.compared <= 20 * count

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement._reserve.held import Held
 from fairlead_placement._show import as_text, draw
 from fairlead_placement.spi import claim_slots
 
@@ -137,8 +138,8 @@ def test_notebook(monkeypatch):
     """A notebook shows the same as HTML, with the groups on the cluster; names are not parsed as markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
-    monkeypatch.setattr(cluster._holding, "places", dict(enumerate(slots)))
-    monkeypatch.setattr(cluster._holding, "reserved", True)
+    held = Held(number=1, on=None, at=0.0, places=dict(enumerate(slots)), next_place=len(slots))
+    monkeypatch.setattr(cluster._holding, "held", held)
     group = Group("<b>[red]bold</b>", (0, 0, ""))
     claim = claim_slots(slots, "g", group=group)
 

@@ -7,15 +7,15 @@ import pytest
 import ray
 
 from fairlead_placement._model import Node
-from fairlead_placement._reserve import groups
+from fairlead_placement._reserve import groups, slots
 from fairlead_placement._reserve.groups import (
     BUNDLE_S,
     PLACING_S,
     Reserved,
     create_groups,
-    slots_of,
     wait_placed,
 )
+from fairlead_placement._reserve.slots import slots_of
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def assigns(monkeypatch):
     monkeypatch.setattr(ray, "remote", lambda **_: Task)
     monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(groups, "read_nodes", lambda: (Node("a", "192.0.2.1", {}, {}, {}),))
+    monkeypatch.setattr(slots, "read_nodes", lambda: (Node("a", "192.0.2.1", {}, {}, {}),))
 
 
 def slot_of(bundle, capacity):

@@ -23,18 +23,19 @@ from .._nodes.head import ask_head
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
-from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
-from .attempt import Attempt, report_of
+from ..exceptions import ResourceInsufficientError
 from .groups import (
-    LEAST_S,
+    Busy,
+    Impossible,
+    Placed,
     Reserved,
-    accelerator_ids,
     create_pinned,
     place,
     remove,
     remove_on_error,
     unique_name,
 )
+from .slots import LEAST_S, accelerator_ids
 
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
@@ -82,120 +83,110 @@ def check_gpu_ids(
     return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}
 
 
-class GpuAttempt(Attempt):
-    """A request for exactly the GPUs that its `gpu_ids` names. The asks are STRICT_PACK."""
+def try_gpus(
+    request: Request, nodes: Sequence[Node], names: dict[str, tuple[str, ...]], *, deadline: float
+) -> Placed | Busy | Impossible:
+    """Place a request, whose asks are STRICT_PACK, on exactly the GPUs that its `gpu_ids` names.
 
-    waits_for = "others hold its GPUs"
-    is_shown_to_autoscaler = False
+    `names` keeps the ids of the GPUs of each node for the next attempt. Each node that may have the ids free is tried
+    once.
+    """
+    names.update(gpu_names([node for node in nodes if node.node_id not in names], deadline=deadline))
+    asks = _exact(request)
+    owned = {node.node_id: frozenset(names[node.node_id]) for node in nodes}
+    if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified)[1]:
+        return _explain_impossible(request, nodes, owned)
+    free: Ids = {}
+    while True:
+        # A node counts as free until it has been looked at, so every turn rules something out.
+        chosen, _ = decide(asks, _shown(nodes, owned, {**owned, **free}), own_nodes=request.unified)
+        if chosen is None:
+            return _explain_busy(request, nodes, owned, free)
+        on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
+        here = [node for node in nodes if node.node_id in on.values()]
+        if placed := _try_nodes(request, on, here, free, deadline=deadline):
+            return tuple(placed)
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self._names: dict[str, tuple[str, ...]] = {}
-        # The free GPUs of the nodes that the last round has looked at.
-        self._free: Ids = {}
 
-    def is_impossible(self, nodes: Sequence[Node]) -> bool:
-        new = [node for node in nodes if node.node_id not in self._names]
-        self._names.update(gpu_names(new, deadline=self.deadline))
-        owned = self._list_gpus(nodes)
-        return decide(_exact(self.request), _shown(nodes, owned, owned), own_nodes=self.request.unified)[1]
+def _try_nodes(
+    request: Request, on: Mapping[int, str], nodes: Sequence[Node], free: Ids, *, deadline: float
+) -> list[Reserved]:
+    """Place each logical node on the physical node chosen for it. Set what is free there, and return none if it fails.
 
-    def _list_gpus(self, nodes: Sequence[Node]) -> Ids:
-        return {node.node_id: frozenset(self._names[node.node_id]) for node in nodes}
+    `on` are the ids of the chosen nodes, by logical node.
+    """
+    placed: list[Reserved] = []
+    with (
+        remove_on_error(lambda: [one.group for one in placed]),
+        hold_free_gpus(nodes, deadline=deadline) as fillers,
+    ):
+        free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
+        if all(request.gpu_ids[node_idx] <= free[node_id] for node_idx, node_id in on.items()):
+            placed += exchange(request, on, fillers, deadline=deadline)
+            if not placed:  # another request was faster
+                free.update(dict.fromkeys(on.values(), frozenset()))
+    return placed
 
-    def place(self, nodes: Sequence[Node]) -> tuple[Reserved, ...] | None:
-        """Try the nodes that may have the ids free, each once."""
-        wanted, owned = self.request.gpu_ids, self._list_gpus(nodes)
-        self._free = {}
-        placed: list[Reserved] = []
-        while True:
-            # A node counts as free until it has been looked at, so every turn rules something out.
-            shown = _shown(nodes, owned, {**owned, **self._free})
-            chosen, _ = decide(_exact(self.request), shown, own_nodes=self.request.unified)
-            if chosen is None:
-                return None
-            on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
-            here = [node for node in nodes if node.node_id in on.values()]
-            with (
-                remove_on_error(lambda: [one.group for one in placed]),
-                hold_free_gpus(here, deadline=self.deadline) as fillers,
-            ):
-                self._free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
-                if all(wanted[node_idx] <= self._free[node_id] for node_idx, node_id in on.items()):
-                    placed.extend(self._exchange(on, fillers))
-                    if not placed:  # another request was faster
-                        self._free.update(dict.fromkeys(on.values(), frozenset()))
-            if placed:
-                return tuple(placed)
 
-    def _exchange(self, on: Mapping[int, str], fillers: Fillers) -> list[Reserved]:
-        """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs.
+def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadline: float) -> list[Reserved]:
+    """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs.
 
-        Logical nodes that share a node take turns, or Ray might swap their GPUs.
-        """
-        request = self.request
-        sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
-        made: list[Reserved] = []
-        with remove_on_error(lambda: [one.group for one in made]):
-            for turn in itertools.zip_longest(*sharing.values()):
-                asks = tuple(ask for ask in turn if ask is not None)
-                remove([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
-                chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
-                placed = place(replace(request, asks=asks), chosen, deadline=self.deadline)
-                made.extend(placed or ())
-                if placed is None or not _check_ids(placed, request.gpu_ids, deadline=self.deadline):
-                    remove([one.group for one in made])
-                    return []
-        return sorted(made, key=lambda one: one.node_idx[0])
+    Logical nodes that share a node take turns, or Ray might swap their GPUs.
+    """
+    sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
+    made: list[Reserved] = []
+    with remove_on_error(lambda: [one.group for one in made]):
+        for turn in itertools.zip_longest(*sharing.values()):
+            asks = tuple(ask for ask in turn if ask is not None)
+            remove([fillers[on[ask.node_idx]][one] for ask in asks for one in request.gpu_ids[ask.node_idx]])
+            chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
+            placed = place(replace(request, asks=asks), chosen, deadline=deadline)
+            made.extend(placed or ())
+            if placed is None or not _check_ids(placed, request.gpu_ids, deadline=deadline):
+                remove([one.group for one in made])
+                return []
+    return sorted(made, key=lambda one: one.node_idx[0])
 
-    def explain_impossible(self, nodes: Sequence[Node], waited: float) -> str:
-        everywhere = [
-            f"node {node.node_id[:8]} ({node.ip}) has {_ids(self._names[node.node_id])}"
-            for node in nodes
-            if self._names[node.node_id]
-        ]
-        there = "; ".join(everywhere[:SHOWN]) + ("; ..." if len(everywhere) > SHOWN else "") or "no node has a GPU"
-        for node_idx, ids in self.request.gpu_ids.items():
-            if not any(ids <= owned for owned in self._list_gpus(nodes).values()):
-                missing = ids.difference(*self._list_gpus(nodes).values())
-                what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
-                return f"{what}, asked for logical node {node_idx}: {there}. Ask for ids that one node has (gpu_ids)."
-        return (
-            f"The cluster cannot hold {len(self.request.asks)} logical node(s) on the GPUs asked for, even when it is "
-            f"idle: {there}. Every id can be in one logical node only, and the node needs what else is asked for (see "
-            "below)."
-        )
 
-    def refuse(self, nodes: Sequence[Node], waited: float) -> ResourceInsufficientError | PlacementTimeoutError:
-        owned = self._list_gpus(nodes)
-        having = {
-            node_idx: [node for node in nodes if ids <= owned[node.node_id]][:SHOWN]
-            for node_idx, ids in self.request.gpu_ids.items()
-        }
-        reasons = []
-        for node_idx, candidates in having.items():
-            ids = self.request.gpu_ids[node_idx]
-            missing = {node.node_id: _missing(ids, node, self._free) for node in candidates}
-            if all(missing.values()):
-                for node in candidates:
-                    gone = missing[node.node_id]
-                    are_not = "is not" if len(gone) == 1 else "are not all"
-                    reasons.append(
-                        f"GPU {_ids(gone)}, asked for logical node {node_idx}, {are_not} free on node "
-                        f"{node.node_id[:8]} ({node.ip}), see below"
-                    )
-        report = report_of(self.request.asks, nodes, "taken")
-        if reasons:
-            return ResourceInsufficientError(
-                f"Waited {waited:.1f} s for particular GPUs. " + ". ".join(reasons) + ". Release them, ask for others "
-                f"(gpu_ids), or wait longer ({self.request.timeout_name}).",
-                report,
+def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> Impossible:
+    everywhere = [
+        f"node {node.node_id[:8]} ({node.ip}) has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]
+    ]
+    there = "; ".join(everywhere[:SHOWN]) + ("; ..." if len(everywhere) > SHOWN else "") or "no node has a GPU"
+    for node_idx, ids in request.gpu_ids.items():
+        if not any(ids <= mine for mine in owned.values()):
+            missing = ids.difference(*owned.values())
+            what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
+            return Impossible(
+                f"{what}, asked for logical node {node_idx}: {there}.", "Ask for ids that one node has (gpu_ids)."
             )
-        return PlacementTimeoutError(
-            f"Waited {waited:.1f} s: the GPUs asked for are free, but others hold what else the request needs, or take "
-            f"turns with it (see below). Release some of it, or wait longer ({self.request.timeout_name}).",
-            report,
+    return Impossible(
+        f"The cluster cannot hold {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: "
+        f"{there}.",
+        "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
+    )
+
+
+def _explain_busy(request: Request, nodes: Sequence[Node], owned: Ids, free: Ids) -> Busy:
+    """Return why a request has no place. `free` are the GPUs of the nodes that have been looked at."""
+    reasons = []
+    for node_idx, ids in request.gpu_ids.items():
+        missing = [(node, _missing(ids, node, free)) for node in nodes if ids <= owned[node.node_id]]
+        for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
+            are_not = "is not" if len(gone) == 1 else "are not all"
+            reasons.append(
+                f"GPU {_ids(gone)}, asked for logical node {node_idx}, {are_not} free on node {node.node_id[:8]} "
+                f"({node.ip}), see below"
+            )
+    if reasons:
+        return Busy(
+            f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),",
+            ResourceInsufficientError,
         )
+    return Busy(
+        ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
+        "below). Release some of it,"
+    )
 
 
 def _missing(ids: frozenset[str], node: Node, looked: Ids) -> frozenset[str]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the placement groups of a plan, waits for them, turns them into slots, and removes them."""
+"""Creates the placement groups of a plan, waits for them, and removes them."""
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,16 +17,13 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._model import PRECISION, Ask, Request
+from .._model import Ask, Request
 from .._nodes.agent import guard_groups, is_driver, this_process
-from .._nodes.head import ask_head, read_nodes, wait_until
+from .._nodes.head import ask_head, wait_until
 from .._nodes.owners import owned_name
-from .._plan.topology import accelerator_order
 from .._ray_private import connection, free_per_node
-from .._slot import Slot
-from ..exceptions import PlacementError, PlacementTimeoutError
+from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 
 # Ray places groups one after the other, and a pinned group whose node has room within milliseconds. If it places none
 # for so many seconds, and so many more for each bundle that is not placed, those that are left have lost a race.
@@ -50,9 +47,26 @@ class Reserved:
     bundles: tuple[dict[str, float], ...]
 
 
-def place(
-    request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: float = math.inf
-) -> tuple[Reserved, ...] | None:
+Placed = tuple[Reserved, ...]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Others hold what a request needs. The error is "Waited 1.0 s", then `why`, then the advice to wait longer."""
+
+    why: str
+    error: type[PlacementTimeoutError | ResourceInsufficientError] = PlacementTimeoutError
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """The nodes cannot hold a request, even when they are idle. The error consists of these sentences."""
+
+    why: str
+    advice: str
+
+
+def place(request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: float = math.inf) -> Placed | None:
     """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once."""
     asks = request.asks
     batches = [asks] if request.unified and asks else [(ask,) for ask in asks]
@@ -169,40 +183,21 @@ def wait_placed(
     return [group for group in groups if group.id in placed]
 
 
-class Demand:
-    """Unpinned groups that show an autoscaler what is missing, until there are nodes that could hold it.
-
-    They are withdrawn before anything is planned, so that whatever Ray has placed for them is free again by then.
-    """
-
-    def __init__(self, asks: Sequence[Ask], name: str) -> None:
-        self._asks = asks
-        self._name = name
-        self._groups: list[PlacementGroup] = []
-
-    def show(self) -> None:
-        """Ask for what is missing. Can be repeated."""
-        self._groups = self._groups or create_groups(
-            [
-                {
-                    "name": unique_name(_prefix(self._name, ask)),
-                    "bundles": [dict(ask.bundle)] * ask.count,
-                    "strategy": ask.strategy,
-                    "bundle_label_selector": [
-                        {key: condition.replace(" ", "") for key, condition in ask.labels.items()}
-                    ]
-                    * ask.count
-                    if ask.labels
-                    else None,
-                }
-                for ask in self._asks
-            ]
-        )
-
-    def close(self) -> None:
-        """Remove the groups, and wait until they hold nothing. Can be repeated."""
-        groups, self._groups = self._groups, []
-        remove(groups)
+def show_demand(asks: Sequence[Ask], name: str) -> list[PlacementGroup]:
+    """Create unpinned groups that show an autoscaler what is missing, for removal before anything is placed."""
+    return create_groups(
+        [
+            {
+                "name": unique_name(_prefix(name, ask)),
+                "bundles": [dict(ask.bundle)] * ask.count,
+                "strategy": ask.strategy,
+                "bundle_label_selector": [{key: text.replace(" ", "") for key, text in ask.labels.items()}] * ask.count
+                if ask.labels
+                else None,
+            }
+            for ask in asks
+        ]
+    )
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
@@ -299,95 +294,3 @@ def are_shown(ids: AbstractSet[str]) -> bool:
         for row in placed
         for node_id in alive.intersection(row["bundles_to_node_id"].values())
     )
-
-
-# A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
-# the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
-LEAST_S = 10.0
-
-
-def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order. The deadline is for reading the ids of accelerators."""
-    ids = accelerator_ids(placed, deadline=deadline)
-    nodes = read_nodes()
-    position = {node.node_id: at for at, node in enumerate(nodes)}
-    gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
-    if gone:
-        raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    rows = sorted(
-        (position[node_id], [accelerator_order(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
-        for g, one in enumerate(placed)
-        for index, node_id in enumerate(one.node_ids)
-    )
-    return number_slots(
-        Slot(
-            placement_group=placed[g].group,
-            bundle_index=index,
-            node_idx=node_idx,
-            node_id=nodes[at].node_id,
-            node_ip=nodes[at].ip,
-            node_rank=0,
-            local_rank=0,
-            accelerator_ids=ids[g][index],
-            labels=dict(nodes[at].labels),
-            worker_resources=_share(placed[g].bundles[index], capacity),
-            capacity=capacity,
-        )
-        for at, _, node_idx, g, index in rows
-    )
-
-
-def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """Return the slots with their nodes numbered in the order of the slots, and the slots of each node."""
-    on_node: dict[str, list[int]] = {}
-    numbered = []
-    for slot in slots:
-        rank, taken = on_node.setdefault(slot.node_id, [len(on_node), 0])
-        numbered.append(replace(slot, node_rank=rank, local_rank=taken))
-        on_node[slot.node_id][1] += 1
-    return tuple(numbered)
-
-
-def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
-    share = {"CPU": 1.0}
-    if bundle.get("GPU", 0) > 0:
-        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
-        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
-    return share
-
-
-def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[tuple[str, ...]]]:
-    """Return the ids of the GPUs of every bundle, by group and bundle index.
-
-    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
-    short task, all at once. Without GPUs no task is run. The tasks get at least `LEAST_S`, even after the deadline.
-    """
-    timeout_s = max(LEAST_S, deadline - time.monotonic())
-    refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)
-    try:
-        ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
-    except ray.exceptions.GetTimeoutError as error:
-        raise PlacementTimeoutError(
-            f"The GPUs are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
-            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
-            "timeout_s of extend and replace_lost_nodes), or look at the nodes."
-        ) from error
-    return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
-
-
-def _report_ids(reserved: Sequence[Reserved]) -> dict[tuple[int, int], Any]:
-    """Start a task in every bundle that has a GPU; return the references by group and bundle index."""
-
-    def read_ids() -> list[str]:
-        return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
-
-    task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
-    return {
-        (g, index): task.options(
-            num_gpus=bundle["GPU"], scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index)
-        ).remote()
-        for g, one in enumerate(reserved)
-        for index, bundle in enumerate(one.bundles)
-        if bundle.get("GPU", 0) > 0
-    }

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the state of a cluster: its reservation and everything that was taken on it, and releases it together."""
+
+import contextlib
+import functools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from .._model import Ask, Node, Request, group_pairs
+from .._nodes.agent import Monitor, read_usage
+from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
+from .._nodes.ports import PortLease, lease_ports, release_ports
+from .._nodes.usage import NodeUsage
+from .._plan.topology import node_place
+from .._ray_private import connection, draining_nodes
+from .._slot import Slot
+from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError
+from .claims import close_slots
+from .groups import Reserved, remove, remove_on_error
+from .slots import number_slots, slots_of
+from .wait import reserve
+
+# Seconds in which Ray has to have the resources back.
+GIVE_BACK_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a cluster holds between a reservation and its shutdown. Each change makes another one.
+
+    `places` are the slots by numbers that stay the same when slots are added, replaced and released; views keep the
+    numbers. `replacements` numbers the placement groups that have replaced parts of others, by id.
+    """
+
+    number: int  # of the reservation, among those of the cluster
+    on: object  # the connection to Ray
+    at: float
+    places: Mapping[int, Slot]
+    next_place: int
+    replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
+    leases: tuple[PortLease, ...] = ()
+    monitor: Monitor | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots: those of the first reservation in physical order, then those of each extension."""
+        return tuple(self.places.values())
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The ids of the physical nodes, in the order of the slots."""
+        return list(dict.fromkeys(slot.node_id for slot in self.slots))
+
+    def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
+        """Return the placement groups of slots, in the order of the logical nodes, and of one node the oldest first."""
+        ordered = sorted(slots, key=lambda slot: (slot.node_idx, self.replacements.get(slot.placement_group.id, 0)))
+        return list({slot.placement_group.id: slot.placement_group for slot in ordered}.values())
+
+
+class Holding:
+    """What a virtual cluster requests, and what it holds. The cluster's finalizer refers to it, and it not to that."""
+
+    def __init__(self, request: Request, counts: Sequence[int], *, monitor_memory: bool = False) -> None:
+        self.request = request
+        self.counts = tuple(counts)
+        self.monitor_memory = monitor_memory
+        self.held: Held | None = None
+        self._reservations = 0
+        # The threads that reserve, release or replace ("change"), and that extend.
+        self._busy: dict[str, int] = {}
+        # Guards all of these, and is held during no request. Reentrant: a signal handler may shut the cluster down.
+        self._lock = threading.Condition()
+
+    @property
+    def ray_ended(self) -> bool:
+        """Whether this process is no longer connected to the Ray on which it was reserved."""
+        held = self.held
+        return held is not None and held.on != connection()
+
+    def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
+        """Return the placement groups of slots, as `Held.groups_of`."""
+        return self.held.groups_of(slots) if self.held else []
+
+    @contextlib.contextmanager
+    def _alone(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Keep other threads from doing the same during a block."""
+        me = threading.get_ident()
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._busy.get(what, me) == me, timeout_s):
+                raise PlacementTimeoutError(
+                    f"Waited {timeout_s:.1f} s: another thread extends the cluster {self.request.name!r}. Try again "
+                    "when that has ended, or wait longer (timeout_s)."
+                )
+            is_outer = what not in self._busy
+            self._busy[what] = me
+        try:
+            yield
+        finally:
+            if is_outer:
+                with self._lock:
+                    del self._busy[what]
+                    self._lock.notify_all()
+
+    def _check_same(self, mine: Held | None) -> Held:
+        """Return what is held now; raise if the reservation has ended to which `mine` belongs."""
+        held = self.held
+        if held is None or mine is None or held.number != mine.number:
+            raise PlacementError(
+                f"The cluster {self.request.name!r} was shut down while it was extended. Nothing of the extension "
+                "stays reserved."
+            )
+        return held
+
+    def reserve(self, *, unified: bool) -> None:
+        """Reserve, unless that has been done."""
+        request = replace(self.request, unified=unified)
+        with self._alone("change"), head_deadline(max(request.timeout_s, request.wait_for_nodes_s)):
+            if self.held is not None:
+                return
+            on = connection()
+            places = dict(enumerate(_take(request)))
+            nodes = list(dict.fromkeys(slot.node_id for slot in places.values()))
+            monitor = Monitor(nodes, request.name) if self.monitor_memory else None
+            with self._lock:
+                self._reservations += 1
+                self.request = request
+                self.held = Held(
+                    number=self._reservations,
+                    on=on,
+                    at=time.time(),
+                    places=places,
+                    next_place=len(places),
+                    monitor=monitor,
+                )
+            if monitor is not None:
+                try:
+                    monitor.read()
+                except BaseException:
+                    self.give_back()
+                    raise
+
+    def extend(
+        self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
+    ) -> tuple[int, ...]:
+        """Reserve more logical nodes, add their slots at the end, and return their numbers.
+
+        `model` is the request for each of them, but for its number and its count. `timeout_s` covers resources that
+        others hold, and another thread that changes the cluster.
+        """
+        mine, began = self.held, time.monotonic()
+        with self._alone("extend", timeout_s):
+            waited = time.monotonic() - began
+            left_s, nodes_s = max(0.0, timeout_s - waited), max(0.0, wait_for_nodes_s - waited)
+            first = len(self.counts)
+            asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
+            part = replace(
+                self.request, asks=asks, timeout_s=left_s, wait_for_nodes_s=nodes_s, timeout_name="timeout_s"
+            )
+
+            def look() -> Sequence[Node]:
+                held = self._check_same(mine)
+                # With these, every logical node is on a physical node of its own.
+                return _nodes_except(held.node_ids if part.unified or part.segment_size else ())
+
+            with head_deadline(max(left_s, nodes_s)):
+                slots = _take(part, look, self._amounts)
+                with remove_on_error(lambda: [slot.placement_group for slot in slots]), self._lock:
+                    held = self._check_same(mine)
+                    numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
+                    places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
+                    self.request = replace(self.request, asks=(*self.request.asks, *asks))
+                    self.counts = (*self.counts, *counts)
+                    self.held = replace(held, places=places, next_place=held.next_place + len(slots))
+                self._watch()
+            return tuple(ask.node_idx for ask in asks)
+
+    def _amounts(self) -> dict[str, dict[str, float]]:
+        """Return the amounts of resources that the cluster holds, by node id."""
+        bundles = {ask.node_idx: ask.bundle for ask in self.request.asks}
+        amounts: dict[str, dict[str, float]] = {}
+        for slot in self.held.slots if self.held else ():
+            there = amounts.setdefault(slot.node_id, {})
+            # Another thread may just have released the logical node.
+            for name, amount in bundles.get(slot.node_idx, {}).items():
+                there[name] = there.get(name, 0.0) + amount
+        return amounts
+
+    def release(self, wanted: AbstractSet[int]) -> bool:
+        """Release logical nodes, and return whether Ray had their resources back in time."""
+        with self._alone("change"), head_deadline(GIVE_BACK_S):
+            slots = self.held.slots if self.held else ()
+            there = {slot.node_idx for slot in slots}
+            if not wanted <= there:
+                raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
+            gone = [slot for slot in slots if slot.node_idx in wanted]
+            self._check_whole(slots, wanted)
+            if names := close_slots(gone):
+                raise PlacementError(
+                    f"Logical node(s) {sorted(wanted)} of {self.request.name!r} cannot be released: worker group(s) "
+                    f"{', '.join(map(repr, names))} use their slots. Shut them down first."
+                )
+            with self._lock:
+                before, request = self.held, self.request
+                assert before is not None, "no other thread changes it"
+                asks = tuple(ask for ask in request.asks if ask.node_idx not in wanted)
+                gpu_ids = {at: gpus for at, gpus in request.gpu_ids.items() if at not in wanted}
+                self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
+                self.counts = tuple(0 if at in wanted else count for at, count in enumerate(self.counts))
+                kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
+                places = dict(zip(kept, number_slots(kept.values()), strict=True))
+                staying = {slot.node_id for slot in kept.values()}
+                leases = tuple(lease for lease in before.leases if lease.node_id in staying)
+                self.held = replace(before, places=places, leases=leases)
+            try:
+                self._watch()
+                release_ports([lease for lease in before.leases if lease.node_id not in staying])
+            finally:
+                returned = remove(before.groups_of(gone), timeout_s=GIVE_BACK_S)
+        return returned
+
+    def _check_whole(self, slots: Sequence[Slot], wanted: AbstractSet[int]) -> None:
+        """Refuse to release a part of a placement group or of a segment."""
+        pairs: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in slots]
+        if self.request.segment_size:
+            pairs += [(number, node_idx) for node_idx, number in self._segments().items()]
+        for nodes in map(set, group_pairs(pairs).values()):
+            if nodes & wanted and not nodes <= wanted:
+                why = "one placement group" if self.request.unified else "one segment"
+                raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
+
+    def _watch(self) -> None:
+        if (held := self.held) is not None and held.monitor is not None:
+            held.monitor.watch(held.node_ids)
+
+    def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
+        """Reserve slots in place of those whose node is gone, and return the new ones."""
+        deadline = time.monotonic() + timeout_s
+        with self._alone("change"), head_deadline(timeout_s):
+            alive = alive_nodes()
+            places = self.held.places if self.held else {}
+            lost = [place for place, slot in places.items() if slot.node_id not in alive]
+            survivors = [slot for slot in places.values() if slot.node_id in alive]
+            if not lost:
+                return ()
+            counts = Counter(places[place].node_idx for place in lost)
+            asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
+            placed: list[Reserved] = []
+            wanted = self.request.gpu_ids
+            with remove_on_error(lambda: [one.group for one in placed]):
+                for batch, segment_size in self._batches(asks, survivors):
+                    left = max(0.0, deadline - time.monotonic())
+                    # A new node may be on its way: callers wait for one after a loss.
+                    part = replace(
+                        self.request,
+                        asks=tuple(batch),
+                        segment_size=segment_size,
+                        gpu_ids={ask.node_idx: wanted[ask.node_idx] for ask in batch if wanted},
+                        timeout_s=left,
+                        wait_for_nodes_s=left,
+                        unified=False,
+                        timeout_name="timeout_s",
+                    )
+                    taken = self._taken_by(batch[0], survivors, placed)
+                    placed += reserve(part, functools.partial(_nodes_except, taken))
+                new = slots_of(placed, self.request.capacity, deadline=deadline)
+            with self._lock:
+                before = self.held
+                assert before is not None, "no other thread changes it"
+                made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
+                held = self.held = replace(
+                    before,
+                    places=replace_slots(before.places, lost, new),
+                    replacements={**before.replacements, **made},
+                )
+            # Groups that have lost all their bundles: no slot is in them.
+            kept = {slot.placement_group.id for slot in held.slots}
+            remove([group for group in before.groups_of(before.slots) if group.id not in kept])
+            self._watch()
+            return tuple(held.places[place] for place in lost)
+
+    def usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
+        """Return the memory of some of its nodes, with the peaks since it was reserved if that is monitored."""
+        held = self.held
+        if held is None or held.monitor is None:
+            return read_usage(node_ids)
+        wanted = frozenset(node_ids)
+        return tuple(usage for usage in held.monitor.read() if usage.node_id in wanted)
+
+    def _batches(self, asks: Sequence[Ask], survivors: Sequence[Slot]) -> list[tuple[list[Ask], int | None]]:
+        """Return what is reserved in one step, with its segment size: the asks one by one, the most demanding first.
+
+        The asks of a segment that has lost all its nodes stay together: nothing shows which domain it was in.
+        """
+        number = self._segments()
+        left = {number[slot.node_idx] for slot in survivors}
+        lost: dict[int, list[Ask]] = {}
+        batches: list[tuple[list[Ask], int | None]] = []
+        for ask in sorted(asks, key=lambda ask: -ask.count):
+            if self.request.segment_size and number[ask.node_idx] not in left:
+                lost.setdefault(number[ask.node_idx], []).append(ask)
+            else:
+                batches.append(([ask], None))
+        return [*batches, *((segment, self.request.segment_size) for segment in lost.values())]
+
+    def _segments(self) -> dict[int, int]:
+        """Return the number of each logical node's segment."""
+        return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.asks)}
+
+    def _taken_by(self, ask: Ask, survivors: Sequence[Slot], placed: Sequence[Reserved]) -> frozenset[str]:
+        """Return the nodes that a replacement cannot use, because of what is left of the cluster."""
+        if self.request.unified or self.request.segment_size:  # every logical node is on a physical node of its own
+            taken = frozenset(slot.node_id for slot in survivors).union(*(one.node_ids for one in placed))
+            return taken | self._in_other_domains(ask, survivors)
+        if ask.strategy == "STRICT_SPREAD":
+            return frozenset(slot.node_id for slot in survivors if slot.node_idx == ask.node_idx)
+        return frozenset()
+
+    def _in_other_domains(self, ask: Ask, survivors: Sequence[Slot]) -> frozenset[str]:
+        """Return the nodes outside of the domain of a lost logical node's segment, if some of that is left."""
+        if not self.request.segment_size:
+            return frozenset()
+        number = self._segments()
+        left = {slot.node_id for slot in survivors if number[slot.node_idx] == number[ask.node_idx]}
+        domain = {node.node_id: node_place(node)[0] for node in read_nodes()}
+        allowed = {domain[node_id] for node_id in left if node_id in domain}
+        return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
+
+    def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
+        """Lease a port on the node of each slot until everything is released."""
+        mine = self.held
+        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
+        with self._lock:
+            held = self.held
+            if held is not None and mine is not None and held.number == mine.number:
+                self.held = replace(held, leases=(*held.leases, *leases))
+                return leases
+        release_ports(leases)
+        raise PlacementError(
+            f"The cluster {self.request.name!r} was shut down while ports were leased on it. The ports are given back; "
+            "lease them again once it is reserved again."
+        )
+
+    def give_back(self) -> bool:
+        """Release ports and groups, and return whether Ray had the resources back in time."""
+        with self._alone("change"), self._lock:
+            held, self.held = self.held, None
+        if held is None or held.on != connection():
+            return True  # nothing was held, or Ray ended, and with it everything that was
+        with head_deadline(GIVE_BACK_S):
+            try:
+                release_ports(held.leases)
+                if held.monitor is not None:
+                    held.monitor.stop()
+            finally:
+                returned = remove(held.groups_of(held.slots), timeout_s=GIVE_BACK_S)
+        return returned
+
+    def leak(self) -> str:
+        """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
+        held = self.held
+        if held is None or held.on != connection() or not (held.places or held.leases):
+            return ""
+        return (
+            f"The virtual cluster {self.request.name!r} was dropped without shutdown() while it held "
+            f"{len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} port(s). They are returned "
+            "in the background. Use the cluster in a with statement, or call shutdown()."
+        )
+
+
+def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence[Slot]) -> dict[int, Slot]:
+    """Put each new slot in the place of a lost one of its logical node, and number the nodes again."""
+    of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
+    slots = dict(places)
+    for place in lost:
+        slots[place] = of_logical_node[slots[place].node_idx].pop()
+    # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
+    return dict(zip(slots, number_slots(slots.values()), strict=True))
+
+
+def not_returned(what: str) -> PlacementError:
+    """Return the error for something whose resources Ray did not have back in time."""
+    return PlacementError(
+        f"Ray did not return the resources of {what} within {GIVE_BACK_S:g} s. The groups are removed, but a process "
+        "in them may still be ending: look at its node."
+    )
+
+
+def find_bundles(
+    slots: Sequence[Slot], groups: Sequence[PlacementGroup], pairs: Iterable[tuple[int, int]]
+) -> list[Slot]:
+    """Return the slot of each pair of a number of a placement group and Ray's index of a bundle in it."""
+    by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in slots}
+    chosen = []
+    for pg_idx, bundle_idx in pairs:
+        if not 0 <= pg_idx < len(groups):
+            raise IndexError(f"placement group {pg_idx} of {len(groups)}: valid are 0 to {len(groups) - 1}")
+        slot = by_bundle.get((groups[pg_idx].id, bundle_idx))
+        if slot is None:
+            raise IndexError(f"placement group {pg_idx} has no bundle {bundle_idx}")
+        chosen.append(slot)
+    return chosen
+
+
+def _nodes_except(taken: Iterable[str]) -> Sequence[Node]:
+    names = frozenset(taken)
+    return tuple(node for node in read_nodes() if node.node_id not in names)
+
+
+def _take(
+    request: Request,
+    look: Callable[[], Sequence[Node]] = read_nodes,
+    held: Callable[[], Mapping[str, Mapping[str, float]]] | None = None,
+) -> tuple[Slot, ...]:
+    """Reserve a request and return its slots. If a node is lost or starts to drain meanwhile, plan again."""
+    deadline = time.monotonic() + request.timeout_s
+    while True:
+        left = replace(request, timeout_s=max(0.0, deadline - time.monotonic()))
+        placed = reserve(left, look, held)
+        try:
+            return slots_of(placed, request.capacity, deadline=deadline)
+        except BaseException as error:
+            remove([one.group for one in placed])
+            of_ray = isinstance(error, (ray.exceptions.RayError, PlacementError))
+            if not of_ray or isinstance(error, HeadTimeoutError) or time.monotonic() >= deadline:
+                raise
+            # The next plan avoids nodes that are lost or draining.
+            staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
+            if staying.issuperset(node_id for one in placed for node_id in one.node_ids):
+                raise

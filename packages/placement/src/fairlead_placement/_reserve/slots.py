@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns placed groups into slots in physical order, with the ids of their accelerators."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .._model import PRECISION
+from .._nodes.head import ask_head, read_nodes
+from .._plan.topology import accelerator_order
+from .._slot import Slot
+from ..exceptions import PlacementError, PlacementTimeoutError
+from .groups import Reserved
+
+# A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
+# the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
+LEAST_S = 10.0
+
+
+def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order. The deadline is for reading the ids of accelerators."""
+    ids = accelerator_ids(placed, deadline=deadline)
+    nodes = read_nodes()
+    position = {node.node_id: at for at, node in enumerate(nodes)}
+    gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
+    if gone:
+        raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
+    rows = sorted(
+        (position[node_id], [accelerator_order(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
+        for g, one in enumerate(placed)
+        for index, node_id in enumerate(one.node_ids)
+    )
+    return number_slots(
+        Slot(
+            placement_group=placed[g].group,
+            bundle_index=index,
+            node_idx=node_idx,
+            node_id=nodes[at].node_id,
+            node_ip=nodes[at].ip,
+            node_rank=0,
+            local_rank=0,
+            accelerator_ids=ids[g][index],
+            labels=dict(nodes[at].labels),
+            worker_resources=_share(placed[g].bundles[index], capacity),
+            capacity=capacity,
+        )
+        for at, _, node_idx, g, index in rows
+    )
+
+
+def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Return the slots with their nodes numbered in the order of the slots, and the slots of each node."""
+    on_node: dict[str, list[int]] = {}
+    numbered = []
+    for slot in slots:
+        rank, taken = on_node.setdefault(slot.node_id, [len(on_node), 0])
+        numbered.append(replace(slot, node_rank=rank, local_rank=taken))
+        on_node[slot.node_id][1] += 1
+    return tuple(numbered)
+
+
+def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
+    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
+    share = {"CPU": 1.0}
+    if bundle.get("GPU", 0) > 0:
+        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
+        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
+    return share
+
+
+def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[tuple[str, ...]]]:
+    """Return the ids of the GPUs of every bundle, by group and bundle index.
+
+    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
+    short task, all at once. Without GPUs no task is run. The tasks get at least `LEAST_S`, even after the deadline.
+    """
+    timeout_s = max(LEAST_S, deadline - time.monotonic())
+    refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)
+    try:
+        ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlacementTimeoutError(
+            f"The GPUs are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
+            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
+            "timeout_s of extend and replace_lost_nodes), or look at the nodes."
+        ) from error
+    return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
+
+
+def _report_ids(reserved: Sequence[Reserved]) -> dict[tuple[int, int], Any]:
+    """Start a task in every bundle that has a GPU; return the references by group and bundle index."""
+
+    def read_ids() -> list[str]:
+        return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+    task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
+    return {
+        (g, index): task.options(
+            num_gpus=bundle["GPU"], scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index)
+        ).remote()
+        for g, one in enumerate(reserved)
+        for index, bundle in enumerate(one.bundles)
+        if bundle.get("GPU", 0) > 0
+    }
