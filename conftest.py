@@ -3,6 +3,7 @@
 
 import ast
 import contextlib
+import dis
 import gc
 import importlib.util
 import os
@@ -18,7 +19,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -412,3 +415,146 @@ def read_imports() -> Callable[[Path], set[str]]:
         return {name.partition(".")[0] for name in names}
 
     return read
+
+
+# Python runs handlers when one of these instructions has been executed, and when a function begins.
+LETS_HANDLERS_RUN = ("CALL", "JUMP_BACKWARD", "RESUME")
+
+
+class Interrupter:
+    """Raises a signal at one moment of a run.
+
+    Args:
+        number: the signal.
+        files: the ends of the names of the files whose code is interrupted.
+        moment: at which of the moments of these files, from 0.
+    """
+
+    def __init__(self, number: int, files: tuple[str, ...], moment: int) -> None:
+        self._number = number
+        self._files = files
+        self._left = moment
+        self._last: dict[FrameType, int] = {}
+        self.has_raised = False
+
+    def __enter__(self) -> "Interrupter":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.endswith(self._files):
+            return None
+        frame.f_trace_opcodes = True
+        return self._trace_opcode
+
+    def _trace_opcode(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and not self.has_raised:
+            last, self._last[frame] = self._last.get(frame), frame.f_lasti
+            if last is not None and _names(frame.f_code).get(last, "").startswith(LETS_HANDLERS_RUN):
+                if not self._left:
+                    self.has_raised = True
+                    signal.raise_signal(self._number)
+                self._left -= 1
+        return self._trace_opcode
+
+
+@cache
+def _names(code: CodeType) -> dict[int, str]:
+    return {one.offset: one.opname for one in dis.get_instructions(code)}
+
+
+def run_interrupted(run: Callable[[], object], number: int, *files: str) -> int:
+    """Run a function again and again, each time with a signal at the next moment of the code of some files.
+
+    The function has to handle what the handler of the signal raises, and to check what must hold afterwards.
+
+    Returns:
+        The number of moments.
+    """
+    moment = 0
+    while True:
+        with Interrupter(number, files, moment) as interrupter:
+            run()
+        if not interrupter.has_raised:
+            return moment
+        moment += 1
+
+
+@pytest.fixture(scope="session")
+def interrupter() -> type[Interrupter]:
+    """Return `Interrupter`."""
+    return Interrupter
+
+
+@pytest.fixture(scope="session")
+def interrupt_everywhere() -> Callable[..., int]:
+    """Return `run_interrupted`."""
+    return run_interrupted
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """Yield the path of a file that workers wait for. It is created at the end of the test at the latest."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
+class Clock:
+    """The clock of modules of this process, in place of `time`, which a test can set forward."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def skip(self, seconds: float) -> None:
+        """Let this time pass at once."""
+        self._ahead_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of this process's deadlines, so that a test reaches one at an event and not after a time."""
+    made = Clock()
+    for module in ("fairlead_workergroup._world", "fairlead_workergroup._start.launch", "fairlead_lane._transport"):
+        if module in sys.modules:
+            monkeypatch.setattr(f"{module}.time", made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def both_kinds_of_sockets() -> Iterator[None]:
+    """Let every other worker connect as one of another node does, so that each lane has both kinds of connections."""
+    from fairlead_lane._local import LocalSocket
+
+    complete = LocalSocket.complete
+
+    def complete_even(own: LocalSocket, config: Any) -> Any:
+        rank = int.from_bytes(config.identity[:4], "little")
+        return config if rank % 2 else complete(own, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalSocket, "complete", complete_even)
+        yield
+
+
+@pytest.fixture(scope="session")
+def store_used() -> Callable[[], int]:
+    """Return a function that returns the bytes in use by the object store's own count."""
+    import ray
+    from ray._private.internal_api import node_stats
+
+    def count() -> int:
+        (node,) = [one for one in ray.nodes() if one["Alive"]]
+        reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+        return int(reply.store_stats.object_store_bytes_used)
+
+    return count

@@ -118,9 +118,10 @@ def report_every(interval_s: float, line: Callable[[float], str]) -> Iterator[No
 
 
 def test_requirements(name: str) -> list[str]:
-    """Return the requirements of a package's tests."""
+    """Return the requirements of a package's tests, and the paths of the packages among them."""
     pyproject = nox.project.load_toml(ROOT / "packages" / name / "pyproject.toml")
-    return nox.project.dependency_groups(pyproject, "test")
+    needed = nox.project.dependency_groups(pyproject, "test")
+    return [package(one.removeprefix("fairlead-")) if one.startswith("fairlead-") else one for one in needed]
 
 
 def make_folder(session: nox.Session, name: str) -> Path:
@@ -187,7 +188,7 @@ def unit(session: nox.Session) -> None:
 
     Random tests try half as many examples as in `tests`.
     """
-    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout", "hypothesis", "torch", "pyzmq")
+    install(session, *map(package, SIBLINGS), "pytest", "pytest-timeout", "hypothesis", "torch")
     # All at once. Only the first part imports torch; the second mostly waits, for threads and processes.
     paths = {name: package(name, "/tests/unit") for name in SIBLINGS}
     workers = paths.pop("workergroup")
@@ -234,7 +235,7 @@ def multihost(session: nox.Session) -> None:
     """Test several hosts, each a network namespace of this machine, which needs root."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
-    install(session, *map(package, SIBLINGS), "torch", "pyzmq", "psutil", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "torch", "psutil", "pytest", "pytest-timeout")
     session.run("pytest", MULTIHOST, f"--ignore={SOAK}", *session.posargs, env=RAY_ENV)
 
 
@@ -247,7 +248,7 @@ def soak(session: nox.Session) -> None:
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
-    install(session, *map(package, SIBLINGS), "torch", "pyzmq", "psutil", "hypothesis", "pytest", "pytest-timeout")
+    install(session, *map(package, SIBLINGS), "torch", "psutil", "hypothesis", "pytest", "pytest-timeout")
     seconds = session.posargs[0] if session.posargs else "300"
     limit = f"--timeout={int(seconds) + 300}"
     session.run("pytest", SOAK, "-s", limit, env={**RAY_ENV, "FAIRLEAD_SOAK_S": seconds})
@@ -281,7 +282,7 @@ def interop(session: nox.Session) -> None:
     """Run the tests of optional parts, for torch, Ray or metrics, which the other sessions skip."""
     extras = package("placement", "[metrics]"), package("workergroup", "[torch,otel]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
-    install(session, *map(package, ["sharding", "batching", "venvs", "transfer"]), *extras, *requirements)
+    install(session, *map(package, ["sharding", "batching", "venvs", "transfer", "lane"]), *extras, *requirements)
     pure = [f"batching/tests/unit/test_{name}.py" for name in ("torch", "leaves", "packed")]
     pure += [f"transfer/tests/unit/test_{name}.py" for name in ("torch", "ends")]
     pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "describe", "otel")]
@@ -335,7 +336,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def lane(session: nox.Session) -> None:
     """Train with a pipeline schedule by Ray's actor calls and by a lane, and print the speed of both."""
-    install(session, *map(package, SIBLINGS["workergroup"]), package("workergroup", "[lane]"))
+    install(session, *map(package, [*SIBLINGS["lane"], "lane"]))
     session.run("python", "examples/lane.py", *session.posargs, env=EXAMPLE_ENV)
 
 
@@ -398,7 +399,6 @@ def docs(session: nox.Session) -> None:
         session,
         *map(package, SIBLINGS),
         "torch",
-        "pyzmq",
         "opentelemetry-sdk",
         *SPHINX,
         *PROSE,
@@ -466,7 +466,9 @@ def wheels(session: nox.Session, name: str) -> None:
     with session.chdir(here):
         session.run(python, "-c", imported, external=True)
         session.run(python, "example.py", env=own, external=True)
-    session.run(*pip, *test_requirements(name))
+    needed = test_requirements(name)
+    wheels = {one: str(build_wheel(session, Path(one).name, dist)) for one in needed if one.startswith("./")}
+    session.run(*pip, *(wheels.get(one, one) for one in needed))
     with session.chdir(here):
         # 5: the package has only unit tests.
         options = [f"--ignore={package(name, '/tests/unit')}", "-m", "not smoke", *session.posargs]
@@ -514,8 +516,7 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
-    siblings = [*SIBLINGS["workergroup"], "workergroup", "batching", "tpu-executor", "transfer"]
-    install(session, *map(package, siblings), "torch", "pyzmq")
+    install(session, *map(package, [*SIBLINGS["lane"], "lane", "batching", "tpu-executor", "transfer"]), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
 
 
@@ -548,6 +549,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "elastic": [],
     "typecheck": [],
     "lane": ["--steps", "10"],
+    "wheels(lane)": [],
     "demo": [],
     "wheels(batching)": [],
     "wheels(sharding)": [],

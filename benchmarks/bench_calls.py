@@ -15,9 +15,9 @@ import ray
 from _measure import Row, Timing, interleaved, table, take_turns
 from bench_workergroup import WORKERS, start_by_hand, start_group
 
+from fairlead_lane._local import LocalSocket
 from fairlead_placement import init_ray
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup._lane.local import LocalSocket
 
 # How many times faster a call by the lane has to be than hand-written Ray, by the number of workers.
 LANE_RATIOS = {1: 1.8, 8: 5.0, 32: 5.0, 64: 4.5}

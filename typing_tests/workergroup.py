@@ -11,7 +11,7 @@ from typing import Any, Literal, assert_type
 from ray import ObjectRef
 from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement import PortLease, RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     BrokenEpochError,
@@ -236,7 +236,7 @@ def wrapped(made: Call) -> None:
 def lane(group: RayWorkerGroup) -> None:
     with group.lane(timeout=30.0) as nothing:
         assert_type(nothing, None)
-        assert_type(group.call("step", [1], 0.1).statistics().route, Literal["lane", "ray"])
+        assert_type(group.call("step", [1], 0.1).statistics().route, str)
     error = LaneError("why", (1,))
     assert_type(error.reason, str)
     assert_type(error.ranks, tuple[int, ...])
@@ -245,7 +245,7 @@ def lane(group: RayWorkerGroup) -> None:
 
 def explain(group: RayWorkerGroup) -> None:
     explanation = group.explain("step", 1, collect="dp")
-    assert_type(explanation.route, Literal["lane", "ray"])
+    assert_type(explanation.route, str)
     assert_type(explanation, CallExplanation)
     assert_type(explanation.summary, str)
     assert_type(explanation.header, tuple[str, ...])
@@ -538,6 +538,50 @@ def build_on_groups(group: RayWorkerGroup) -> None:
         assert_type(reply.failure, WorkerFailure | None)
         assert_type(reply.late, LateWorker | None)
     spi.cancel(requests)
+    assert_type(spi.stream_function(member, b"", 1), Any)
+    assert_type(spi.actor_id_of(member.handle), str)
+
+
+def write_transport(site: spi.Site, carrier: spi.Transport, ref: ObjectRef[int]) -> None:
+    assert_type((carrier.name, carrier.most_waiting, carrier.failures), tuple[str, int, int])
+    encoded = carrier.encode([])
+    assert_type(encoded, list[Any])
+    assert_type(carrier.send(site.members(), [0], encoded, yields_items=False), list[Any])
+    assert_type(carrier.wait_for_room([0], 1.0), bool)
+    assert_type(carrier.makes_way([0]), bool)
+    assert_type(carrier.wait_for_way([0], None), bool)
+    with carrier.detour([0]):
+        carrier.open(1.0)
+        carrier.stop()
+        carrier.close(1.0)
+    assert_type(carrier.run(lambda: True, 1.0), bool)
+    assert_type((site.overlaps, site.is_connected, site.is_ending), tuple[bool, bool, bool])
+    assert_type(site.lease_port(), PortLease)
+    assert_type(site.late_workers([0]), tuple[LateWorker, ...])
+    site.report_end("actor", ValueError(), "it ended")
+    message = spi.Message(carrier, b"")
+    message.resolve([b""], ref=None, error=None, failed=False, has_references=False)
+    carrier.call_back(message)
+    assert_type(carrier.cancel(message.task, asks=True), bool)
+    assert_type((message.done, message.failed, message.has_references), tuple[bool, bool, bool])
+    assert_type((message.frames, message.error), tuple[Sequence[bytes] | None, BaseException | None])
+    assert_type((message.binary(), message.size(), message.get()), tuple[bytes, int, Any])
+    message.ref = message.store(1.0)
+    message.carrier = carrier
+    message.add_callback(lambda one: one.run_callbacks())
+    assert_type(message.cancel(asks=False), bool)
+    assert_type(message.future().result(), Any)
+    stream = spi.MessageStream(carrier, b"")
+    stream.add_item(message)
+    stream.resolve(failed=True)
+    assert_type((stream.done, stream.next_ready(), stream.task), tuple[bool, bool, bytes])
+    assert_type(stream.completed(), spi.Message)
+    event = spi.OneTimeEvent()
+    event.set()
+    assert_type((event.is_set(), event.wait(1.0)), tuple[bool, bool])
+    assert_type(spi.dump(1), list[Any] | None)
+    assert_type(spi.ownership_of(ref), tuple[bytes, bytes, bytes] | None)
+    assert_type(spi.borrow(b"", b"", b""), Any)
 
 
 def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: WorkerStatus) -> None:

@@ -112,15 +112,6 @@ class Child:
         os._exit(1)
 
 
-def store_used() -> int:
-    """Return the bytes in use by the object store's own count."""
-    from ray._private.internal_api import node_stats
-
-    (node,) = [one for one in ray.nodes() if one["Alive"]]
-    reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-    return reply.store_stats.object_store_bytes_used
-
-
 class Acting:
     """A value that does something when it is first pickled, which is between the plan of a call and its delivery."""
 

@@ -4,7 +4,6 @@
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from fairlead_workergroup import RayWorkerGroup
-    from fairlead_workergroup._remote.links import LaneConfig
 
 # No deadline and no health check of speed: on a busy machine they would fail tests for being slow. No database: a test
 # run leaves no files.
@@ -128,19 +126,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _both_kinds_of_sockets() -> Iterator[None]:
-    """Let every other worker connect as one of another node does, so that each lane has both kinds of connections."""
-    from fairlead_workergroup._lane.local import LocalSocket
-
-    complete = LocalSocket.complete
-
-    def complete_even(own: LocalSocket, config: "LaneConfig") -> "LaneConfig":
-        rank = int.from_bytes(config.identity[:4], "little")
-        return config if rank % 2 else complete(own, config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalSocket, "complete", complete_even)
-        yield
+def _all_lanes(both_kinds_of_sockets: None) -> None:
+    """Let the lanes of all tests have both kinds of connections."""
 
 
 @pytest.fixture
@@ -171,14 +158,6 @@ def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
             group.shutdown()  # the lane would wait for methods that a test has left running
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Path]:
-    """Yield the path of a file that workers wait for. It is created at the end of the test at the latest."""
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
-
-
 @pytest.fixture(scope="session")
 def wait_until_running(eventually: Callable[..., bool]) -> Callable[..., None]:
     """Return a function that waits until the given ranks of a group run a method."""
@@ -191,32 +170,6 @@ def wait_until_running(eventually: Callable[..., bool]) -> Callable[..., None]:
         assert eventually(lambda: methods() == [method] * len(ranks), 60), methods()
 
     return wait
-
-
-class Clock:
-    """The clock of modules of this process, in place of `time`, which a test can set forward."""
-
-    def __init__(self) -> None:
-        self._ahead_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._ahead_s
-
-    def skip(self, seconds: float) -> None:
-        """Let this time pass at once."""
-        self._ahead_s += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Return the clock of this process's deadlines, so that a test reaches one at an event and not after a time."""
-    made = Clock()
-    for module in ("_world", "_start.launch", "_lane.lane"):
-        monkeypatch.setattr(f"fairlead_workergroup.{module}.time", made)
-    return made
 
 
 @pytest.fixture(scope="module")

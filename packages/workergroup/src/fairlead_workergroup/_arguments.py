@@ -15,9 +15,9 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from ._futures import LaneFuture
 from ._ray_private import object_sizes, ownership_of
-from ._remote.lane import has_references
+from ._remote.references import has_references
+from ._transport.messages import Message
 
 _storing = threading.local()
 
@@ -126,7 +126,7 @@ class Source(NamedTuple):
 
     method: str | None
     ids: tuple[bytes, ...]
-    answers: tuple["weakref.ref[LaneFuture]", ...] = ()
+    answers: tuple["weakref.ref[Message]", ...] = ()
 
 
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
@@ -189,10 +189,10 @@ class Arguments:
             self.sources.append(Source(None, (value.binary(),)))
             self.obstacle = REFERENCE
             return value
-        if isinstance(value, (LaneFuture, PassedOn)):
+        if isinstance(value, (Message, PassedOn)):
             passed, results = _read_results(value)
-            ids = tuple(one.binary() for one in results if not isinstance(one, LaneFuture))
-            answers = tuple(weakref.ref(one) for one in results if isinstance(one, LaneFuture))
+            ids = tuple(one.binary() for one in results if not isinstance(one, Message))
+            answers = tuple(weakref.ref(one) for one in results if isinstance(one, Message))
             self.sources.append(Source(value.made_by() if isinstance(value, PassedOn) else None, ids, answers))
             self.obstacle = next(filter(None, map(_obstacle_of, results)), self.obstacle)
             self.has_answers = self.has_answers or bool(answers)
@@ -234,12 +234,12 @@ def find_obstacle(value: Any) -> str:
     value = value.values if isinstance(value, (Shard, PerWorker)) else value
     if isinstance(value, ObjectRef):
         return REFERENCE
-    if isinstance(value, (LaneFuture, PassedOn)):
+    if isinstance(value, (Message, PassedOn)):
         return next(filter(None, map(_obstacle_of, _read_results(value)[1])), "")
     return HOLDS_REFERENCES if not is_inlined(value) and has_references(value) else ""
 
 
-def _read_results(value: LaneFuture | PassedOn) -> tuple[Any, Sequence[Any]]:
+def _read_results(value: Message | PassedOn) -> tuple[Any, Sequence[Any]]:
     """Return what travels in place of the results of another call, and these results."""
     passed = value.as_argument() if isinstance(value, PassedOn) else value
     return passed, passed.refs if isinstance(passed, Gathered) else (passed,)
@@ -247,7 +247,7 @@ def _read_results(value: LaneFuture | PassedOn) -> tuple[Any, Sequence[Any]]:
 
 def _obstacle_of(result: Any) -> str:
     """Return why a lane cannot carry a result of another call; empty if it can."""
-    if not isinstance(result, LaneFuture):
+    if not isinstance(result, Message):
         return "an argument is a result that came by Ray, whose object may hold references"
     return "an argument is a result that holds references" if result.has_references else ""
 

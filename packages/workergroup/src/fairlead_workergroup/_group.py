@@ -18,11 +18,11 @@ from fairlead_venvs import VenvSpec
 from ._builder import ClassLike, RayWorkerBuilder
 from ._calls.classic import ClassicCalls
 from ._calls.hooks import Hooks
-from ._calls.lane import open_lane, serving_handles
 from ._calls.map import MapOptions, Strategy
 from ._calls.overlapping import OverlappingCalls
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
+from ._calls.route import serving_handles, use_transport
 from ._calls.sender import Sender
 from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
@@ -55,6 +55,7 @@ from ._observe.statistics import Counters, GroupStatistics
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.report import StartClock, StartReport
+from .exceptions import LaneError
 
 
 class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
@@ -371,7 +372,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         ...         group.call("tick", step).result()
         """
         check_timeout("timeout", timeout)
-        return open_lane(self._sender, self._resources, timeout)
+        try:
+            from fairlead_lane import make_lane
+        except ModuleNotFoundError as error:
+            raise LaneError(f"A lane needs fairlead-workergroup[lane], which is not installed here: {error}") from None
+        return use_transport(self._sender, self._resources, make_lane, timeout)
 
     def restart_failed_workers(self) -> list[int]:
         """Restart the dead workers: the same ranks with the same arguments, and the next incarnation.

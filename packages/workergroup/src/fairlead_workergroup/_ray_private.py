@@ -49,7 +49,7 @@ def task_of_ref(ref: ObjectRef) -> bytes:
     return task
 
 
-def ownership_of(ref: ObjectRef) -> tuple[bytes, bytes, bytes] | None:
+def ownership_of(ref: ObjectRef[Any]) -> tuple[bytes, bytes, bytes] | None:
     """Return an object's id, owner and status for `ray.get` in a worker; None without this API, and no lane."""
     core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
     if not hasattr(core_worker, "serialize_object_ref"):

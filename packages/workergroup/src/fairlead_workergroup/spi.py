@@ -13,26 +13,41 @@ from typing import Any
 
 import ray
 
+from ._calls.route import Site
 from ._group import RayWorkerGroup
 from ._membership.model import Member, Resize, Snapshot, WorkerProcess
 from ._membership.roster import Roster, direct, find_worker
 from ._observe.evidence import judge_errors
 from ._observe.query import cancel_calls, late_workers
 from ._observe.requests import find_log
-from ._ray_private import actor_id_of
+from ._ray_private import actor_id_of, ownership_of
+from ._remote.references import borrow, dump
+from ._transport.base import Transport
+from ._transport.messages import Message, MessageStream
+from ._world import OneTimeEvent
 from .exceptions import LateWorker, WorkerFailure, WorkerGroupError
 
 __all__ = [
     "Member",
+    "Message",
+    "MessageStream",
+    "OneTimeEvent",
     "Reply",
     "Resize",
+    "Site",
     "Snapshot",
+    "Transport",
     "WorkerProcess",
+    "actor_id_of",
+    "borrow",
     "cancel",
     "collect",
+    "dump",
+    "ownership_of",
     "read_members",
     "record_span",
     "send_function",
+    "stream_function",
 ]
 
 # How long the nodes may take to say what late workers do. The caller's deadline has passed by then.
@@ -90,6 +105,22 @@ def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_w
         if alone_within_s is None:
             return member.handle._fairlead_function_plain.remote(name, pickled, *args)
         return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args)
+
+
+def stream_function(member: Member, pickled: Any, *args: Any) -> Any:
+    """Let one worker run a generator function, such as one that serves the calls of a transport.
+
+    Args:
+        member: the worker.
+        pickled: the function, pickled by `ray.cloudpickle`, or a reference to that. If the async methods of the workers
+            overlap, it is an async generator function.
+        args: its first arguments. Two follow: a function that returns the method of a name on the worker's host, and
+            one that gets a function which returns the id of the task that runs, or None at the end.
+
+    Returns:
+        The `ObjectRefGenerator` of its items.
+    """
+    return member.handle._fairlead_stream.remote(pickled, *args)
 
 
 def collect(

@@ -13,7 +13,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import PerWorker, RayWorkerBuilder, RayWorkerGroup, Shard
 from fairlead_workergroup._ray_private import object_sizes
 
-from ..calling import MB, store_used
+from ..calling import MB
 
 
 def give_back(worker, value):
@@ -51,7 +51,7 @@ class TestCopies:
         assert call.result() == [value] * 8
         assert call.statistics().bytes_fetched == sum(object_sizes(call.futures)) > 0
 
-    def test_the_store_holds_one_copy(self, group):
+    def test_the_store_holds_one_copy(self, group, store_used):
         """By the object store's own count, 64 MB sent to eight workers take 64 MB, and later none."""
 
         def used(at_most):

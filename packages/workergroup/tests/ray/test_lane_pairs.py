@@ -15,6 +15,8 @@ import psutil
 import pytest
 import ray
 
+from fairlead_lane._session import WINDOW
+from fairlead_lane._transport import MOST_WAITING
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
@@ -25,8 +27,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     current_worker,
 )
-from fairlead_workergroup._lane.lane import MOST_WAITING
-from fairlead_workergroup._lane.session import WINDOW
 from fairlead_workergroup.testing import kill, slow
 
 MB = 1_000_000

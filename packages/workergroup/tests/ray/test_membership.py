@@ -19,8 +19,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, ResizeTimeoutError, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import assert_no_leaks, hang, kill
 
-from ..calling import store_used
-
 EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "8"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
@@ -177,7 +175,7 @@ def count_workers():
 
 
 @pytest.mark.timeout(240 + 15 * EVENTS)
-def test_random_events(raylets, eventually):
+def test_random_events(raylets, eventually, store_used):
     """No call mixes epochs, and slots, ports, processes and memory are as before at the end."""
     rng, counts = random.Random(SEED), Counter()
     options = {"workers_per_node": [2], "standby": 1, "on_resize": "join", "max_restarts": 10**6}

@@ -24,7 +24,7 @@ from fairlead_workergroup._observe import observer
 from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup.testing import kill
 
-from ..calling import MB, store_used
+from ..calling import MB
 from ..restarting import AXES, GRID, VALUE, Worker, die, is_restarting
 
 
@@ -67,7 +67,7 @@ def test_restart_of_a_rank(lasting):
     assert group.restart_failed_workers() == []
 
 
-def test_arguments_of_earlier_starts(local_ray, eventually):
+def test_arguments_of_earlier_starts(local_ray, eventually, store_used):
     """The values that `configure_worker` adds are stored for each start, and released when nothing uses them."""
     with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Configured) as group:
         assert 8 * MB <= store_used() < 9 * MB

@@ -101,7 +101,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         # References of the driver, and their sizes.
         f"{ours}._calls.overlapping.still_referenced": pretended.still_referenced,
         f"{ours}._calls.errors.still_referenced": pretended.still_referenced,
-        f"{ours}._futures.object_sizes": lambda refs: [0] * len(refs),
+        f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
         # A thread that fetches errors which no caller wants, so that Ray does not print them.
         f"{ours}._calls.attempts.retrieve_late": lambda futures, owner: None,
         f"{ours}._calls.execution.retrieve_late": lambda futures, owner: None,

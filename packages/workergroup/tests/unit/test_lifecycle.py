@@ -13,7 +13,6 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from fairlead_workergroup import WorkerStartError
-from fairlead_workergroup._futures import LaneFuture
 from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.teardown import Teardown
@@ -23,6 +22,7 @@ from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
 from fairlead_workergroup._start.report import StartClock
+from fairlead_workergroup._transport.messages import Message
 
 
 class Answer(Future):
@@ -241,7 +241,7 @@ def requests_of(group):
 
 def test_a_repetition_ends_in_the_log():
     """A call that is repeated on some of its workers is a second entry, which ends when the call ends."""
-    first, second, again = (LaneFuture(None, name.ljust(24)) for name in (b"first", b"second", b"again"))
+    first, second, again = (Message(None, name.ljust(24)) for name in (b"first", b"second", b"again"))
     log = requests.RequestLog("test")
     lost = log.begin("train", 1.0, [first, second])
     log.end([lost], failed=True)
@@ -268,7 +268,7 @@ def test_a_moment_in_the_log():
 def test_an_entry_that_was_replaced():
     """The end of a call whose entry has been overwritten by later calls is not noted; that of the latest is."""
     log = requests.RequestLog("replaced")
-    entries = [log.begin(f"step_{at}", 1.0, [LaneFuture(None, bytes(24))]) for at in range(requests.KEPT + 2)]
+    entries = [log.begin(f"step_{at}", 1.0, [Message(None, bytes(24))]) for at in range(requests.KEPT + 2)]
     log.end(entries[:3])
     shown = requests_of("replaced")
     assert len(shown) == requests.KEPT

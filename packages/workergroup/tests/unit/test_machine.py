@@ -25,8 +25,14 @@ def test_document():
 
 
 @pytest.fixture
-def membership(sender):
-    return sender.membership
+def membership():
+    roster = SimpleNamespace(connected=True, ending=False, check_connected=lambda: None)
+    roster.check_alive = roster.snapshot = lambda: SimpleNamespace(
+        members=[], sharding=None, is_broken=False, ended=False
+    )
+    made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
+    made._phase = Phase.SERVING
+    return made
 
 
 @pytest.fixture

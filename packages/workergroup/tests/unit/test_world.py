@@ -8,10 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fairlead_workergroup._world import RealWorld
 
-from ..interrupts import Interrupter
 
-
-def test_interrupted_waits():
+def test_interrupted_waits(interrupter):
     """Ctrl-C at any moment of a wait for an event raises KeyboardInterrupt only, and others can wait and set it."""
 
     moments = 0
@@ -21,11 +19,11 @@ def test_interrupted_waits():
             threading.Timer(0.002, event.set).start()
             with (
                 contextlib.suppress(KeyboardInterrupt),
-                Interrupter(signal.SIGINT, ("_world.py", "threading.py"), moments) as interrupter,
+                interrupter(signal.SIGINT, ("_world.py", "threading.py"), moments) as interruption,
             ):
                 assert event.wait(20)
             assert other.submit(event.wait, 20).result(30)
-            if not interrupter.has_raised:
+            if not interruption.has_raised:
                 break
             moments += 1
     assert moments

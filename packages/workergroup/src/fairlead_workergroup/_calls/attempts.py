@@ -11,9 +11,9 @@ from typing import Any
 from ray import ObjectRef
 
 from .._deadline import Deadline, check_timeout
-from .._futures import end_of, wait
 from .._membership.gate import wait_for_event
 from .._start.worker_class import Method
+from .._transport.futures import end_of, wait
 from .._world import Event, Lock, now, world
 from ..exceptions import CallCancelledError, CallTimeoutError
 from .errors import describe_missing, retrieve_late

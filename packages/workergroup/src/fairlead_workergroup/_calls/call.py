@@ -12,9 +12,10 @@ from fairlead_sharding import NamedSharding
 from .._arguments import Answer, Arguments, Gathered, PassedOn
 from .._deadline import NEVER, Deadline, check_timeout
 from .._display import table_html
-from .._futures import LaneFuture, is_message, references_of
 from .._observe.statistics import CallStatistics, Outcome
 from .._start.worker_class import Method
+from .._transport.futures import is_message
+from .._transport.messages import Message, references_of
 from .._world import now
 from ..exceptions import CallTimeoutError, WorkerFailureError
 from .attempts import SendState
@@ -71,7 +72,7 @@ def dispatch(
     method = sender.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     blocking = not (may_wait and is_on_event_loop())
-    has_lane = sender.lane is not None
+    has_lane = sender.transport is not None
     stored = Arguments(for_lane=has_lane)
     try:
         if not passes:
@@ -188,10 +189,10 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             Exception: as `result` does, for a call that went by a lane.
         """
         refs = [references_of(answer) for answer in self._answers]
-        if any(isinstance(ref, LaneFuture) for ref in refs):
+        if any(isinstance(ref, Message) for ref in refs):
             deadline = self._execution.order.deadline
             self.result()
-            refs = [ref.store(deadline.left()) if isinstance(ref, LaneFuture) else ref for ref in refs]
+            refs = [ref.store(deadline.left()) if isinstance(ref, Message) else ref for ref in refs]
         return refs
 
     @property

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from ray import ObjectRef
 
 from .._deadline import NEVER, Deadline
-from .._futures import end_of, is_stream, sum_sizes
 from .._observe.statistics import Outcome
+from .._transport.futures import end_of, is_stream, sum_sizes
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .attempts import Attempts, SendState
 from .errors import Refused, explain_failure, retrieve_late, short_traceback

@@ -10,7 +10,7 @@ from ray.exceptions import TaskCancelledError
 from fairlead_sharding import NamedSharding
 
 from .._deadline import Deadline
-from .._futures import get_one, wait
+from .._transport.futures import get_one, wait
 from .._world import world
 from ..exceptions import EpochError, format_ranks
 from .errors import refused_epochs, retrieve_late

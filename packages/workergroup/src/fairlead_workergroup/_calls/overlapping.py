@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._deadline import Deadline
-from .._futures import end_of, is_message, wait
 from .._ray_private import still_referenced
+from .._transport.futures import end_of, is_message, wait
 
 # Finished calls are dropped whenever there are more than this, or twice the unfinished ones.
 MOST_NOTED = 4096

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -165,13 +165,13 @@ class CallExplanation:
         summary: a sentence with the numbers of called workers, stored values and results.
         header: the names of the columns.
         rows: one row for each worker that would be called, by ascending rank.
-        route: "lane" if the requests would go by the group's lane, and "ray" otherwise.
+        route: what would carry the requests: "lane" or "ray".
     """
 
     summary: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    route: Literal["lane", "ray"] = "ray"
+    route: str = "ray"
 
     def __str__(self) -> str:
         lines = [self.header, *shorten_rows(self.rows, len(self.header))]
@@ -294,16 +294,16 @@ def _make_plan(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ..
         raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
     sharding = mesh.sharding
     ranks, is_called = sharding.layout.ravel(), sharding.leaders(*first)
-    is_answer = is_called & (not discard)
+    is_message = is_called & (not discard)
     if collect is not None:
-        is_answer = sharding.leaders(*(axis for axis in sharding.names if axis not in collect))
-    returned = ranks[is_answer]
+        is_message = sharding.leaders(*(axis for axis in sharding.names if axis not in collect))
+    returned = ranks[is_message]
     if collect is None:
         returned = np.sort(returned)
     elif collect:
-        returned = returned[np.argsort(sharding.piece_index(*collect)[is_answer])]
+        returned = returned[np.argsort(sharding.piece_index(*collect)[is_message])]
     order = _sort_called(ranks, is_called)
-    answers = None if is_answer[order].all() else is_answer[order].tolist()
+    answers = None if is_message[order].all() else is_message[order].tolist()
     return CallPlan(ranks[order].tolist(), returned.tolist(), answers, mesh, first)
 
 

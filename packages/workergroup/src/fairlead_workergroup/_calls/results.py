@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from ray import ObjectRef, ObjectRefGenerator
 
 from .._deadline import Deadline
-from .._futures import end_of, is_message, is_stream, references_of, task_of_future, wait
 from .._ray_private import actor_id_of_ref, task_of_ref
+from .._transport.futures import end_of, is_message, is_stream, task_of_future, wait
+from .._transport.messages import references_of
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure, retrieve_late, short_traceback
 from .sender import Sender

@@ -22,10 +22,6 @@ from fairlead_sharding import NamedSharding
 from .. import _world
 from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._deadline import Deadline
-from .._futures import LaneFuture, is_message
-from .._lane.lane import MOST_WAITING, Lane
-from .._lane.request import encode
-from .._lane.session import Body
 from .._lifecycle.launcher import Launcher
 from .._membership.judge import Evidence, Verdict
 from .._membership.machine import Membership
@@ -37,6 +33,9 @@ from .._observe.requests import RequestLog
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
+from .._transport.base import Transport
+from .._transport.futures import is_message
+from .._transport.messages import Message
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
 from .overlapping import OverlappingCalls
 from .plan import Column, Recipients
@@ -60,9 +59,9 @@ class Order(NamedTuple):
         sources: the calls whose results are arguments of this one.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
         obstacle: why a lane cannot carry the call; empty if it can.
-        has_answers: whether answers of a lane are arguments of the call.
+        has_answers: whether answers that are not in the object store are arguments of the call.
         passes: whether the call belongs to the change of membership that is under way.
-        bodies: the requests as a lane sends them, if it does.
+        encoded: the requests as the transport sends them, if it does.
         follow: repeats a call that all of its workers have refused, as `Follower.follow` does; None in the process that
             made the group, whose calls run in the epoch in which they are sent.
     """
@@ -78,7 +77,7 @@ class Order(NamedTuple):
     obstacle: str = ""
     has_answers: bool = False
     passes: bool = False
-    bodies: Sequence[tuple[str, Body]] = ()
+    encoded: Sequence[Any] = ()
     follow: Callable[[Any, Deadline], bool] | None = None
 
 
@@ -136,7 +135,8 @@ class Sender:
 
     Attributes:
         save_trace: adds a trace of the group to an error, if that is wanted.
-        lane: the open lane; None if all calls go by Ray.
+        transport: carries the calls that it can; None if all go by Ray.
+        users_of_transport: how many blocks have opened it and not closed it.
         is_owner: whether this process has made the group.
     """
 
@@ -149,7 +149,8 @@ class Sender:
     call_timeout_s: float | None
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
-    lane: Lane | None = None
+    transport: Transport | None = None
+    users_of_transport: int = 0
     is_owner: ClassVar[bool] = True
 
     @property
@@ -178,25 +179,25 @@ class Sender:
             raise self._lost_error(lost)
         return now
 
-    def _lost_error(self, lost: tuple[WorkerFailure, ...]) -> WorkerFailureError:
+    def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.snapshot()
         if now.is_broken and not self.policy.on_failure:
-            return BrokenEpochError(lost, epoch=now.epoch)
-        return WorkerFailureError(lost, self.membership.remedy(lost))
+            return BrokenEpochError(tuple(lost), epoch=now.epoch)
+        return WorkerFailureError(tuple(lost), self.membership.remedy(lost))
 
     def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures."""
-        lane = self.lane
-        if lane is not None and not lane.wait_for_room(order.ranks, order.deadline.left()):
+        transport = self.transport
+        if transport is not None and not transport.wait_for_room(order.ranks, order.deadline.left()):
             reason = (
-                f"One of its workers has not taken {MOST_WAITING:,} earlier calls. See with `detect_stuck_workers()` "
-                "what the workers do."
+                f"One of its workers has not taken {transport.most_waiting:,} earlier calls. See with "
+                "`detect_stuck_workers()` what the workers do."
             )
             raise self.unsent_error(order, reason)
-        if lane is not None and not order.obstacle:
+        if transport is not None and not order.obstacle:
             # Before its turn, because it runs code of the user's classes.
             requests = list(order.requests)
-            order = order._replace(requests=requests, bodies=list(encode(requests)))
+            order = order._replace(requests=requests, encoded=transport.encode(requests))
         elif order.has_answers:
             # Before its turn, because it waits for the answers, and other threads may send calls meanwhile.
             order = self._store_answers(order)
@@ -206,27 +207,27 @@ class Sender:
                 raise self.unsent_error(order)
             if isinstance(sent, Sent):
                 return sent
-            if isinstance(sent, Lane):
+            if not isinstance(sent, list):
                 if not sent.wait_for_way(order.ranks, order.deadline.left()):
                     raise self.unsent_error(order, "Its workers have not begun all earlier calls of their lane.")
-                continue
-            if order.passes or not self.policy.on_failure:
+            elif order.passes or not self.policy.on_failure:
                 raise self._lost_error(sent)
             # A restart may take longer than this call may wait, and runs to its end.
-            if not self.membership.restart_lost(order.deadline):
+            elif not self.membership.restart_lost(order.deadline):
                 raise self.unsent_error(order)
 
-    def _try_to_send(self, order: Order) -> Sent | tuple[WorkerFailure, ...] | Lane:
-        """Send a call, with the gate held; return the lost workers, or the lane, that it has to wait for instead."""
+    def _try_to_send(self, order: Order) -> Sent | list[WorkerFailure] | Transport:
+        """Send a call, with the gate held; return the lost workers, or the transport, that it has to wait for."""
         now = self.roster.check_alive()
         check_epoch(order, now)
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.
-            if lost := tuple(failure for failure in lost if not order.passes or failure.rank in order.ranks):
-                return lost
-        if (lane := self.lane) is not None and not order.bodies and not lane.makes_way(order.ranks):
-            return lane
+            if blocking := [failure for failure in lost if not order.passes or failure.rank in order.ranks]:
+                return blocking
+        transport = self.transport
+        if transport is not None and not order.encoded and not transport.makes_way(order.ranks):
+            return transport
         futures = self._send(now, order)
         if self.launcher.worker_class.concurrent:
             self.overlapping.note(futures)
@@ -236,20 +237,20 @@ class Sender:
         return Sent(futures, now.epoch, entry)
 
     def _send(self, now: Snapshot, order: Order) -> list[Any]:
-        """Send the requests by the lane if one is open and can carry them, and otherwise by Ray."""
-        lane = self.lane
-        if lane is not None and order.bodies:
-            return lane.send(now, order.ranks, order.bodies, yields_items=order.method.result == "items")
-        if lane is not None:
+        """Send the requests by the transport if there is one and it can carry them, and otherwise by Ray."""
+        transport = self.transport
+        if transport is not None and order.encoded:
+            return transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
+        if transport is not None:
             self.counters.add(left_lane=1)
-        if order.has_answers:  # which have been stored, unless the lane has been closed since then
+        if order.has_answers:  # which have been stored, unless the transport has been closed since then
             order = self._store_answers(order)
         members, requests = now.members, order.requests
         with self.roster.direct(order.ranks):
             return [send(members[rank], request) for rank, request in zip(order.ranks, requests, strict=True)]
 
     def _store_answers(self, order: Order) -> Order:
-        """Return an order with references in the place of answers of a lane."""
+        """Return an order with references in the place of answers."""
         try:
             return order._replace(requests=[_store_answers(request, order.deadline) for request in order.requests])
         except GetTimeoutError as error:
@@ -295,7 +296,7 @@ class Sender:
         for failure in lost:
             if failure.rank not in known:
                 self.log.mark(f"rank {failure.rank} lost: {failure.kind}")
-        return WorkerFailureError(lost, self.membership.remedy(lost))
+        return WorkerFailureError(tuple(lost), self.membership.remedy(lost))
 
     def is_lost(self, ref: ObjectRef[Any]) -> bool:
         """Return whether the worker that makes an object is dead or has been replaced."""
@@ -417,10 +418,10 @@ def send(member: Member, request: Request) -> Any:
 
 
 def _store_answers(request: Request, deadline: Deadline) -> Request:
-    """Return a request with references in the place of answers of a lane."""
+    """Return a request with references in the place of answers."""
 
     def store(value: Any) -> Any:
-        return value.store(deadline.left()) if isinstance(value, LaneFuture) else value
+        return value.store(deadline.left()) if isinstance(value, Message) else value
 
     kwargs = {name: store(value) for name, value in request.kwargs.items()}
     return request._replace(args=[store(value) for value in request.args], kwargs=kwargs)

@@ -11,7 +11,6 @@ from fairlead_sharding import NamedSharding
 from .._arguments import PerWorker, Shard, find_obstacle
 from ..exceptions import EpochError
 from .call import Call, dispatch
-from .lane import serving_handles
 from .map import MapOptions, Strategy, map_items
 from .plan import (
     Axes,
@@ -24,6 +23,7 @@ from .plan import (
     plan_call,
     select,
 )
+from .route import serving_handles
 from .sender import Sender
 from .wait import ResultStream
 
@@ -104,13 +104,14 @@ class Target:
         """Explain a call; see `RayWorkerGroup.explain`."""
         called = self.sender.method(method)
         explanation = self.plan(options).explain(called, args, kwargs)
-        if self.sender.lane is None:
+        if (transport := self.sender.transport) is None:
             return explanation
         reasons = [called.obstacle, *map(find_obstacle, (*args, *kwargs.values()))]
         obstacle = next(filter(None, reasons), "")
         if not obstacle:
-            return replace(explanation, route="lane")
-        return replace(explanation, summary=f"{explanation.summary}, by Ray and not by the lane: {obstacle}")
+            return replace(explanation, route=transport.name)
+        reason = f"by Ray and not by the {transport.name}: {obstacle}"
+        return replace(explanation, summary=f"{explanation.summary}, {reason}")
 
     def plan(self, options: CallOptions) -> CallPlan:
         """Return the plan of a call with these options."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from .._deadline import Deadline
-from .._futures import get, wait
+from .._transport.futures import get, wait
 from .errors import is_not_ready, short_traceback
 
 T = TypeVar("T")

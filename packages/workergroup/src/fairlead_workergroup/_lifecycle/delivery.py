@@ -10,12 +10,12 @@ from ray import ObjectRef
 
 from .._deadline import NEVER, Deadline
 from .._display import Bar
-from .._futures import get_one, wait
 from .._membership.model import Member
 from .._membership.roster import direct
 from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
+from .._transport.futures import get_one, wait
 from ..exceptions import LateWorker, WorkerFailure
 from .launcher import Launcher
 

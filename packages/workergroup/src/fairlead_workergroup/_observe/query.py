@@ -10,10 +10,10 @@ import ray
 
 from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
 
-from .._futures import is_message, task_of_future
 from .._membership.model import WorkerProcess
 from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records
+from .._transport.futures import is_message, task_of_future
 from ..exceptions import LateWorker
 
 logger = logging.getLogger(__name__)

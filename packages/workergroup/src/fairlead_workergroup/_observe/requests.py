@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._futures import task_of_future
 from .._remote.process import make_memory_file
 from .._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
+from .._transport.futures import task_of_future
 
 
 class RequestLog:

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from .._display import record_html
 
@@ -40,7 +40,7 @@ class CallStatistics:
         fetched: results fetched to the driver so far.
         bytes_fetched: their size in bytes, as sent.
         submit_s: seconds from the call to the last request.
-        route: "lane" if the requests went by the group's lane, and "ray" otherwise.
+        route: what carried the requests: "lane" or "ray".
     """
 
     requests: int
@@ -49,7 +49,7 @@ class CallStatistics:
     fetched: int
     bytes_fetched: int
     submit_s: float
-    route: Literal["lane", "ray"] = "ray"
+    route: str = "ray"
 
     _repr_html_ = record_html
 

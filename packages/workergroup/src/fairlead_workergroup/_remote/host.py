@@ -23,12 +23,10 @@ from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
 from .exits import Exits
-from .lane import dump, has_references, serve
-from .links import LaneConfig
-from .overlap import serve_overlapping
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
 from .reaper import start_reaper
+from .references import dump, has_references
 from .stacks import write_stacks_on_signal
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
@@ -168,11 +166,12 @@ class WorkerHost:
         """Call a function while no method of the worker runs, which is so whenever it gets its turn."""
         return self._fairlead_function_plain(name, pickled, *args)
 
-    def _fairlead_serve(self, config: LaneConfig) -> Iterator[Any]:
-        """Run the calls of a lane until the driver ends it; yield the answers that go through the object store."""
+    def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> Iterator[Any]:
+        """Run the pickled generator function of a transport, which gets the means to find methods and to name tasks."""
+        function = ray.cloudpickle.loads(pickled)
         # Not `yield from`, as in `_delegate`.
-        for stored in serve(config, functools.partial(getattr, self), self._fairlead_record.name_task):  # noqa: UP028
-            yield stored
+        for item in function(*args, functools.partial(getattr, self), self._fairlead_record.name_task):  # noqa: UP028
+            yield item
 
     def _fairlead_hand_over(self, method: str) -> tuple[Any, None]:
         """Return the result of a method, and None, which says that it has succeeded and is fetched in its place."""
@@ -275,10 +274,10 @@ class ConcurrentHost(WorkerHost):
         values = await _await_values([*args, *kwargs.values()])
         return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
 
-    async def _fairlead_serve(self, config: LaneConfig) -> AsyncIterator[Any]:  # type: ignore[override]
-        find, record = functools.partial(getattr, self), self._fairlead_record
-        async for stored in self._fairlead_exits.iterate(serve_overlapping(config, find, record.name_task)):
-            yield stored
+    async def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        function, find = ray.cloudpickle.loads(pickled), functools.partial(getattr, self)
+        async for item in self._fairlead_exits.iterate(function(*args, find, self._fairlead_record.name_task)):
+            yield item
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         await _run_to_end(getattr(self, method)(*args, **kwargs))

@@ -89,8 +89,8 @@ class Record:
         return self._calls
 
     def name_task(self, read_task: Callable[[], bytes] | None) -> None:
-        """Set how to find the task that a method belongs to while a lane runs it; None for the tasks that Ray runs."""
-        self._task = read_task or read_running_task
+        """Set how to find the task that a method belongs to if no task of Ray runs it; None for those of Ray only."""
+        self._task = read_running_task if read_task is None else lambda: read_task() or read_running_task()
 
     def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""

@@ -15,14 +15,13 @@ import psutil
 import pytest
 import ray
 
+from fairlead_lane._session import WINDOW
+from fairlead_lane._transport import Lane
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, WorkerFailureError
-from fairlead_workergroup._lane.lane import Lane
-from fairlead_workergroup._lane.session import WINDOW
 from fairlead_workergroup.testing import hang, kill
 
-from ..calling import store_used
 from ..lanes import connect_stranger
 
 
@@ -114,7 +113,13 @@ class AsyncWorker:
         return os.getpid()
 
 
-SHARED = (Worker, NamedSharding.from_shape(worker=2))
+@pytest.fixture(scope="module")
+def group(local_ray):
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(worker=2)) as made,
+    ):
+        yield made
 
 
 @pytest.fixture
@@ -197,7 +202,7 @@ class TestCalls:
 
 
 class TestReferences:
-    def test_nothing_is_left(self, lane, eventually):
+    def test_nothing_is_left(self, lane, eventually, store_used):
         """400 calls with references in arguments, answers and exceptions leave the store as it was."""
         counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
         large = np.ones(50_000)
@@ -404,7 +409,7 @@ class TestKeys:
     @pytest.mark.parametrize("keys", ["none", "wrong client", "wrong server"])
     def test_strangers(self, lane, keys):
         """Nobody without the keys of the lane is heard, and the group goes on."""
-        config = lane._sender.lane._router.config(b"stranger")
+        config = lane._sender.transport._router.config(b"stranger")
         with connect_stranger(config, keys) as monitor:
             for i in range(20):
                 assert lane.call("echo", i).result() == [i] * 2
@@ -414,7 +419,7 @@ class TestKeys:
         """Bytes that are not of the protocol, and messages that have been sent before, change nothing."""
         import socket
 
-        own = lane._sender.lane
+        own = lane._sender.transport
         host, port = own._router.config(b"").address.removeprefix("tcp://").rsplit(":", 1)
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(os.urandom(4096))
@@ -443,7 +448,7 @@ class TestOverlap:
         released = threading.Event()
         with async_group.lane():
             one = async_group.at(worker=0)
-            async_group._target.sender.lane._do(lambda: released.wait(60))  # so that nothing is sent
+            async_group._target.sender.transport._do(lambda: released.wait(60))  # so that nothing is sent
             for i in range(WINDOW + 20):
                 one.call("note", i)
             threading.Timer(0.5, released.set).start()

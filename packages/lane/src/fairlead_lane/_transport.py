@@ -7,6 +7,7 @@ interrupts a caller, such as the handler of a signal, interrupts a message, and 
 
 import contextlib
 import logging
+import math
 import os
 import resource
 import struct
@@ -24,20 +25,21 @@ from ray import ObjectRefGenerator
 
 from fairlead_placement import PlacementError
 from fairlead_placement.spi import block_shutdown, never_connect
+from fairlead_workergroup.exceptions import LaneError, WorkerGroupError, format_ranks
+from fairlead_workergroup.spi import (
+    Member,
+    Message,
+    MessageStream,
+    OneTimeEvent,
+    Site,
+    Snapshot,
+    actor_id_of,
+    stream_function,
+)
 
-from .._deadline import Deadline
-from .._futures import LaneFuture, LaneStream
-from .._membership.gate import wait_for_event
-from .._membership.judge import Evidence
-from .._membership.model import Member, Snapshot
-from .._membership.roster import Roster
-from .._observe.evidence import evidence_of
-from .._observe.query import late_workers
-from .._ray_private import actor_id_of
-from .._world import OneTimeEvent
-from ..exceptions import MOST_SHOWN, LaneError, WorkerGroupError
-from .router import Router
-from .session import Body, Session
+from ._request import encode
+from ._router import Router
+from ._session import Body, Session
 
 logger = logging.getLogger(__name__)
 
@@ -74,20 +76,23 @@ class _Watcher:
 class Lane:
     """The messages between the driver and the workers of a group.
 
-    The lane calls `release` when it closes the router. `overlaps` says whether the workers run Ray's calls while they
-    serve it. `holders` counts the contexts that have opened it, and `failures` the answers that were errors.
+    Args:
+        site: what the lane knows of the group.
+        router: the sockets; the lane calls `release` when it has closed them.
+        code: the pickled function by which a worker serves the lane, or a reference to it.
+        node_id: the node of the driver.
     """
 
-    def __init__(
-        self, roster: Roster, router: Router, release: Callable[[], object], *, node_id: str, overlaps: bool = False
-    ) -> None:
-        self.holders: int = 1
+    name: str = "lane"
+    most_waiting: int = MOST_WAITING
+
+    def __init__(self, site: Site, router: Router, release: Callable[[], object], code: Any, *, node_id: str) -> None:
         self.failures: int = 0
-        self._roster = roster
+        self._site = site
         self._router = router
         self._release = release
+        self._code = code
         self._node_id = node_id
-        self._overlaps = overlaps
         self._closing = False
         self._closed = False
         # Callers start the sessions, one caller at a time, because Ray has to get the serve calls in order. They change
@@ -106,7 +111,7 @@ class Lane:
         self._ended: deque[tuple[Session, BaseException | None]] = deque()
         # The rest belongs to the lane's thread: sessions with calls or answers that wait, futures to be called back.
         self._busy: set[Session] = set()
-        self._resolved: deque[LaneFuture] = deque()
+        self._resolved: deque[Message] = deque()
         self._watchers: list[_Watcher] = []
         self._checked = time.monotonic()
         self._in_turn = False
@@ -118,10 +123,10 @@ class Lane:
 
         It leaves out lost workers, and those that another thread restarts: their first call lets them serve the lane.
         """
-        _raise_file_limit(len(self._roster.snapshot().members))
+        _raise_file_limit(len(self._site.members().members))
         with self._order:
             # Another thread may have started sessions with its first calls, also after a restart.
-            for member in self._roster.snapshot().members:
+            for member in self._site.members().members:
                 if member.failure is None and not member.restarting:
                     self._session(member)
             sessions = list(self._sessions.values())
@@ -134,22 +139,26 @@ class Lane:
         if lacking:
             raise LaneError(
                 f"A lane needs pyzmq in the Python of the workers, and it is not installed there for rank(s) "
-                f"{', '.join(map(str, lacking[:MOST_SHOWN]))}. Add `pyzmq` to the workers' environment.",
+                f"{format_ranks(lacking)}. Add `pyzmq` to the workers' environment.",
                 lacking,
             )
 
+    def encode(self, requests: Iterable[Any]) -> list[tuple[str, Body]]:
+        """Return the method and the content of each request."""
+        return list(encode(requests))
+
     def send(
-        self, now: Snapshot, ranks: Sequence[int], bodies: Sequence[tuple[str, Body]], *, yields_items: bool
+        self, now: Snapshot, ranks: Sequence[int], encoded: Sequence[tuple[str, Body]], *, yields_items: bool
     ) -> list[Any]:
-        """Send a request to each rank, and return their futures; `yields_items` is for a generator method."""
+        """Send a request to each rank, and return their answers; `yields_items` is for a generator method."""
         with self._order:
             calls: list[tuple[Session, Any, Body]] = []
-            first, self._next_task = self._next_task, self._next_task + len(bodies)
-            for number, (rank, (method, body)) in enumerate(zip(ranks, bodies, strict=True), first):
+            first, self._next_task = self._next_task, self._next_task + len(encoded)
+            for number, (rank, (method, body)) in enumerate(zip(ranks, encoded, strict=True), first):
                 session = self._session(now.members[rank])
                 # In the form of Ray's ids: the id of the request, then that of the actor.
                 task = struct.pack("<Q", number) + session.actor_id
-                kind = LaneStream if yields_items and method != SILENT else LaneFuture
+                kind = MessageStream if yields_items and method != SILENT else Message
                 calls.append((session, kind(self, task), body))
             # All ranks get the call, or after Ctrl-C none.
             self._do(partial(self._submit, calls))
@@ -160,14 +169,14 @@ class Lane:
         if not self._busy:
             return True
         sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
-        return self.run(lambda: all(one.backlog < MOST_WAITING for one in sessions), timeout_s) or self._closed
+        return self.run(lambda: all(one.backlog < self.most_waiting for one in sessions), timeout_s) or self._closed
 
     def makes_way(self, ranks: Collection[int]) -> bool:
         """Return whether Ray can be given a call of these ranks now, in its turn.
 
         Workers that overlap run it at once, so they first have to begin all earlier calls; `wait_for_way` waits.
         """
-        if not self._overlaps:
+        if not self._site.overlaps:
             return True
         ahead = [one for one in self._find(ranks) if not one.has_begun]
         self._stopped.update(ahead)
@@ -183,7 +192,7 @@ class Lane:
     def detour(self, ranks: Iterable[int]) -> Iterator[None]:
         """Let these workers serve Ray's calls that are made meanwhile, after all earlier calls, then the lane again."""
         with self._order:
-            now = self._roster.snapshot()
+            now = self._site.members()
             served = [rank for rank in ranks if rank in self._sessions and not (self._closed or self._closing)]
             # After Ctrl-C at any moment from here the next call of a worker starts its session.
             self._stop({*served})
@@ -221,7 +230,7 @@ class Lane:
             WorkerGroupError: a finalizer waits on the lane's thread, which it has interrupted.
         """
         if threading.current_thread() is self._thread:
-            return self._run_here(is_enough, Deadline.after(timeout_s))
+            return self._run_here(is_enough, timeout_s)
         if is_enough():
             return True
         if timeout_s is not None and timeout_s <= 0:
@@ -231,7 +240,9 @@ class Lane:
         if self._closed:
             return is_enough()
         try:
-            wait_for_event(watcher.answered, Deadline.after(timeout_s))
+            ends = _end_of(timeout_s)
+            while not watcher.answered.wait(_left_until(ends)) and time.monotonic() < ends:
+                pass
         finally:
             watcher.left = True
         return watcher.found
@@ -249,7 +260,7 @@ class Lane:
         self.run(lambda: bool(dropped), CANCEL_S)
         return dropped == [True]
 
-    def call_back(self, future: LaneFuture) -> None:
+    def call_back(self, future: Message) -> None:
         """Call the callbacks of a future when no message is being taken."""
         self._resolved.append(future)
 
@@ -280,7 +291,7 @@ class Lane:
         # Before the request, so that the lane knows the name when the worker connects.
         self._by_identity[identity] = session
         try:
-            session.items = items = member.handle._fairlead_serve.remote(config)
+            session.items = items = stream_function(member, self._code, config)
         except Exception:
             del self._by_identity[identity]
             raise
@@ -337,13 +348,13 @@ class Lane:
             try:
                 self._turn(SLICE_S)
             except BaseException as error:  # noqa: BLE001  without this thread nobody would answer the workers
-                if self._roster.connected:  # otherwise Ray has been shut down meanwhile
+                if self._site.is_connected:  # otherwise Ray has been shut down meanwhile
                     logger.warning("A lane could not take a message: %r", error)
                     time.sleep(SLICE_S)
-            if not self._roster.connected:
-                self._finish(WorkerGroupError(f"{self._roster!r}: the Ray it was made on has been shut down"))
+            if not self._site.is_connected:
+                self._finish(WorkerGroupError(f"{self._site!r}: the Ray it was made on has been shut down"))
             # A thread that sends, or makes way for Ray's calls, is about to start sessions.
-            elif (self._closing or self._roster.ending) and self._order.acquire(blocking=False):
+            elif (self._closing or self._site.is_ending) and self._order.acquire(blocking=False):
                 try:
                     if not self._find_serving():
                         self._finish(WorkerGroupError(CLOSED))
@@ -353,15 +364,16 @@ class Lane:
         with contextlib.suppress(PlacementError):  # the node agent releases the port of a process that has ended
             self._release()
 
-    def _run_here(self, is_enough: Callable[[], bool], deadline: Deadline) -> bool:
+    def _run_here(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait on the lane's own thread, in a callback of a future."""
-        while not (found := is_enough()) and not (deadline.passed or self._closed):
+        ends = _end_of(timeout_s)
+        while not (found := is_enough()) and time.monotonic() < ends and not self._closed:
             if self._in_turn:
                 raise WorkerGroupError(
                     "A finalizer waits for a call while its thread takes the messages of the lane, so the answer "
                     "cannot arrive. Wait for it outside of the finalizer."
                 )
-            self._turn(deadline.left(at_most=SLICE_S) or 0.0)
+            self._turn(_left_until(ends))
         return found
 
     def _turn(self, timeout_s: float) -> None:
@@ -409,10 +421,8 @@ class Lane:
                 self._ended.append((session, error))
                 continue
             session.error = error
-            worker = None if error is None else self._roster.find(session.actor_id.hex())
-            if worker is not None:  # the end of a connection alone does not say that the process is gone
-                told = evidence_of(error) or Evidence("transport", "silent", text=f"its lane ended: {error}")
-                self._roster.judge.tell(worker, told)
+            if error is not None:
+                self._site.report_end(session.actor_id.hex(), error, "its lane ended")
             self._drop(session, error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
         self._pump()
 
@@ -454,12 +464,22 @@ class Lane:
             self._sessions.clear()
             self._ended.clear()
             self._run_commands()
+            self._code = None
         self._router.close()
 
     def _late_error(self, what: str, ranks: Sequence[int], then: str) -> LaneError:
-        now = self._roster.snapshot()
-        late = late_workers([now[rank].process for rank in ranks if now.has([rank])])  # the others have left the group
-        return LaneError(f"{what}, because {len(ranks)} worker(s) did not follow. {then}", tuple(ranks), late)
+        reason = f"{what}, because {len(ranks)} worker(s) did not follow. {then}"
+        return LaneError(reason, tuple(ranks), self._site.late_workers(ranks))
+
+
+def _end_of(timeout_s: float | None) -> float:
+    """Return the end of a wait by the monotonic clock; infinity for one without end."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_until(ends: float) -> float:
+    """Return the seconds of the next part of a wait."""
+    return max(0.0, min(SLICE_S, ends - time.monotonic()))
 
 
 def find_ended(streams: Sequence[ObjectRefGenerator]) -> dict[int, BaseException | None]:

@@ -16,9 +16,18 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from fairlead_workergroup import _futures as futures_of
-from fairlead_workergroup._lane import local as local_of
-from fairlead_workergroup._remote.lane import (
+from fairlead_lane import _local as local_of
+from fairlead_lane._worker.links import (
+    PACKET_BYTES,
+    DriverLostError,
+    LaneConfig,
+    LocalLink,
+    NetworkLink,
+    Packets,
+    connect,
+)
+from fairlead_lane._worker.overlap import serve_overlapping
+from fairlead_lane._worker.serve import (
     ACK,
     ANSWER,
     ANSWER_BYTES,
@@ -30,16 +39,7 @@ from fairlead_workergroup._remote.lane import (
     Connection,
     serve,
 )
-from fairlead_workergroup._remote.links import (
-    PACKET_BYTES,
-    DriverLostError,
-    LaneConfig,
-    LocalLink,
-    NetworkLink,
-    Packets,
-    connect,
-)
-from fairlead_workergroup._remote.overlap import serve_overlapping
+from fairlead_workergroup._transport import futures as futures_of
 
 
 @pytest.fixture

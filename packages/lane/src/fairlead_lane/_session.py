@@ -12,9 +12,10 @@ from typing import Any
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
-from .._futures import Carrier, LaneFuture, LaneStream
-from .._ray_private import ownership_of
-from .._remote.lane import (
+from fairlead_workergroup.exceptions import LaneError
+from fairlead_workergroup.spi import Message, MessageStream, ownership_of
+
+from ._worker.serve import (
     ACK,
     ANSWER,
     ANSWER_BYTES,
@@ -33,7 +34,6 @@ from .._remote.lane import (
     VALUE,
     WELCOME,
 )
-from ..exceptions import LaneError
 
 # The calls that are sent to a worker before it has answered the first of them.
 WINDOW = 64
@@ -54,23 +54,23 @@ class Body:
     @property
     def is_ready(self) -> bool:
         """Whether all of the arguments exist."""
-        return all(source.done for _, source in self.sources if isinstance(source, LaneFuture))
+        return all(source.done for _, source in self.sources if isinstance(source, Message))
 
     @property
-    def failed(self) -> LaneFuture | None:
+    def failed(self) -> Message | None:
         """The first argument that is the error of a worker; None without one."""
-        futures = (source for _, source in self.sources if isinstance(source, LaneFuture))
+        futures = (source for _, source in self.sources if isinstance(source, Message))
         return next((future for future in futures if future.failed), None)
 
     @property
     def has_references(self) -> bool:
         """Whether an argument holds references, which a message cannot carry."""
-        return any(source.has_references for _, source in self.sources if isinstance(source, LaneFuture))
+        return any(source.has_references for _, source in self.sources if isinstance(source, Message))
 
-    def call_when_ready(self, carrier: Carrier, notify: Callable[[], None]) -> None:
+    def call_when_ready(self, carrier: object, notify: Callable[[], None]) -> None:
         """Call a function when an argument arrives that another carrier delivers."""
         for _, source in self.sources:
-            if isinstance(source, LaneFuture) and source.carrier is not carrier and not source.done:
+            if isinstance(source, Message) and source.carrier is not carrier and not source.done:
                 source.add_callback(lambda _: notify())
 
     def frames(self) -> list[bytes]:
@@ -81,9 +81,9 @@ class Body:
 
 
 def _describe(source: Any) -> Any:
-    if isinstance(source, LaneFuture) and source.ref is None:
+    if isinstance(source, Message) and source.ref is None:
         return [bytes(frame) for frame in source.frames or ()]
-    ref: Any = source.ref if isinstance(source, LaneFuture) else source
+    ref: Any = source.ref if isinstance(source, Message) else source
     return ownership_of(ref)
 
 
@@ -94,10 +94,10 @@ class _Pending:
     task: bytes
     body: Body
     # Nobody needs the items of a generator that the caller has dropped.
-    future: LaneFuture | weakref.ref[LaneStream]
+    future: Message | weakref.ref[MessageStream]
 
-    def target(self) -> LaneFuture | LaneStream | None:
-        return self.future if isinstance(self.future, LaneFuture) else self.future()
+    def target(self) -> Message | MessageStream | None:
+        return self.future if isinstance(self.future, Message) else self.future()
 
     def deliver(self, kind: int, form: int, frames: Sequence[bytes], ref: ObjectRef[Any] | None) -> None:
         target = self.target()
@@ -107,8 +107,8 @@ class _Pending:
             "failed": kind == ERROR,
             "has_references": form == STORED_REFERENCES,
         }
-        if kind == ITEM and isinstance(target, LaneStream):
-            item = LaneFuture(target.completed().carrier, self.task)
+        if kind == ITEM and isinstance(target, MessageStream):
+            item = Message(target.completed().carrier, self.task)
             item.resolve(**outcome)
             target.add_item(item)
         elif target is not None:
@@ -148,12 +148,12 @@ class Session:
     # The error of calls that have no answer, once the serve call has ended.
     _end_error: BaseException | None = None
 
-    def call(self, future: LaneFuture | LaneStream, body: Body) -> bool:
+    def call(self, future: Message | MessageStream, body: Body) -> bool:
         """Send a call, or queue it until its turn; return `is_busy`. It fails if the serve call has ended."""
         if self._end_error is not None:
             future.resolve(error=self._end_error)
             return False
-        pending = _Pending(future.task, body, future if isinstance(future, LaneFuture) else weakref.ref(future))
+        pending = _Pending(future.task, body, future if isinstance(future, Message) else weakref.ref(future))
         if self._waiting or not self.greeted or len(self._calls) >= WINDOW or body.sources:
             self._waiting.append(pending)
             self.pump()
@@ -267,7 +267,7 @@ class Session:
                 content = first[ANSWER_BYTES:]
                 frames = [content, *others] if content else ()
                 if form == INLINE and not self._arrived:
-                    if kind == VALUE and isinstance(pending.future, LaneFuture):
+                    if kind == VALUE and isinstance(pending.future, Message):
                         pending.future.resolve(frames)
                     else:
                         pending.deliver(kind, form, frames, None)

@@ -12,11 +12,10 @@ import pytest
 
 zmq = pytest.importorskip("zmq")
 
-from fairlead_workergroup import _futures as futures_of  # noqa: E402
-from fairlead_workergroup._calls.lane import open_lane  # noqa: E402
-from fairlead_workergroup._lane.local import LocalSocket  # noqa: E402
-from fairlead_workergroup._lane.router import Router  # noqa: E402
-from fairlead_workergroup._remote.lane import (  # noqa: E402
+from fairlead_lane._local import LocalSocket  # noqa: E402
+from fairlead_lane._router import Router  # noqa: E402
+from fairlead_lane._worker.links import CONTENT_BYTES, LaneConfig, NetworkLink  # noqa: E402
+from fairlead_lane._worker.serve import (  # noqa: E402
     ANSWER,
     ANSWER_BYTES,
     HELLO,
@@ -27,10 +26,10 @@ from fairlead_workergroup._remote.lane import (  # noqa: E402
     make_answer,
     make_error,
 )
-from fairlead_workergroup._remote.links import CONTENT_BYTES, LaneConfig, NetworkLink  # noqa: E402
+from fairlead_workergroup._transport import futures as futures_of  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError  # noqa: E402
 
-from ..lanes import Resources, connect_stranger, open_group  # noqa: E402
+from ..lanes import Resources, connect_stranger, open_group, open_lane  # noqa: E402
 
 
 class TestOpening:
@@ -69,7 +68,7 @@ class TestOpening:
         resources.publish = publish
         with pytest.raises(KeyboardInterrupt):
             open_lane(sender, resources, 5).__enter__()
-        assert sender.lane is None
+        assert sender.transport is None
 
 
 class TestKeys:
@@ -115,7 +114,7 @@ class TestKeys:
 
     def test_many_strangers_on_this_node(self, group, monkeypatch):
         """Connections that say nothing do not keep the workers from connecting."""
-        monkeypatch.setattr("fairlead_workergroup._lane.local.MOST_GUESTS", 4)
+        monkeypatch.setattr("fairlead_lane._local.MOST_GUESTS", 4)
         config = group.router.config(bytes(20), is_local=True)
         with contextlib.ExitStack() as stack:
             strangers = []
@@ -197,17 +196,17 @@ class TestAddress:
 
     def test_no_unix_sockets(self, monkeypatch):
         """Where a Unix socket cannot be bound, workers of this node connect by TCP too."""
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+        monkeypatch.setattr("fairlead_lane._transport.find_ended", lambda streams: {})
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.bind("\0fairlead-lane-taken")
-            monkeypatch.setattr("fairlead_workergroup._lane.local.secrets.token_hex", lambda _: "taken")
+            monkeypatch.setattr("fairlead_lane._local.secrets.token_hex", lambda _: "taken")
             with open_group() as group:
                 assert not group.router.config(b"", is_local=True).local_address
                 assert futures_of.get(group.send("add", 1), 20) == [1, 1]
 
     def test_socket_out_of_reach(self, monkeypatch):
         """A worker that cannot reach the Unix socket, such as in a network namespace of its own, connects by TCP."""
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+        monkeypatch.setattr("fairlead_lane._transport.find_ended", lambda streams: {})
         monkeypatch.setattr(LocalSocket, "complete", lambda _, config: config._replace(local_address="\0nowhere"))
         with open_group() as group:
             assert futures_of.get(group.send("add", 1), 20) == [1, 1]

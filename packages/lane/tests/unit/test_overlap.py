@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_workergroup._remote import overlap
-from fairlead_workergroup._remote.lane import BEGUN, CALL, CANCEL, END, ERROR, ITEM, STOP, VALUE, make_answer
+from fairlead_lane._worker import overlap
+from fairlead_lane._worker.serve import BEGUN, CALL, CANCEL, END, ERROR, ITEM, STOP, VALUE, make_answer
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import OverlappingRecord, cancel_tasks
 
@@ -148,7 +148,7 @@ class TestCalls:
                 during.append(True)
                 await asyncio.sleep(0.001)
 
-        monkeypatch.setattr("fairlead_workergroup._remote.lane._borrow", lambda *source: Reference())
+        monkeypatch.setattr("fairlead_lane._worker.serve.borrow", lambda *source: Reference())
         fetching = (CALL, 2, TASKS[2], [pickle.dumps(("note", [None], {})), pickle.dumps([(0, (b"", b"", b""))])])
         calls = [make_call(1, "watch"), fetching, make_call(3, "note", "next")]
         connection, _ = serve({"note": note, "watch": watch}, *calls)
@@ -252,8 +252,7 @@ class TestCancel:
     def test_calls_by_ray(self, serve, monkeypatch):
         """A call that Ray runs while the lane is open is cancelled if it was cancelled itself, and not otherwise."""
         task_of_ray = contextvars.ContextVar("task_of_ray", default=b"")
-        for module in ("overlap", "progress"):
-            monkeypatch.setattr(f"fairlead_workergroup._remote.{module}.read_running_task", task_of_ray.get)
+        monkeypatch.setattr("fairlead_workergroup._remote.progress.read_running_task", task_of_ray.get)
         record = OverlappingRecord(["method"])
 
         async def run_by_ray(task):

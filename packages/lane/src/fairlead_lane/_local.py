@@ -11,7 +11,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 
-from .._remote.links import LaneConfig, Packets
+from ._worker.links import LaneConfig, Packets
 
 KEY_BYTES = 32
 # The connections whose key has not arrived. The first of them is closed when there are more.

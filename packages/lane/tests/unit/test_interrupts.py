@@ -17,17 +17,15 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from fairlead_workergroup import _futures as futures_of
 from fairlead_workergroup._calls.execution import Execution
-from fairlead_workergroup._calls.lane import open_lane
 from fairlead_workergroup._calls.plan import CallOptions
 from fairlead_workergroup._calls.sender import Order, Request, Sender, Sent
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.operations import Route
+from fairlead_workergroup._transport import futures as futures_of
 
-from ..interrupts import interrupt_everywhere
-from ..lanes import Handle, Resources
+from ..lanes import Handle, Resources, open_lane
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -35,11 +33,11 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 WAYS = """
 import faulthandler, gc, os, signal, sys, threading, traceback
 sys.path.insert(0, sys.argv[1])
-from fairlead_workergroup import _futures as futures_of
-from fairlead_workergroup._lane import lane
+from fairlead_workergroup._transport import futures as futures_of
+from fairlead_lane import _transport as transport
 from lanes import open_group
 
-lane.find_ended = lambda streams: {}
+transport.find_ended = lambda streams: {}
 gc.disable()
 
 
@@ -133,7 +131,7 @@ class TestHandlers:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def test_alarm_at_any_moment(self, group, alarm):
+    def test_alarm_at_any_moment(self, group, alarm, interrupt_everywhere):
         """A handler that raises at any moment of a call leaves the handlers as they were."""
         before = [signal.getsignal(number) for number in HANDLED]
 
@@ -142,7 +140,7 @@ class TestHandlers:
                 group.send("echo", 1)
             assert [signal.getsignal(number) for number in HANDLED] == before
 
-        assert interrupt_everywhere(call, signal.SIGALRM, "_lane/lane.py")
+        assert interrupt_everywhere(call, signal.SIGALRM, "fairlead_lane/_transport.py")
 
     def test_two_signals_in_a_call(self, group, alarm):
         """Each signal that arrives in the middle of a call reaches its handler, even if another handler raises."""
@@ -217,7 +215,7 @@ class TestTurns:
         is_open = membership.gate.run(lambda: True, deadline)
         return is_open and membership.begin(Route("nothing", lambda gate: None)).wait(deadline)
 
-    def test_sending(self, whole_sender, order, other):
+    def test_sending(self, whole_sender, order, other, interrupt_everywhere):
         """After Ctrl-C at any moment of a call another thread can make one."""
 
         def send():
@@ -227,7 +225,7 @@ class TestTurns:
 
         assert interrupt_everywhere(send, signal.SIGINT, "_calls/sender.py", "_membership/gate.py")
 
-    def test_opening_and_closing(self, sender, other):
+    def test_opening_and_closing(self, sender, other, interrupt_everywhere):
         """After Ctrl-C at any moment at which a lane opens or closes another thread can make a call."""
 
         def open_and_close():
@@ -235,9 +233,9 @@ class TestTurns:
                 pass
             assert other.submit(self._is_free, sender.membership).result(60)
 
-        assert interrupt_everywhere(open_and_close, signal.SIGINT, "_calls/lane.py")
+        assert interrupt_everywhere(open_and_close, signal.SIGINT, "_calls/route.py")
 
-    def test_repeating(self, whole_sender, order, other):
+    def test_repeating(self, whole_sender, order, other, interrupt_everywhere):
         """After Ctrl-C at any moment at which a call is repeated another thread can wait for the call."""
         execution = Execution(whole_sender, None, order, Sent([], 0, 0), [], CallOptions(retries=1))
         execution.pending = list
@@ -256,21 +254,21 @@ class TestDetour:
     def test_interrupted_in_ray(self, group, monkeypatch):
         """The lane works and closes after Ctrl-C in the request for a serve call, which Ray has not sent."""
         with monkeypatch.context() as patch:
-            patch.setattr(Handle, "remote", lambda handle, config: signal.raise_signal(signal.SIGINT))
+            patch.setattr(Handle, "remote", lambda handle, *_: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt), group.lane.detour([0]):
                 pass
         assert futures_of.get(group.send("add", 1), 20) == [1, 1]
         group.lane.stop()
         group.lane.close(5)
 
-    def test_interrupted(self, group, monkeypatch):
+    def test_interrupted(self, group, monkeypatch, interrupt_everywhere):
         """All workers run the calls that are made after Ctrl-C at any moment of such a call, and all in one order."""
 
         def find_ended(streams):
             return {at: None for at, stream in enumerate(streams) if stream.ended.done()}
 
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.CHECK_S", 0.05)
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", find_ended)
+        monkeypatch.setattr("fairlead_lane._transport.CHECK_S", 0.05)
+        monkeypatch.setattr("fairlead_lane._transport.find_ended", find_ended)
         numbers = itertools.count()
 
         def leave():
@@ -281,5 +279,5 @@ class TestDetour:
             assert other.submit(futures_of.get, sent, 20).result(20) == [number, number]
 
         with ThreadPoolExecutor(1) as other:
-            assert interrupt_everywhere(leave, signal.SIGINT, "_lane/lane.py")
+            assert interrupt_everywhere(leave, signal.SIGINT, "fairlead_lane/_transport.py")
         assert group.ran == [list(range(next(numbers)))] * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The futures of requests, Ray's own and those of a lane's answers, and all waiting for them."""
+"""The answers of workers that a transport carries, and which are not objects of Ray."""
 
 import asyncio
 import pickle
@@ -9,26 +9,25 @@ from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
 import ray
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
-from ._deadline import Deadline
-from ._ray_private import object_sizes, task_of_ref
-from ._world import world
-
-# How long one kind of future is waited for before the other kind is looked at, if a wait has both.
-TURN_S = 0.005
+from .._ray_private import object_sizes
 
 
 class Carrier(Protocol):
-    """The owner of the messages that answers arrive in, which counts the answers that were errors."""
+    """The transport of answers, as far as they need it.
+
+    Attributes:
+        failures: the number of answers that were errors.
+    """
 
     failures: int
 
     def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until a condition holds; return whether it does within the time."""
 
-    def call_back(self, future: "LaneFuture") -> None:
+    def call_back(self, future: "Message") -> None:
         """Call the callbacks of a future."""
 
     def cancel(self, task: bytes, *, asks: bool) -> bool:
@@ -36,21 +35,32 @@ class Carrier(Protocol):
         runs."""
 
 
-class LaneFuture:
-    """The answer of one worker: pickled frames, an error, or a reference if it is in the object store."""
+class Message:
+    """The answer of one worker: pickled frames, an error, or a reference if it is in the object store.
+
+    Attributes:
+        carrier: what it arrives by.
+        task: the id of the request: eight bytes, then the id of the actor, as Ray's task ids end.
+        done: whether it has arrived.
+        failed: whether it is an error.
+        frames: the pickled value or error, and its buffers; empty for the end of a generator.
+        ref: the reference to the answer, if it is in the object store.
+        has_references: whether the stored answer holds references, so that only Ray can pass it on.
+        error: the error, if it was made or has been loaded in this process.
+    """
 
     # A call makes one for each worker, so these are set when they change.
     done: bool = False
     failed: bool = False
     frames: Sequence[bytes] | None = None
     ref: ObjectRef[Any] | None = None
-    has_references: bool = False  # in the stored answer, which only Ray can pass on then
+    has_references: bool = False
     error: BaseException | None = None
 
     def __init__(self, carrier: Carrier, task: bytes) -> None:
         self.carrier: Carrier = carrier
         self.task: bytes = task
-        self._callbacks: deque[Callable[[LaneFuture], None]] = deque()
+        self._callbacks: deque[Callable[[Message], None]] = deque()
 
     def binary(self) -> bytes:
         """Return the id of the answer."""
@@ -105,7 +115,7 @@ class LaneFuture:
         """Return a future of the value, for an event loop."""
         future: Future[Any] = Future()
 
-        def pass_on(answer: LaneFuture) -> None:
+        def pass_on(answer: Message) -> None:
             if answer.ref is not None and not answer.failed:
                 answer.ref.future().add_done_callback(lambda value: _copy_outcome(value, future))
                 return
@@ -119,7 +129,7 @@ class LaneFuture:
         self.add_callback(pass_on)
         return future
 
-    def add_callback(self, callback: Callable[["LaneFuture"], None]) -> None:
+    def add_callback(self, callback: Callable[["Message"], None]) -> None:
         """Call a function with this future when the answer has arrived."""
         self._callbacks.append(callback)
         if self.done:
@@ -140,23 +150,29 @@ class LaneFuture:
 
     def store(self, timeout_s: float | None) -> ObjectRef[Any]:
         """Return a reference to the answer in the object store; wait for the answer, and put it there if necessary."""
-        value = None if self.ref is not None and not self.failed else get([self], timeout_s)[0]
-        if self.ref is None:
-            self.ref = ray.put(value)
+        if not self.carrier.run(lambda: self.done, timeout_s):
+            raise GetTimeoutError(f"Get timed out: the answer has not arrived within {timeout_s} s.")
+        if self.ref is None or self.failed:
+            value = self.get()
+            self.ref = self.ref or ray.put(value)
         return self.ref
 
 
-class LaneStream:
-    """The items of a generator method that arrive as messages; it is used as Ray's `ObjectRefGenerator` is."""
+class MessageStream:
+    """The items of a generator method as they arrive; it is used as Ray's `ObjectRefGenerator` is.
+
+    Attributes:
+        task: the id of the request, as of a `Message`.
+    """
 
     def __init__(self, carrier: Carrier, task: bytes) -> None:
         self.task: bytes = task
         self._carrier = carrier
-        self._items: deque[LaneFuture] = deque()
-        self._end = LaneFuture(carrier, task)
+        self._items: deque[Message] = deque()
+        self._end = Message(carrier, task)
         self._waiting: list[Future[None]] = []
 
-    def completed(self) -> LaneFuture:
+    def completed(self) -> Message:
         """Return the future of the end."""
         return self._end
 
@@ -173,7 +189,7 @@ class LaneStream:
         """Return whether the next item, or the end, has arrived."""
         return self.done
 
-    def add_item(self, item: LaneFuture) -> None:
+    def add_item(self, item: Message) -> None:
         """Add an item that has arrived."""
         self._items.append(item)
         self._notify()
@@ -183,19 +199,19 @@ class LaneStream:
         self._end.resolve(**outcome)
         self._notify()
 
-    def __iter__(self) -> "LaneStream":
+    def __iter__(self) -> "MessageStream":
         return self
 
-    def __next__(self) -> LaneFuture:
+    def __next__(self) -> Message:
         self._carrier.run(lambda: self.done, None)
         if not self._items:
             raise StopIteration
         return self._items.popleft()
 
-    def __aiter__(self) -> "LaneStream":
+    def __aiter__(self) -> "MessageStream":
         return self
 
-    async def __anext__(self) -> LaneFuture:
+    async def __anext__(self) -> Message:
         while not self.done:
             waiting: Future[None] = Future()
             self._waiting.append(waiting)
@@ -212,9 +228,9 @@ class LaneStream:
 
 
 class StoredItems:
-    """The items of a generator method of a lane as ObjectRefs. It is iterated as Ray's `ObjectRefGenerator` is."""
+    """The items of an `MessageStream` as ObjectRefs. It is iterated as Ray's `ObjectRefGenerator` is."""
 
-    def __init__(self, stream: LaneStream) -> None:
+    def __init__(self, stream: MessageStream) -> None:
         self._stream = stream
 
     def next_ready(self) -> bool:
@@ -246,7 +262,7 @@ class StoredItems:
 
 def references_of(stream: Any) -> Any:
     """Return an iterator of the ObjectRefs of the items of a generator method."""
-    return StoredItems(stream) if isinstance(stream, LaneStream) else stream
+    return StoredItems(stream) if isinstance(stream, MessageStream) else stream
 
 
 def _load_error(frames: Sequence[bytes]) -> BaseException:
@@ -269,109 +285,3 @@ def _set(future: Future[Any], value: Any = None, *, error: BaseException | None 
 def _copy_outcome(source: Future[Any], target: Future[Any]) -> None:
     error = source.exception()
     _set(target, None if error is not None else source.result(), error=error)
-
-
-def is_stream(future: Any) -> bool:
-    """Return whether a future is that of a generator method."""
-    return isinstance(future, (ObjectRefGenerator, LaneStream))
-
-
-def is_message(future: Any) -> bool:
-    """Return whether the answer arrives as a message, and not through Ray."""
-    return isinstance(future, (LaneFuture, LaneStream))
-
-
-def task_of_future(future: Any) -> bytes:
-    """Return the id of the task that creates an object, or the items of a generator."""
-    return task_of_ref(future if isinstance(future, ObjectRef) else end_of(future))
-
-
-def wait(
-    futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
-) -> tuple[list[Any], list[Any]]:
-    """Return which futures are ready and which are not, as `ray.wait` does."""
-    carriers = list(dict.fromkeys(_carrier(future) for future in futures if is_message(future)))
-    if not carriers:
-        return world().wait(futures, num_returns=num_returns, timeout=timeout, fetch_local=fetch_local)
-    of_ray = [future for future in futures if not is_message(future)]
-    messages = [future for future in futures if is_message(future)]
-    deadline = Deadline.after(timeout)
-    ready: set[Any] = set()
-    left = list(messages)
-
-    def is_enough() -> bool:
-        if num_returns == len(futures):
-            while left and left[-1].done:
-                left.pop()
-            return not left
-        return sum(1 for future in messages if future.done) + len(ready) >= num_returns
-
-    while True:
-        if of_ray:
-            ready = set(world().wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
-        turn_s = None if len(carriers) == 1 and not of_ray else TURN_S
-        for carrier in carriers:
-            carrier.run(is_enough, deadline.left(turn_s))
-        done = [one for one in futures if (one in ready if not is_message(one) else one.done)]
-        if len(done) >= num_returns or deadline.passed:
-            chosen = set(done[:num_returns])
-            return done[:num_returns], [one for one in futures if one not in chosen]
-
-
-def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
-    """Return the values of futures, or raise the first error that arrives, as `ray.get` does."""
-    messages = [future for future in futures if isinstance(future, LaneFuture)]
-    if not messages:
-        return world().get(futures, timeout=timeout)
-    deadline = Deadline.after(timeout)
-    waiting = list(messages)
-    carriers = list({future.carrier for future in messages})
-    alone = len(carriers) == 1
-    failures, has_failed = -1, False
-
-    def is_enough() -> bool:
-        nonlocal failures, has_failed
-        while waiting and waiting[-1].done and not waiting[-1].failed:
-            waiting.pop()
-        # This runs after each message, and must not look at all futures each time.
-        now = carriers[0].failures if alone else sum(carrier.failures for carrier in carriers)
-        if failures != now:
-            failures, has_failed = now, any(future.failed for future in waiting)
-        return has_failed or not waiting
-
-    while True:
-        for carrier in carriers:
-            carrier.run(is_enough, deadline.left(None if alone else TURN_S))
-        if alone or is_enough() or deadline.passed:
-            break
-    for future in waiting:
-        if future.failed:
-            future.get()
-    if waiting:
-        raise GetTimeoutError(f"Get timed out: some answers of a lane have not arrived within {timeout} s.")
-    if len(messages) == len(futures):
-        return [future.get() for future in messages]
-    of_ray = [future for future in futures if not is_message(future)]
-    fetched = iter(world().get(of_ray, timeout=deadline.left()))
-    return [future.get() if is_message(future) else next(fetched) for future in futures]
-
-
-def get_one(future: Any) -> Any:
-    """Return the value of a future, or raise its error."""
-    return get([future])[0]
-
-
-def end_of(future: Any) -> Any:
-    """Return the future that is ready when a worker has finished: the value itself, or the end of a generator."""
-    return future.completed() if is_stream(future) else future
-
-
-def sum_sizes(results: Sequence[Any]) -> int:
-    """Return the bytes of fetched results, as sent."""
-    of_ray = [one for one in results if not isinstance(one, LaneFuture)]
-    return sum(one.size() for one in results if isinstance(one, LaneFuture)) + sum(object_sizes(of_ray))
-
-
-def _carrier(future: Any) -> Carrier:
-    carrier: Carrier = future.completed().carrier if isinstance(future, LaneStream) else future.carrier
-    return carrier

@@ -13,19 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 zmq = pytest.importorskip("zmq")
 
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 
-from fairlead_workergroup import _futures as futures_of  # noqa: E402
-from fairlead_workergroup._lane.lane import SLICE_S  # noqa: E402
-from fairlead_workergroup._lane.session import WINDOW  # noqa: E402
+from fairlead_lane._session import WINDOW  # noqa: E402
+from fairlead_lane._transport import SLICE_S  # noqa: E402
+from fairlead_lane._worker.serve import INLINE, ITEM, STORED, VALUE  # noqa: E402
 from fairlead_workergroup._observe.query import cancel_calls  # noqa: E402
-from fairlead_workergroup._remote.lane import INLINE, ITEM, STORED, VALUE  # noqa: E402
+from fairlead_workergroup._transport import futures as futures_of  # noqa: E402
+from fairlead_workergroup._transport.messages import references_of  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError, WorkerGroupError  # noqa: E402
+from fairlead_workergroup.spi import Message  # noqa: E402
 
-from ..interrupts import interrupt_everywhere  # noqa: E402
 from ..lanes import Group, open_group  # noqa: E402
 
 
@@ -79,8 +81,8 @@ class TestMessages:
     def test_answers_of_another_lane(self, group, monkeypatch):
         """A call is sent as soon as the answer of another lane that is its argument has arrived."""
         with open_group() as other, monkeypatch.context() as patch:
-            patch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
-            patch.setattr("fairlead_workergroup._remote.lane.QUIET_S", 60.0)
+            patch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
+            patch.setattr("fairlead_lane._worker.serve.QUIET_S", 60.0)
             other.gate.clear()
             (made,) = other.send("add", 5, ranks=[0])
             sent = group.send("echo", made, ranks=[1])
@@ -89,7 +91,7 @@ class TestMessages:
 
     def test_dead_source(self, group):
         """The death of the worker that makes an argument does not look like the death of the worker that gets it."""
-        source = futures_of.LaneFuture(group.lane, bytes(24))
+        source = Message(group.lane, bytes(24))
         sent = group.send("echo", source, ranks=[1])
         source.resolve(error=ActorDiedError())
         with pytest.raises(RayTaskError) as caught:
@@ -114,7 +116,7 @@ class TestMessages:
             raise OSError("Ray does not answer")
 
         with monkeypatch.context() as patch:
-            patch.setattr("fairlead_workergroup._lane.lane.find_ended", fail)
+            patch.setattr("fairlead_lane._transport.find_ended", fail)
             assert failed.wait(20)
         (sent,) = group.send("echo", 1, ranks=[0])
         assert sent.future().result(10) == ((1,), {})
@@ -139,8 +141,8 @@ class TestMessages:
             seen.append((threading.current_thread().name, bool(blocked)))
             return {}
 
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.block_shutdown", block_shutdown)
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", find_ended)
+        monkeypatch.setattr("fairlead_lane._transport.block_shutdown", block_shutdown)
+        monkeypatch.setattr("fairlead_lane._transport.find_ended", find_ended)
         assert eventually(lambda: len(seen) >= 2)
         assert set(seen) == {("fairlead-lane", True)}
 
@@ -166,7 +168,7 @@ class TestMessages:
 
     def test_room(self, group, monkeypatch):
         """A thread waits while too many calls of a worker wait to be sent, and other threads go on meanwhile."""
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.MOST_WAITING", 5)
+        monkeypatch.setattr("fairlead_lane._transport.Lane.most_waiting", 5)
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 5)]
         with group.hold():
@@ -306,7 +308,7 @@ class TestMessages:
 class TestSignals:
     """Handlers of signals raise between two steps of the code, and must not leave a message half-sent or half-read."""
 
-    def test_while_sending(self, group):
+    def test_while_sending(self, group, interrupt_everywhere):
         """After Ctrl-C at any moment at which a call is sent, all workers run it or none, and the later ones."""
         numbers = itertools.count()
 
@@ -314,12 +316,12 @@ class TestSignals:
             with contextlib.suppress(KeyboardInterrupt):
                 group.send("add", next(numbers))
 
-        assert interrupt_everywhere(send, signal.SIGINT, "_lane/lane.py")
+        assert interrupt_everywhere(send, signal.SIGINT, "fairlead_lane/_transport.py")
         assert futures_of.get(group.send("add", "last"), 20) == ["last", "last"]
         assert group.ran[0] == group.ran[1]
         assert len(group.ran[0]) > 2
 
-    def test_while_receiving(self, group):
+    def test_while_receiving(self, group, interrupt_everywhere):
         """After Ctrl-C at any moment at which an answer is waited for, it can be asked for again."""
         (sent,) = group.send("add", 1, ranks=[0])
 
@@ -332,7 +334,7 @@ class TestSignals:
             assert other.submit(futures_of.get, [sent, late], 20).result(20) == [1, 2]
 
         with ThreadPoolExecutor(1) as other:
-            assert interrupt_everywhere(get, signal.SIGINT, "_lane/lane.py")
+            assert interrupt_everywhere(get, signal.SIGINT, "fairlead_lane/_transport.py")
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_while_waiting(self, group, number):
@@ -419,7 +421,7 @@ class TestEnds:
 
     def test_shutdown_during_a_detour(self, group, eventually):
         """The lane does not close itself while a thread is about to let the workers serve it again."""
-        group.lane._roster.ending = True
+        group.site._roster.ending = True
         with group.lane.detour([0, 1]):
             assert eventually(lambda: not group.lane._by_identity)
             assert not eventually(lambda: group.lane._closed, 2 * SLICE_S)
@@ -435,11 +437,11 @@ class TestEnds:
             yield
             blocked.now = False
 
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.block_shutdown", block)
+        monkeypatch.setattr("fairlead_lane._transport.block_shutdown", block)
         group.gate.clear()
         for future in group.send("add", 1):
             monkeypatch.setattr(future, "resolve", lambda **_: seen.append(getattr(blocked, "now", False)))
-        group.lane._roster.connected = False
+        group.site._roster.connected = False
         assert eventually(lambda: group.lane._closed)
         assert eventually(lambda: seen == [True, True])
 
@@ -479,8 +481,8 @@ class TestChains:
     @pytest.mark.parametrize("first", [0, 1])
     def test_stored_argument(self, group, monkeypatch, first):
         """A call is sent at once when the large answer that is its argument is handed out, in any order of workers."""
-        monkeypatch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
-        source = futures_of.LaneFuture(group.lane, bytes(24))
+        monkeypatch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
+        source = Message(group.lane, bytes(24))
         with group.hold():
             waits, gives = group.lane._sessions[first], group.lane._sessions[1 - first]
 
@@ -499,7 +501,7 @@ class TestChains:
     @pytest.mark.parametrize("last", [0, 1])
     def test_failed_arguments(self, group, last):
         """The failure of an argument reaches the calls of all workers that depend on it at once."""
-        source = futures_of.LaneFuture(group.lane, bytes(24))
+        source = Message(group.lane, bytes(24))
         (middle,) = group.send("echo", source, ranks=[1 - last])
         (end,) = group.send("echo", middle, ranks=[last])
         with group.hold():
@@ -510,7 +512,7 @@ class TestChains:
 
     def test_cancelled_argument(self, group):
         """The cancellation of a call that waits fails a call that depends on it at once."""
-        source = futures_of.LaneFuture(group.lane, bytes(24))
+        source = Message(group.lane, bytes(24))
         (made,) = group.send("echo", source, ranks=[0])
         (sent,) = group.send("echo", made, ranks=[1])
         made.cancel()
@@ -521,7 +523,7 @@ class TestChains:
     def test_two_lanes(self, group, monkeypatch):
         """The answers of two lanes are received as they arrive, whichever of them comes last."""
         with open_group() as other, monkeypatch.context() as patch:
-            patch.setattr("fairlead_workergroup._lane.lane.SLICE_S", 60.0)
+            patch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
             for slow, fast in ((group, other), (other, group)):
                 slow.gate.clear()
                 sent = [*fast.send("add", 1, ranks=[0]), *slow.send("add", 2, ranks=[0])]
@@ -547,16 +549,16 @@ class _InOrder(list):
 class TestReferences:
     def test_items(self, group, monkeypatch):
         """The items of a generator call are references, and its error is raised by the iteration."""
-        monkeypatch.setattr(futures_of.ray, "put", lambda value: ("stored", value))
+        monkeypatch.setattr(ray, "put", lambda value: ("stored", value))
         streams = group.send("items", 3)
-        assert [list(futures_of.references_of(stream)) for stream in streams] == [[("stored", i) for i in range(3)]] * 2
+        assert [list(references_of(stream)) for stream in streams] == [[("stored", i) for i in range(3)]] * 2
 
         async def take(stream) -> list:
-            return [ref async for ref in futures_of.references_of(stream)]
+            return [ref async for ref in references_of(stream)]
 
         assert asyncio.run(take(group.send("items", 3)[0])) == [("stored", i) for i in range(3)]
         (failed,) = group.send("items_and_fail", ranks=[0])
-        refs = futures_of.references_of(failed)
+        refs = references_of(failed)
         assert next(refs) == ("stored", 1)
         with pytest.raises(KeyError, match="after an item"):
             next(refs)

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .._remote.lane import ANSWER_BYTES
-from .._remote.links import NO_BLOCK, RECEIVES_MORE, SEND_MORE, LaneConfig, make_socket, split
-from ..exceptions import LaneError
-from .local import LocalSocket
+from fairlead_workergroup.exceptions import LaneError
+
+from ._local import LocalSocket
+from ._worker.links import NO_BLOCK, RECEIVES_MORE, SEND_MORE, LaneConfig, make_socket, split
+from ._worker.serve import ANSWER_BYTES
 
 # Of ZeroMQ, as numbers, as those of the worker's end.
 EVENTS, POLL_IN = 15, 1

@@ -8,9 +8,12 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from .._futures import LaneFuture
-from .._remote.lane import PLAIN
-from .session import Body
+from fairlead_workergroup.spi import Message
+
+from ._session import Body
+
+# Types of which Python's own pickle, which is faster, is right for every value.
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def encode(requests: Iterable[Any]) -> Iterator[tuple[str, Body]]:
@@ -35,7 +38,7 @@ def encode(requests: Iterable[Any]) -> Iterator[tuple[str, Body]]:
 
 def _encode_one(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Body:
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    sources = tuple((key, value) for key, value in named if isinstance(value, (ObjectRef, LaneFuture)))
+    sources = tuple((key, value) for key, value in named if isinstance(value, (ObjectRef, Message)))
     left = {key for key, _ in sources}
     content = (
         method,

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_workergroup._calls.lane import open_lane
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.operations import Route
 from fairlead_workergroup.exceptions import LaneError
 
-from ..lanes import Resources
+from ..lanes import Resources, open_lane
 
 
 class TestTurns:
@@ -36,7 +35,7 @@ class TestTurns:
         """A lane that cannot be opened in time, because another thread restarts workers, says so."""
         with self._restart(sender), pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
             open_lane(sender, Resources(), 0.1).__enter__()
-        assert sender.lane is None
+        assert sender.transport is None
 
     def test_closing(self, sender, eventually):
         """Closing ends at its timeout, and the lane is closed when the other thread is ready."""
@@ -46,9 +45,9 @@ class TestTurns:
         with self._restart(sender):
             with pytest.raises(LaneError, match=r"did not close within 0\.1 s\. A restart goes on\. The lane closes"):
                 lane.__exit__(None, None, None)
-            assert sender.lane is not None
+            assert sender.transport is not None
         assert eventually(lambda: resources.published == [True, False])
-        assert sender.lane is None
+        assert sender.transport is None
 
     def test_publishing(self, sender, eventually):
         """A restart that begins while the workers follow does not keep the lane from opening."""
@@ -63,4 +62,4 @@ class TestTurns:
             lane.__enter__()
             assert resources.published == [True]
         lane.__exit__(None, None, None)
-        assert eventually(lambda: sender.lane is None)
+        assert eventually(lambda: sender.transport is None)

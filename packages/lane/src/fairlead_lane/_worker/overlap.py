@@ -10,7 +10,8 @@ from typing import Any
 
 from ray.exceptions import AsyncioActorExit, TaskCancelledError
 
-from .lane import (
+from .links import DriverLostError, LaneConfig
+from .serve import (
     BEGUN,
     CALL,
     CANCEL,
@@ -29,8 +30,6 @@ from .lane import (
     make_error,
     read_request,
 )
-from .links import DriverLostError, LaneConfig
-from .progress import read_running_task
 
 # The answers that wait to be sent before the methods that make them wait.
 MOST_QUEUED = 64
@@ -162,7 +161,7 @@ async def serve_overlapping(
     connection = Connection(config, waits=False)
     calls = _Calls(connection, find, running)
     # While the lane is open, Ray runs the calls that leave it.
-    name_task(lambda: running.get() or read_running_task())
+    name_task(running.get)
     files: list[int] = []
     stopping = told = False
     try:

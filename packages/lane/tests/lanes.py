@@ -7,15 +7,21 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from fairlead_workergroup._calls.sender import Request
-from fairlead_workergroup._lane.lane import Lane
-from fairlead_workergroup._lane.request import encode
-from fairlead_workergroup._lane.router import Router
-from fairlead_workergroup._remote.lane import LaneConfig, serve
+from fairlead_lane._router import Router
+from fairlead_lane._transport import Lane
+from fairlead_lane._worker.serve import LaneConfig, serve
+from fairlead_workergroup._calls.route import use_transport
+from fairlead_workergroup.spi import Site
+
+
+class Request(NamedTuple):
+    method: str
+    args: list
+    kwargs: dict
 
 
 class Handle:
@@ -27,9 +33,9 @@ class Handle:
         self.turn = threading.Lock()
         self.held = threading.Event()
         self.held.set()
-        self._fairlead_serve = self
+        self._fairlead_stream = self
 
-    def remote(self, config) -> "Serving":
+    def remote(self, code, config) -> "Serving":
         return Serving(self, config)
 
 
@@ -100,7 +106,8 @@ class Group:
         self.members = Members(Member(rank, Handle(self.methods(rank))) for rank in range(size))
         self.router = Router("127.0.0.1", port)
         self.released: list[bool] = []
-        self.lane = Lane(Roster(self.members), self.router, lambda: self.released.append(True), node_id="here")
+        self.site = Site(Roster(self.members), None, overlaps=False)
+        self.lane = Lane(self.site, self.router, lambda: self.released.append(True), None, node_id="here")
         self.early: list = self.send("add", 0) if early else []
         self.lane.open(20)
 
@@ -152,8 +159,8 @@ class Group:
     def send(self, method: str, *args, ranks=None, **kwargs) -> list:
         ranks = range(len(self.members)) if ranks is None else ranks
         requests = [Request(method, list(args), kwargs) for _ in ranks]
-        bodies = list(encode(requests))
-        return self.lane.send(self.members, ranks, bodies, yields_items=method.startswith("items"))
+        encoded = self.lane.encode(requests)
+        return self.lane.send(self.members, ranks, encoded, yields_items=method.startswith("items"))
 
 
 @contextlib.contextmanager
@@ -186,6 +193,15 @@ class Resources:
 
     def publish(self):
         self.published.append(self.lane)
+
+
+def open_lane(sender, resources, timeout_s):
+    """Let a sender use a lane that does nothing."""
+
+    def make(site):
+        return SimpleNamespace(detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
+
+    return use_transport(sender, resources, make, timeout_s)
 
 
 @contextlib.contextmanager

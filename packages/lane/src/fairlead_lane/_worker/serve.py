@@ -5,9 +5,7 @@ Messages are numbered. They are kept until the other side acknowledges them, and
 runs once.
 """
 
-import contextlib
 import inspect
-import io
 import os
 import pickle
 import struct
@@ -19,6 +17,8 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+
+from fairlead_workergroup.spi import borrow, dump
 
 from .links import DriverLostError, LaneConfig, connect
 
@@ -47,42 +47,7 @@ LAST_S = 30.0
 QUIET_S = 1.0
 # How often a worker connects by the Unix socket, if the driver closes each connection before it has said anything.
 LOCAL_TRIES = 3
-PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 NO_TASK = bytes(24)
-
-
-class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickle a value with None for references; `found` tells of them, and the rest must be picklable too."""
-
-    found = False
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (ray.ObjectRef, ray.ObjectRefGenerator, ray.actor.ActorHandle)):
-            self.found = True
-            return type(None), ()
-        return super().reducer_override(obj)
-
-
-def dump(value: Any) -> list[Any] | None:
-    """Return a pickled value and its buffers; None if it holds a reference, which would never be freed."""
-    if type(value) in PLAIN:
-        return [pickle.dumps(value, 5)]
-    buffers: list[pickle.PickleBuffer] = []
-    with io.BytesIO() as file:
-        pickler = _Pickler(file, 5, buffers.append)
-        pickler.dump(value)
-        return None if pickler.found else [file.getvalue(), *(buffer.raw() for buffer in buffers)]
-
-
-def has_references(value: Any) -> bool:
-    """Return whether a value holds references or actor handles, as far as it can be pickled."""
-    if type(value) in PLAIN:
-        return False
-    with io.BytesIO() as file:
-        pickler = _Pickler(file, 5, lambda buffer: None)
-        with contextlib.suppress(Exception):  # whoever sends the value reports that it cannot be pickled
-            pickler.dump(value)
-        return pickler.found
 
 
 class Answer(NamedTuple):
@@ -147,7 +112,7 @@ def read_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any
     refs: dict[int | str, Any] = {}
     if len(frames) > 1:
         fills = pickle.loads(frames[1])
-        refs = {key: _borrow(*source) for key, source in fills if isinstance(source, tuple)}
+        refs = {key: borrow(*source) for key, source in fills if isinstance(source, tuple)}
         answers = ((key, pickle.loads(source[0], buffers=source[1:])) for key, source in fills if key not in refs)
         fill(args, kwargs, answers)
     return name, args, kwargs, refs
@@ -160,15 +125,6 @@ def fill(args: list[Any], kwargs: dict[str, Any], values: Iterable[tuple[int | s
             args[key] = value
         else:
             kwargs[key] = value
-
-
-def _borrow(binary: bytes, owner: bytes, status: bytes) -> Any:
-    """Return a reference that lasts as long as this call; a pickled one would last as long as the driver."""
-    own: Any = ray
-    ref = own.ObjectRef(binary, owner)
-    worker = own._private.worker.global_worker
-    worker.core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, status)
-    return ref
 
 
 class Connection:

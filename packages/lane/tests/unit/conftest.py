@@ -15,20 +15,14 @@ from ..lanes import Group, open_group
 @pytest.fixture
 def group(monkeypatch, request) -> Iterator[Group]:
     """Yield a lane with two workers; with a parameter that is true, a call is made before it opens."""
-    monkeypatch.setattr("fairlead_workergroup._lane.lane.find_ended", lambda streams: {})
+    monkeypatch.setattr("fairlead_lane._transport.find_ended", lambda streams: {})
     with open_group(early=getattr(request, "param", False)) as made:
         yield made
 
 
 @pytest.fixture
-def sender(monkeypatch):
+def sender():
     """Return a sender whose lanes do nothing."""
-    pytest.importorskip("zmq")
-
-    def make_lane(sender, *_):
-        return SimpleNamespace(holders=1, detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
-
-    monkeypatch.setattr("fairlead_workergroup._calls.lane._make_lane", make_lane)
     now = SimpleNamespace(
         members=[SimpleNamespace(slot=None, failure=None)], sharding=None, is_broken=False, ended=False
     )
@@ -37,4 +31,12 @@ def sender(monkeypatch):
     membership = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
     membership._phase = Phase.SERVING
     membership.describe_wait = lambda advice="": f"A restart goes on. {advice}"
-    return SimpleNamespace(roster=roster, lane=None, membership=membership, opens=lambda _: None)
+    launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
+    return SimpleNamespace(
+        roster=roster,
+        launcher=launcher,
+        transport=None,
+        users_of_transport=0,
+        membership=membership,
+        opens=lambda _: None,
+    )
