@@ -15,8 +15,8 @@ from ._leaves import interop, operations
 from ._leaves.operations import IntArray
 from ._leaves.registry import is_registered
 from ._packed import PackedBatch
-from ._plan import ShardPlan
-from ._samples import PLANNED_FOR_PARTS, Content, Samples
+from ._plan import PartPlan, ShardPlan
+from ._samples import Content, Samples
 
 Part = TypeVar("Part")
 
@@ -128,14 +128,11 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     >>> batch.slice(1, 2)
     SlicedDataDict(size=1, tokens: numpy int64[1, 3], length: numpy int64[1], name: list[1])
 
-    Planning sets these attributes on a shard; they are None on any other batch:
+    Planning sets ``plan`` on a shard, and with it ``micro_batch_indices``, ``micro_batch_lengths`` and
+    ``elem_counts_per_gb``. Its attributes are None on any other batch:
 
-    - micro_batch_indices: per group, the microbatches as ``[start, end]`` within that group's part of the shard;
-    - micro_batch_lengths: per group, the padded length of each microbatch, or the tokens of each bin;
-    - elem_counts_per_gb: per group, its samples; after packing only;
-    - shard_sizes: the samples of all shards, if these differ;
-    - input_key, input_lengths_key: the leaves with the sequences and with their lengths;
-    - sequence_length_pad_multiple: each sequence takes up a multiple of this number of tokens; after packing only.
+    - plan: ``plan.args``, the arguments of the microbatches; ``plan.shard_sizes``, the samples of all shards, if these
+      differ; ``plan.micro_batch_indices`` and ``plan.micro_batch_lengths``.
 
     ``data`` is the plain dictionary of the leaves. A mapping of leaves is stored by dotted keys: ``batch["image"] =
     {"patches": ...}`` sets ``batch["image.patches"]``. ``meta`` is a dictionary of values that are not per sample:
@@ -209,8 +206,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """
         size = self.size
         batch_idx = as_int("batch_idx", batch_idx, at_least=0)
-        cuts, lengths = self.micro_batch_indices, self.micro_batch_lengths
-        if cuts is None or lengths is None:
+        if self.plan.micro_batch_indices is None:
             if batch_size is None:
                 raise ValueError("batch_size is needed: no plan determines the size of groups.")
             batch_size = as_int("batch_size", batch_size, at_least=1)
@@ -218,15 +214,9 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             if start >= size:
                 raise ValueError(f"There is no batch {batch_idx} of {batch_size} among {size} samples.")
             return self.slice(start, min(start + batch_size, size))
-        if batch_idx >= len(cuts):
-            raise ValueError(f"There is no group {batch_idx}: the plan has {len(cuts)}.")
-        counts = [group[-1][1] for group in cuts]
-        start = sum(counts[:batch_idx])
-        group = self.slice(start, start + counts[batch_idx])
-        group.micro_batch_indices, group.micro_batch_lengths = [cuts[batch_idx]], [lengths[batch_idx]]
-        group.elem_counts_per_gb = None if self.elem_counts_per_gb is None else [counts[batch_idx]]
-        group.shard_sizes = self.shard_sizes if len(cuts) == 1 else None
-        group.__dict__.update({name: getattr(self, name) for name in PLANNED_FOR_PARTS})
+        start, end, plan = self.plan.select_group(batch_idx)
+        group = self.slice(start, end)
+        group.plan = plan
         return group
 
     def shard(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
@@ -260,7 +250,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         shards = []
         for number, (start, end) in enumerate(pairwise(accumulate(map(len, plan.samples), initial=0))):
             shards.append(gathered.slice(start, end))
-            shards[-1].__dict__.update(plan.attributes(number))
+            shards[-1].plan = plan.part(number)
         return shards
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:
@@ -387,7 +377,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
         for start, end, length in spans:
             microbatch = self.slice(start, end)
-            microbatch.__dict__.update({name: getattr(self, name) for name in PLANNED_FOR_PARTS})
+            microbatch.plan = PartPlan(self.plan.args)
             for key in keys:
                 microbatch.data[key] = operations.truncate(microbatch.data[key], dim, length)
             yield microbatch

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from ._args import as_int
+from ._args import SequencePackingArgs, as_int
 from ._samples import Samples
 
 PlannedBy = Literal["dynamic_batching_args", "sequence_packing_args"]
@@ -13,12 +13,13 @@ Span = tuple[int, int, int]  # start, end, and padded length or tokens
 
 def find_spans(batch: Samples[Any], planned_by: PlannedBy) -> list[Span]:
     """Return all planned microbatches of a shard, over all groups."""
-    cuts, lengths = batch.micro_batch_indices, batch.micro_batch_lengths
+    plan = batch.plan
+    cuts, lengths = plan.micro_batch_indices, plan.micro_batch_lengths
     if cuts is None or lengths is None:
         raise ValueError(
             f"The batch has no planned microbatches: get it by shard_by_batch_size(..., {planned_by}=...)."
         )
-    actual = "dynamic_batching_args" if batch.elem_counts_per_gb is None else "sequence_packing_args"
+    actual = "sequence_packing_args" if isinstance(plan.args, SequencePackingArgs) else "dynamic_batching_args"
     if actual != planned_by:
         raise ValueError(f"The microbatches of this batch were planned by {actual}, not by {planned_by}.")
     spans: list[Span] = []
@@ -41,8 +42,8 @@ def find_equal_spans(batch: Samples[Any], samples: int, name: str = "microbatch_
             "After packing, shards have different numbers of samples, so ranks would have different numbers of "
             "microbatches and wait for each other for ever: use make_microbatch_iterator_for_packable_sequences()."
         )
-    if batch.shard_sizes is not None:
-        least, most = min(batch.shard_sizes), max(batch.shard_sizes)
+    if sizes := batch.plan.shard_sizes:
+        least, most = min(sizes), max(sizes)
         if -(-least // samples) != -(-most // samples):
             raise ValueError(
                 f"Shards of {least} to {most} samples have different numbers of microbatches of {samples}, so ranks "
@@ -65,10 +66,11 @@ def find_sequence_keys(batch: Samples[Any], dim: int, named: Iterable[str] | Non
         if flat := [key for key in keys if dims[key] <= dim]:
             raise ValueError(f"Leaves {flat} in sequence_keys have no dim {dim}, so no sequences to truncate.")
         return keys
-    if batch.input_key is None or dims.get(batch.input_key, 0) < 2:
+    input_key = batch.plan.args.input_key if batch.plan.args else None
+    if input_key is None or dims.get(input_key, 0) < 2:
         raise ValueError(
             f"The width of sequences is unknown: the batch has no array or tensor of (samples, width, ...) at the "
-            f"plan's input_key, {batch.input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
+            f"plan's input_key, {input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
         )
-    width = batch[batch.input_key].shape[1]
+    width = batch[input_key].shape[1]
     return [name for name, leaf in batch.data.items() if dims[name] > dim and leaf.shape[dim] == width]

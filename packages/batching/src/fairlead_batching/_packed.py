@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from . import _microbatches
-from ._args import as_int
+from ._args import SequencePackingArgs, as_int
 from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
 from ._plan import check_lengths, round_up
@@ -113,9 +113,10 @@ def pack(
     pad_values: Mapping[str, Any],
 ) -> PackedBatch[Batch]:
     """Return the row of a microbatch; for arguments and errors see `BatchedDataDict.to_packed`."""
-    planned = batch.sequence_length_pad_multiple or 1
+    args = batch.plan.args
+    planned = args.sequence_length_pad_multiple if isinstance(args, SequencePackingArgs) else 1
     multiple = as_int("pad_to_multiple", planned if multiple is None else multiple, at_least=1)
-    key = batch.input_lengths_key if lengths_key is None else lengths_key
+    key = args.input_lengths_key if lengths_key is None and args else lengths_key
     if key is None or key not in batch:
         raise ValueError(
             f"The lengths of the sequences are unknown: the batch has no leaf {key!r}. Name it: lengths_key=..., one "

@@ -2,11 +2,10 @@
 """The plan of all shards: which samples each has, in which order and in which microbatches."""
 
 import html
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -25,8 +24,8 @@ class ShardPlan:
     `BatchedDataDict.shard` applies it to a batch. It does not refer to any data, and can be pickled.
 
     - samples: for each shard, its samples as indices into the batch, in order;
-    - micro_batch_indices, micro_batch_lengths: for each shard, what its attributes of these names will be; None
-      without microbatches;
+    - micro_batch_indices, micro_batch_lengths: for each shard, its attributes of these names; None without
+      microbatches;
     - args: the arguments of the microbatches; None without;
     - lengths: the length of each sample; None if the plan was made from a number of samples;
     - costs: the cost of each sample; None without ``cost`` in the arguments.
@@ -104,18 +103,15 @@ class ShardPlan:
         if self.args is not None and self.lengths is not None:
             check_lengths(self.lengths, width, self.args.input_key, self.args.input_lengths_key)
 
-    def attributes(self, shard: int) -> dict[str, Any]:
-        """Return what the plan sets on one shard, by the names of the attributes of `BatchedDataDict`."""
+    def part(self, shard: int) -> "PartPlan":
+        """Return the plan of one shard, which `BatchedDataDict.shard` sets on it."""
         sizes = list(map(len, self.samples))
-        values: dict[str, Any] = {"shard_sizes": sizes if len(set(sizes)) > 1 else None}
-        if self.args is not None and self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
-            cuts = self.micro_batch_indices[shard]
-            values |= {"micro_batch_indices": cuts, "micro_batch_lengths": self.micro_batch_lengths[shard]}
-            values |= {"input_key": self.args.input_key, "input_lengths_key": self.args.input_lengths_key}
-            if isinstance(self.args, SequencePackingArgs):
-                values["elem_counts_per_gb"] = [group[-1][1] for group in cuts]
-                values["sequence_length_pad_multiple"] = self.args.sequence_length_pad_multiple
-        return values
+        all_sizes = sizes if len(set(sizes)) > 1 else None
+        if self.args is None or self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            return PartPlan(shard_sizes=all_sizes)
+        # A shard can be sent, even if the function of the cost cannot.
+        args = replace(self.args, cost=None)
+        return PartPlan(args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
 
     def _table(self) -> list[list[str]]:
         columns: dict[str, list[str]] = {
@@ -140,6 +136,37 @@ class ShardPlan:
 
     def _repr_html_(self) -> str:
         return table_html(f"ShardPlan: {self._caption()}", zip(*self._table(), strict=True))
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """The plan of a shard. A part of a shard keeps the arguments only, and any other batch has None everywhere."""
+
+    args: DynamicBatchingArgs | SequencePackingArgs | None = None
+    micro_batch_indices: Cuts | None = None
+    micro_batch_lengths: Lengths | None = None
+    shard_sizes: list[int] | None = None
+
+    @property
+    def elem_counts_per_gb(self) -> list[int] | None:
+        packs = isinstance(self.args, SequencePackingArgs)
+        return [cuts[-1][1] for cuts in self.micro_batch_indices] if packs and self.micro_batch_indices else None
+
+    def select_group(self, number: int) -> tuple[int, int, "PartPlan"]:
+        """Return where a group starts and ends in the shard, and its plan."""
+        cuts, lengths = self.micro_batch_indices or [], self.micro_batch_lengths or []
+        if number >= len(cuts):
+            raise ValueError(f"There is no group {number}: the plan has {len(cuts)}.")
+        start = sum(group[-1][1] for group in cuts[:number])
+        sizes = self.shard_sizes if len(cuts) == 1 else None
+        return start, start + cuts[number][-1][1], PartPlan(self.args, [cuts[number]], [lengths[number]], sizes)
+
+    def rename(self, names: Mapping[str, str]) -> "PartPlan":
+        """Return the plan with the new names of the leaves."""
+        if self.args is None:
+            return self
+        keys = {name: getattr(self.args, name) for name in ("input_key", "input_lengths_key")}
+        return replace(self, args=replace(self.args, **{name: names.get(key, key) for name, key in keys.items()}))
 
 
 def check_lengths(lengths: IntArray, width: int | None, key: str, lengths_key: str) -> None:

@@ -15,10 +15,8 @@ from ._batch import BatchedDataDict, Shardable, SlicedDataDict
 from ._leaves import interop, joining, operations
 from ._leaves.operations import BoolArray, IntArray
 from ._leaves.ragged import RaggedLeaf
-from ._plan import ShardPlan, table_html
-from ._samples import PLANNED, find_keys, rename_keys
-
-_INPUTS = ("input_key", "input_lengths_key")
+from ._plan import PartPlan, ShardPlan, table_html
+from ._samples import find_keys, rename_keys
 
 
 class BatchLostError(RuntimeError):
@@ -50,7 +48,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     - lengths_key, lengths: the leaf with the lengths of sequences, and its values; None if `put` was not told;
     - widths: dim 1 of each leaf that has one;
     - meta, padding: as those of a `BatchedDataDict`;
-    - plan: the bookkeeping of a plan, which `fetch` sets on the batch that it returns.
+    - plan: that of a shard, which `fetch` sets on the batch that it returns.
     """
 
     stored: tuple[dict[str, Any], ...]
@@ -61,7 +59,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     widths: dict[str, int] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     padding: BoolArray | None = None
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: PartPlan = field(default_factory=PartPlan)
 
     @classmethod
     def put(
@@ -94,9 +92,10 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             # Readers copy their rows out of the views.
             stored.append({key: ray.put(BatchedDataDict({key: leaf}).read_only()) for key, leaf in piece.data.items()})
         widths = {key: int(leaf.shape[1]) for key, leaf in given.data.items() if getattr(leaf, "ndim", 0) > 1}
-        plan = {name: getattr(given, name) for name in PLANNED if getattr(given, name) is not None}
         pieces, rows = np.divmod(np.arange(size), step)
-        return cls(tuple(stored), pieces, rows, lengths_key, lengths, widths, dict(given.meta), given.padding, plan)
+        return cls(
+            tuple(stored), pieces, rows, lengths_key, lengths, widths, dict(given.meta), given.padding, given.plan
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -117,7 +116,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         rows = [(key, self.widths.get(key, "")) for key in self.keys()]
         return table_html(f"RemoteBatch of {self.size} samples in {len(self.stored)} pieces", [("key", "width"), *rows])
 
-    def _take(self, indices: IntArray, plan: dict[str, Any]) -> RemoteBatch:
+    def _take(self, indices: IntArray, plan: PartPlan | None = None) -> RemoteBatch:
         """Return the handle to the rows at ``indices``, without the pieces that it does not need any more."""
         used, pieces = np.unique(self.pieces[indices], return_inverse=True)
         return replace(
@@ -128,21 +127,21 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             lengths=None if self.lengths is None else self.lengths[indices],
             padding=None if self.padding is None else self.padding[indices],
             meta=dict(self.meta),
-            plan=plan,
+            plan=plan or PartPlan(),
         )
 
     def select_indices(self, indices: Iterable[int]) -> RemoteBatch:
         """Return the handle to the samples at ``indices``; ValueError if there is no such sample. A plan is dropped."""
-        return self._take(_indices.check(indices, self.size), {})
+        return self._take(_indices.check(indices, self.size))
 
     def slice(self, start: int, end: int) -> RemoteBatch:
         """Return the handle to the samples from ``start`` up to ``end``; ValueError if there are no such samples."""
         _indices.check_span(start, end, self.size)
-        return self._take(np.arange(start, end), {})
+        return self._take(np.arange(start, end))
 
     def shuffle(self, seed: int) -> RemoteBatch:
         """Return the handle to the samples in the order of `BatchedDataDict.shuffle`. A plan is dropped."""
-        return self._take(_indices.shuffle(seed, self.size), {})
+        return self._take(_indices.shuffle(seed, self.size))
 
     def reorder_data(self, indices: Iterable[int]) -> RemoteBatch:
         """Return the handle with sample i at position ``indices[i]``, which undoes a sort. A plan is dropped.
@@ -150,7 +149,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         Raises:
             ValueError: ``indices`` is not a permutation of all samples.
         """
-        return self._take(_indices.invert(indices, self.size), {})
+        return self._take(_indices.invert(indices, self.size))
 
     def select(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle to the named leaves; ValueError if there is no such leaf. A plan is kept."""
@@ -168,8 +167,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             ValueError: there is no such leaf, or two leaves would have the same name.
         """
         renamed = dict(zip(self.keys(), rename_keys(self.keys(), names), strict=True))
-        plan = {name: renamed.get(key, key) if name in _INPUTS else key for name, key in self.plan.items()}
-        return replace(self._name(renamed), plan=plan)
+        return replace(self._name(renamed), plan=self.plan.rename(renamed))
 
     def _name(self, names: dict[str, str]) -> RemoteBatch:
         """Return the handle to some leaves, with the given names by their present ones."""
@@ -201,7 +199,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         return self._apply(plan)
 
     def _apply(self, plan: ShardPlan) -> list[RemoteBatch]:
-        return [self._take(samples, plan.attributes(number)) for number, samples in enumerate(plan.samples)]
+        return [self._take(samples, plan.part(number)) for number, samples in enumerate(plan.samples)]
 
     @classmethod
     def concat(cls, batches: Iterable[RemoteBatch]) -> RemoteBatch:
@@ -272,8 +270,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         batch = parts[0]
         if len(parts) > 1:
             batch = SlicedDataDict.from_batches(parts, pad_value_dict).reorder_data(np.concatenate(where).tolist())
-        batch.meta, batch.padding = dict(self.meta), self.padding
-        batch.__dict__.update(self.plan)
+        batch.meta, batch.padding, batch.plan = dict(self.meta), self.padding, self.plan
         return batch
 
     def _get(self, refs: Sequence[tuple[int, str, Any]], timeout_s: float) -> list[Any]:

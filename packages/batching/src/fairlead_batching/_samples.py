@@ -14,7 +14,7 @@ from ._args import as_int
 from ._leaves import joining, operations, transport
 from ._leaves.operations import BoolArray
 from ._leaves.registry import is_registered
-from ._plan import Cuts, Lengths, table_html
+from ._plan import Cuts, Lengths, PartPlan, table_html
 
 if TYPE_CHECKING:
     # TypeVars have a default only from Python 3.13 on. The default spares users the annotation of every batch.
@@ -26,10 +26,6 @@ else:
 
     Content = TypeVar("Content")
 Batch = TypeVar("Batch", bound="Samples[Any]")
-
-# The attributes that a plan sets, and those of them that are the same for every part of a shard.
-PLANNED_FOR_PARTS = ("input_key", "input_lengths_key", "sequence_length_pad_multiple")
-PLANNED = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "shard_sizes", *PLANNED_FOR_PARTS)
 
 
 def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
@@ -60,7 +56,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     def __init__(self, data: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None, /, **kw: Any) -> None:
         super().__init__(data, **kw)
-        self._clear_plan()
+        self.plan = PartPlan()
         self.padding: BoolArray | None = data.padding if isinstance(data, Samples) else None
         self.meta: dict[str, Any] = dict(data.meta) if isinstance(data, Samples) else {}
         self._views = False
@@ -88,14 +84,20 @@ class Samples(UserDict[str, Any], Generic[Content]):
         new.meta = dict(self.meta)
         return new
 
-    def _clear_plan(self) -> None:
-        self.micro_batch_indices: Cuts | None = None
-        self.micro_batch_lengths: Lengths | None = None
-        self.elem_counts_per_gb: list[int] | None = None
-        self.shard_sizes: list[int] | None = None
-        self.input_key: str | None = None
-        self.input_lengths_key: str | None = None
-        self.sequence_length_pad_multiple: int | None = None
+    @property
+    def micro_batch_indices(self) -> Cuts | None:
+        """Per group, the microbatches as ``[start, end]`` within that group's part of the shard; or None."""
+        return self.plan.micro_batch_indices
+
+    @property
+    def micro_batch_lengths(self) -> Lengths | None:
+        """Per group, the padded length of each microbatch, or the tokens of each bin; or None."""
+        return self.plan.micro_batch_lengths
+
+    @property
+    def elem_counts_per_gb(self) -> list[int] | None:
+        """Per group, its samples; None unless the shard was planned by packing."""
+        return self.plan.elem_counts_per_gb
 
     def __repr__(self) -> str:
         try:
@@ -208,8 +210,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """
         renamed = rename_keys(list(self.data), names)
         new = self._replace(dict(zip(renamed, self.data.values(), strict=True)))
-        new.input_key = names.get(self.input_key or "", self.input_key)
-        new.input_lengths_key = names.get(self.input_lengths_key or "", self.input_lengths_key)
+        new.plan = self.plan.rename(names)
         return new
 
     def union(self, other: Mapping[str, Any]) -> Self:
@@ -289,7 +290,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         inverse = _indices.invert(indices, self.size)
         moved = self._derive(lambda leaf: operations.take(leaf, inverse), Samples)
         self.data, self.padding = moved.data, moved.padding
-        self._clear_plan()
+        self.plan = PartPlan()
         return self
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:

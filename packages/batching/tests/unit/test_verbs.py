@@ -49,9 +49,9 @@ def test_rename(shard):
     """A rename keeps the order of leaves, and the plan finds the renamed sequences."""
     part = shard.rename({"tokens": "ids", "length": "count"})
     assert list(part) == ["ids", "count", "name", "sample_mask"]
-    assert (part.input_key, part.input_lengths_key) == ("ids", "count")
+    assert (part.plan.args.input_key, part.plan.args.input_lengths_key) == ("ids", "count")
     assert [micro["ids"].shape for micro in part.make_microbatch_iterator_with_dynamic_shapes()] == shapes(shard)
-    assert (shard.input_key, shard.input_lengths_key) == ("tokens", "length")
+    assert (shard.plan.args.input_key, shard.plan.args.input_lengths_key) == ("tokens", "length")
     swapped = shard.rename({"tokens": "length", "length": "tokens"})
     assert swapped["tokens"] is shard["length"]
 
