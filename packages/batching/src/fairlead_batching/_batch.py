@@ -30,7 +30,7 @@ class Shardable(Generic[Part]):
         """Return the lengths of the samples, or their number if that is enough; and the width of the sequences."""
         raise NotImplementedError
 
-    def _apply(self, plan: ShardPlan) -> list[Part]:
+    def shard(self, plan: ShardPlan) -> list[Part]:
         """Return the shards of a plan of these samples."""
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class Shardable(Generic[Part]):
         planned_by = dynamic_batching_args, sequence_packing_args
         lengths, width = self._read_lengths(_planner.choose_args(*planned_by))
         plan = _planner.plan_shards(lengths, shards, batch_size, allow_uneven_shards, *planned_by, width=width)
-        parts = self._apply(plan)
+        parts = self.shard(plan)
         return parts if plan.args is None else (parts, Order(plan.order.tolist()))
 
 
@@ -238,20 +238,17 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             shape: tuple[int, ...] = getattr(self.get(plan.args.input_key), "shape", ())
             width = int(shape[1]) if len(shape) > 1 else None
         plan.check(self.size, lengths, width)
-        return self._apply(plan)
-
-    def _read_lengths(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None
-    ) -> tuple[int | IntArray, int | None]:
-        return _planner.read_lengths(self.data, args)
-
-    def _apply(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
         gathered = self._derive(lambda leaf: operations.take(leaf, plan.order), SlicedDataDict)
         shards = []
         for number, (start, end) in enumerate(pairwise(accumulate(map(len, plan.samples), initial=0))):
             shards.append(gathered.slice(start, end))
             shards[-1].plan = plan.part(number)
         return shards
+
+    def _read_lengths(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None
+    ) -> tuple[int | IntArray, int | None]:
+        return _planner.read_lengths(self.data, args)
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:
         """Return microbatches of ``microbatch_size`` samples, as views.

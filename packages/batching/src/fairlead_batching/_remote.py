@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _indices
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._batch import BatchedDataDict, Shardable, SlicedDataDict
-from ._leaves import interop, joining, operations
-from ._leaves.operations import BoolArray, IntArray
+from ._leaves import interop, operations
+from ._leaves.operations import IntArray
 from ._leaves.ragged import RaggedLeaf
-from ._plan import PartPlan, ShardPlan, table_html
-from ._samples import find_keys, rename_keys
+from ._plan import ShardPlan, table_html
 
 
 class BatchLostError(RuntimeError):
@@ -44,22 +42,16 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     them does, and as the process that stored them.
 
     - stored: for each piece, which are rows that were stored together, the references to its leaves by their keys;
-    - pieces, rows: for each sample, the piece that holds it, and its row there;
-    - lengths_key, lengths: the leaf with the lengths of sequences, and its values; None if `put` was not told;
-    - widths: dim 1 of each leaf that has one;
-    - meta, padding: as those of a `BatchedDataDict`;
-    - plan: that of a shard, which `fetch` sets on the batch that it returns.
+    - rows: for each sample, the ``piece`` that holds it and its ``row`` there; its ``length`` if `put` got the key;
+      with the ``meta``, the padding and the plan of the batch;
+    - lengths_key: the leaf with the lengths of sequences; None if `put` was not given it;
+    - widths: dim 1 of each leaf that has one.
     """
 
     stored: tuple[dict[str, Any], ...]
-    pieces: IntArray
-    rows: IntArray
+    rows: BatchedDataDict[Any]
     lengths_key: str | None = None
-    lengths: IntArray | None = None
     widths: dict[str, int] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-    padding: BoolArray | None = None
-    plan: PartPlan = field(default_factory=PartPlan)
 
     @classmethod
     def put(
@@ -80,30 +72,35 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         """
         ray = _require_ray()
         given: BatchedDataDict[Any] = batch if isinstance(batch, BatchedDataDict) else BatchedDataDict(batch)
-        size, lengths = given.size, None
-        if lengths_key is not None:
-            if lengths_key not in given:
-                raise ValueError(f"Unknown lengths_key {lengths_key!r}; the batch has {sorted(given)}.")
-            lengths = operations.to_integers(lengths_key, given[lengths_key]).copy()
+        size = given.size
+        if lengths_key is not None and lengths_key not in given:
+            raise ValueError(f"Unknown lengths_key {lengths_key!r}; the batch has {sorted(given)}.")
         step = max(size, 1) if rows_per_object is None else as_int("rows_per_object", rows_per_object, at_least=1)
+        pieces, places = np.divmod(np.arange(size), step)
+        rows: BatchedDataDict[Any] = BatchedDataDict(piece=pieces, row=places)
+        if lengths_key is not None:
+            rows["length"] = operations.to_integers(lengths_key, given[lengths_key]).copy()
         stored = []
         for start in range(0, max(size, 1), step):
             piece = given if step >= size else given.slice(start, min(start + step, size))
             # Readers copy their rows out of the views.
             stored.append({key: ray.put(BatchedDataDict({key: leaf}).read_only()) for key, leaf in piece.data.items()})
         widths = {key: int(leaf.shape[1]) for key, leaf in given.data.items() if getattr(leaf, "ndim", 0) > 1}
-        pieces, rows = np.divmod(np.arange(size), step)
-        return cls(
-            tuple(stored), pieces, rows, lengths_key, lengths, widths, dict(given.meta), given.padding, given.plan
-        )
+        rows.meta, rows.padding, rows.plan = dict(given.meta), given.padding, given.plan
+        return cls(tuple(stored), rows, lengths_key, widths)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.rows.size
 
     @property
     def size(self) -> int:
         """The number of samples."""
-        return len(self.rows)
+        return self.rows.size
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The values that are not per sample."""
+        return self.rows.meta
 
     def keys(self) -> list[str]:
         """Return the keys of the leaves."""
@@ -116,32 +113,23 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         rows = [(key, self.widths.get(key, "")) for key in self.keys()]
         return table_html(f"RemoteBatch of {self.size} samples in {len(self.stored)} pieces", [("key", "width"), *rows])
 
-    def _take(self, indices: IntArray, plan: PartPlan | None = None) -> RemoteBatch:
-        """Return the handle to the rows at ``indices``, without the pieces that it does not need any more."""
-        used, pieces = np.unique(self.pieces[indices], return_inverse=True)
-        return replace(
-            self,
-            stored=tuple(self.stored[number] for number in used) or self.stored[:1],
-            pieces=pieces.reshape(-1),
-            rows=self.rows[indices],
-            lengths=None if self.lengths is None else self.lengths[indices],
-            padding=None if self.padding is None else self.padding[indices],
-            meta=dict(self.meta),
-            plan=plan or PartPlan(),
-        )
+    def _take(self, rows: BatchedDataDict[Any]) -> RemoteBatch:
+        """Return the handle to these rows, without the pieces that it does not need any more."""
+        used, pieces = np.unique(rows["piece"], return_inverse=True)
+        rows["piece"] = pieces.reshape(-1)
+        return replace(self, stored=tuple(self.stored[number] for number in used) or self.stored[:1], rows=rows)
 
     def select_indices(self, indices: Iterable[int]) -> RemoteBatch:
         """Return the handle to the samples at ``indices``; ValueError if there is no such sample. A plan is dropped."""
-        return self._take(_indices.check(indices, self.size))
+        return self._take(self.rows.select_indices(indices))
 
     def slice(self, start: int, end: int) -> RemoteBatch:
         """Return the handle to the samples from ``start`` up to ``end``; ValueError if there are no such samples."""
-        _indices.check_span(start, end, self.size)
-        return self._take(np.arange(start, end))
+        return self._take(self.rows.slice(start, end))
 
     def shuffle(self, seed: int) -> RemoteBatch:
         """Return the handle to the samples in the order of `BatchedDataDict.shuffle`. A plan is dropped."""
-        return self._take(_indices.shuffle(seed, self.size))
+        return self._take(self.rows.shuffle(seed))
 
     def reorder_data(self, indices: Iterable[int]) -> RemoteBatch:
         """Return the handle with sample i at position ``indices[i]``, which undoes a sort. A plan is dropped.
@@ -149,16 +137,15 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         Raises:
             ValueError: ``indices`` is not a permutation of all samples.
         """
-        return self._take(_indices.invert(indices, self.size))
+        return self._take(self.rows.copy().reorder_data(indices))
 
     def select(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle to the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        return self._name({key: key for key in find_keys(self.keys(), keys)})
+        return self._name(self._names().select(keys))
 
     def drop(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle without the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        dropped = set(find_keys(self.keys(), keys))
-        return self.select([key for key in self.keys() if key not in dropped])
+        return self._name(self._names().drop(keys))
 
     def rename(self, names: Mapping[str, str]) -> RemoteBatch:
         """Return the handle to leaves with the new names, by the old ones. A plan follows them, as in a batch.
@@ -166,40 +153,48 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         Raises:
             ValueError: there is no such leaf, or two leaves would have the same name.
         """
-        renamed = dict(zip(self.keys(), rename_keys(self.keys(), names), strict=True))
-        return replace(self._name(renamed), plan=self.plan.rename(renamed))
+        return self._name(self._names().rename(names))
 
-    def _name(self, names: dict[str, str]) -> RemoteBatch:
-        """Return the handle to some leaves, with the given names by their present ones."""
-        stored = tuple({new: piece[key] for key, new in names.items()} for piece in self.stored)
-        widths = {names[key]: width for key, width in self.widths.items() if key in names}
-        lengths_key = names.get(self.lengths_key or "", self.lengths_key)
-        return replace(self, stored=stored, widths=widths, lengths_key=lengths_key, meta=dict(self.meta))
+    def _names(self) -> BatchedDataDict[Any]:
+        """Return a batch with the plan of the handle, in which each leaf is its own name."""
+        names: BatchedDataDict[Any] = BatchedDataDict({key: [key] for key in self.keys()})
+        names.plan = self.rows.plan
+        return names
+
+    def _name(self, names: BatchedDataDict[Any]) -> RemoteBatch:
+        """Return the handle to some leaves, given a batch with their present names by their new ones, and the plan."""
+        rows = self.rows.copy()
+        rows.plan = names.plan
+        present = {new: old for new, (old,) in names.items()}
+        return RemoteBatch(
+            tuple({new: piece[old] for new, old in present.items()} for piece in self.stored),
+            rows,
+            next((new for new, old in present.items() if old == self.lengths_key), self.lengths_key),
+            {new: self.widths[old] for new, old in present.items() if old in self.widths},
+        )
 
     def _read_lengths(
         self, args: DynamicBatchingArgs | SequencePackingArgs | None
     ) -> tuple[int | IntArray, int | None]:
         if args is None:
             return self.size, None
-        if self.lengths is None or self.lengths_key != args.input_lengths_key:
+        if self.lengths_key != args.input_lengths_key:
             raise ValueError(
                 f"The handle has the lengths of {self.lengths_key!r}, and the plan needs those of "
                 f"{args.input_lengths_key!r}: RemoteBatch.put(batch, lengths_key={args.input_lengths_key!r})."
             )
         if args.input_key not in self.keys():
             raise ValueError(f"Unknown input_key {args.input_key!r}; the batch has {sorted(self.keys())}.")
-        return self.lengths, self.widths.get(args.input_key)
+        return self.rows["length"], self.widths.get(args.input_key)
 
     def shard(self, plan: ShardPlan) -> list[RemoteBatch]:
         """Return one handle for each shard of a plan. The errors are those of `BatchedDataDict.shard`."""
-        key, width = None, None
+        lengths = width = None
         if plan.args is not None:
-            key, width = plan.args.input_lengths_key, self.widths.get(plan.args.input_key)
-        plan.check(self.size, self.lengths if key == self.lengths_key else None, width)
-        return self._apply(plan)
-
-    def _apply(self, plan: ShardPlan) -> list[RemoteBatch]:
-        return [self._take(samples, plan.part(number)) for number, samples in enumerate(plan.samples)]
+            width = self.widths.get(plan.args.input_key)
+            lengths = self.rows["length"] if plan.args.input_lengths_key == self.lengths_key else None
+        plan.check(self.size, lengths, width)
+        return list(map(self._take, self.rows.shard(plan)))
 
     @classmethod
     def concat(cls, batches: Iterable[RemoteBatch]) -> RemoteBatch:
@@ -210,32 +205,22 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             ValueError: there are none, their keys differ, or their ``meta`` has different values.
         """
         given = list(batches)
-        if not given:
-            raise ValueError("There are no batches to join.")
         for number, batch in enumerate(given):
             if not isinstance(batch, RemoteBatch):
                 raise TypeError(f"Batch {number} must be a RemoteBatch, found {type(batch).__name__}: put() it first.")
             if different := set(batch.keys()) ^ set(given[0].keys()):
                 raise ValueError(f"Batches 0 and {number} differ in keys: only one of them has {sorted(different)}.")
-        stored: dict[tuple[Any, ...], dict[str, Any]] = {}  # each piece once, by its references
-        for piece in (piece for batch in given for piece in batch.stored):
-            stored.setdefault(_identify(piece), piece)
-        places = {identity: at for at, identity in enumerate(stored)}
-        pieces = [np.array([places[_identify(piece)] for piece in batch.stored])[batch.pieces] for batch in given]
-        sizes = [batch.size for batch in given]
         keys = {batch.lengths_key for batch in given}
-        lengths = [batch.lengths for batch in given if batch.lengths is not None]
-        known = len(keys) == 1 and len(lengths) == len(given)
-        return cls(
-            tuple(stored.values()),
-            np.concatenate(pieces),
-            np.concatenate([batch.rows for batch in given]),
-            keys.pop() if known else None,
-            np.concatenate(lengths) if known else None,
-            {key: max(batch.widths.get(key, 0) for batch in given) for key in given[0].widths},
-            joining.join_meta([batch.meta for batch in given]),
-            joining.join_padding([batch.padding for batch in given], sizes),
-        )
+        known = ["piece", "row", "length"] if len(keys) == 1 and None not in keys else ["piece", "row"]
+        stored: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}  # each piece once, by its references
+        rows = []
+        for batch in given:
+            numbers = [stored.setdefault(_identify(piece), (len(stored), piece))[0] for piece in batch.stored]
+            rows.append(batch.rows.select(known))
+            rows[-1]["piece"] = np.array(numbers)[batch.rows["piece"]]
+        joined: BatchedDataDict[Any] = BatchedDataDict.from_batches(rows)
+        widths = {key: max(batch.widths.get(key, 0) for batch in given) for key in given[0].widths}
+        return cls(tuple(piece for _, piece in stored.values()), joined, keys.pop() if len(known) > 2 else None, widths)
 
     def fetch(
         self,
@@ -262,15 +247,15 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         read: list[dict[str, Any]] = [{} for _ in wanted.stored]
         for (number, key, _), batch in zip(refs, self._get(refs, timeout_s), strict=True):
             (read[number][key],) = batch.values()  # under the name that it had when it was stored
-        where = [np.flatnonzero(self.pieces == number) for number in range(len(read))]
+        where = [np.flatnonzero(self.rows["piece"] == number) for number in range(len(read))]
         parts = [
-            SlicedDataDict({key: _copy_rows(leaf, self.rows[mine]) for key, leaf in leaves.items()})
+            SlicedDataDict({key: _copy_rows(leaf, self.rows["row"][mine]) for key, leaf in leaves.items()})
             for leaves, mine in zip(read, where, strict=True)
         ]
         batch = parts[0]
         if len(parts) > 1:
             batch = SlicedDataDict.from_batches(parts, pad_value_dict).reorder_data(np.concatenate(where).tolist())
-        batch.meta, batch.padding, batch.plan = dict(self.meta), self.padding, self.plan
+        batch.meta, batch.padding, batch.plan = dict(self.meta), self.rows.padding, self.rows.plan
         return batch
 
     def _get(self, refs: Sequence[tuple[int, str, Any]], timeout_s: float) -> list[Any]:
@@ -287,7 +272,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             lost = getattr(error, "object_ref_hex", None)
             found = [(number, [key]) for number, key, ref in refs if ref.hex() == lost]
             piece, keys = found[0] if found else (None, sorted({key for _, key, _ in refs}))
-            rows = np.arange(self.size) if piece is None else np.flatnonzero(self.pieces == piece)
+            rows = np.arange(self.size) if piece is None else np.flatnonzero(self.rows["piece"] == piece)
             raise BatchLostError(
                 f"Leaves {keys} are lost in {rows.size} of {self.size} rows, from row {min(rows, default=0)} on: the "
                 f"process that stored them has ended, or their node is gone. Keep that process alive while others "

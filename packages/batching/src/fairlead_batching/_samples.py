@@ -39,16 +39,6 @@ def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
     return list(found)
 
 
-def rename_keys(known: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    """Return the known keys with their new names; ValueError if a key is not known, or two would be the same."""
-    if unknown := [key for key in names if key not in known]:
-        raise ValueError(f"Unknown keys {unknown}; the batch has {sorted(known)}.")
-    renamed = [names.get(key, key) for key in known]
-    if twice := sorted({key for key in renamed if renamed.count(key) > 1}):
-        raise ValueError(f"Two leaves would have the same name, {twice}: drop or rename the other one as well.")
-    return renamed
-
-
 class Samples(UserDict[str, Any], Generic[Content]):
     """The base of `BatchedDataDict`: operations on all samples that return a batch of the same class, or change it."""
 
@@ -208,7 +198,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> BatchedDataDict(x=[1], y=[2]).rename({"x": "tokens"})
         BatchedDataDict(size=1, tokens: list[1], y: list[1])
         """
-        renamed = rename_keys(list(self.data), names)
+        if unknown := [key for key in names if key not in self]:
+            raise ValueError(f"Unknown keys {unknown}; the batch has {sorted(self)}.")
+        renamed = [names.get(key, key) for key in self]
+        if twice := sorted({key for key in renamed if renamed.count(key) > 1}):
+            raise ValueError(f"Two leaves would have the same name, {twice}: drop or rename the other one as well.")
         new = self._replace(dict(zip(renamed, self.data.values(), strict=True)))
         new.plan = self.plan.rename(names)
         return new

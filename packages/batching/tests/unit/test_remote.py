@@ -118,10 +118,10 @@ def test_nothing_moves_on_a_pretended_batch_of_100_gb(store):
     again = RemoteBatch.concat(parts)
     assert (len(handle), len(shuffled), len(again)) == (rows, rows, rows)
     assert handle.keys() == ["tokens", "logits", "length"]
-    assert again.lengths.tolist() == (np.random.default_rng(0).permutation(rows) % 150_000).tolist()
+    assert again.rows["length"].tolist() == (np.random.default_rng(0).permutation(rows) % 150_000).tolist()
     assert (store.puts, store.gets, store.bytes_read) == (3, 0, 0)
     assert len(pickle.dumps(shards[0])) < 24 * rows // 8 * 2
-    assert again.slice(0, 3).fetch()["length"].tolist() == again.lengths[:3].tolist()
+    assert again.slice(0, 3).fetch()["length"].tolist() == again.rows["length"][:3].tolist()
     assert (store.puts, store.gets, store.bytes_read) == (3, 1, batch["length"].nbytes)
 
 
@@ -176,7 +176,7 @@ def test_results_are_joined_without_being_read(store):
     one, other = (RemoteBatch.put(make(lengths), lengths_key="length") for lengths in ([3, 1], [2, 2, 5]))
     joined = RemoteBatch.concat([one, other.select_indices([2, 0]), one.slice(1, 2)])
     assert (joined.size, len(joined.stored), store.gets) == (5, 2, 0)
-    assert joined.lengths.tolist() == joined.fetch()["length"].tolist() == [3, 1, 5, 2, 1]
+    assert joined.rows["length"].tolist() == joined.fetch()["length"].tolist() == [3, 1, 5, 2, 1]
     assert joined.meta == {"step": 3}
     assert len(joined.slice(0, 2).stored) == 1
     store.gets = 0
