@@ -67,7 +67,6 @@ def take(batch: Batch) -> None:
     assert_type(batch.get_batch(0, 4), Part)
     assert_type(batch.repeat_interleave(2), Batch)
     assert_type(batch.repeat_interleave(num_repeats=2), Batch)
-    assert_type(batch.repeat_interleave(repeats=2), Batch)
     assert_type(batch.reorder_data(np.array([1, 0]).tolist()), Batch)
     assert_type(batch.truncate_tensors(dim=1, truncated_len=4), None)
     assert_type(batch.get_dict(), dict[str, Any])
@@ -272,7 +271,6 @@ def wrong(batch: Batch, dynamic: DynamicBatchingArgs, packing: SequencePackingAr
     batch[0]  # type: ignore[index]
     batch.slice(0)  # type: ignore[call-arg]
     batch.select_indices(["a"])  # type: ignore[list-item]
-    batch.repeat_interleave(2, repeats=2)  # type: ignore[call-overload]
     batch.drop_padding(batch)  # type: ignore[call-arg]
     batch.shard_by_batch_size("2")  # type: ignore[call-overload]
     batch.shard_by_batch_size(2, dynamic_batching_args=packing)  # type: ignore[call-overload]

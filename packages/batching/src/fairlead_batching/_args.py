@@ -5,9 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
-
-Args = TypeVar("Args", "DynamicBatchingArgs", "SequencePackingArgs")
+from typing import Any, Literal, get_args
 
 Algorithm = Literal[
     "balanced",
@@ -73,12 +71,6 @@ class DynamicBatchingArgs:
     Raises:
         TypeError: a number is not whole.
         ValueError: a number is less than 1, or ``cost`` is neither a function nor two numbers of at least 0.
-
-    >>> DynamicBatchingArgs(
-    ...     max_tokens_per_microbatch=8, sequence_length_round=0, input_key="tokens", input_lengths_key="length"
-    ... )
-    Traceback (most recent call last):
-    ValueError: sequence_length_round must be at least 1, got 0.
     """
 
     max_tokens_per_microbatch: int
@@ -111,16 +103,6 @@ class SequencePackingArgs:
         TypeError: a number is not whole.
         ValueError: a number is less than 1, the algorithm or the order is unknown, or ``cost`` is neither a function
             nor two numbers of at least 0.
-
-    >>> packing = SequencePackingArgs(
-    ...     max_tokens_per_microbatch=8,
-    ...     input_key="tokens",
-    ...     input_lengths_key="length",
-    ...     algorithm="balanced",
-    ...     sequence_length_pad_multiple=4,
-    ... )
-    >>> packing.microbatch_order
-    'packer'
     """
 
     max_tokens_per_microbatch: int
@@ -138,9 +120,14 @@ class SequencePackingArgs:
         check_cost(self.cost)
 
 
-def read_args(kind: type[Args], given: Args | Mapping[str, Any]) -> Args:
-    """Return the arguments as an instance of ``kind``, also if they are a mapping with the names of its fields."""
-    if isinstance(given, kind):
+def read_args(
+    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None, packing: SequencePackingArgs | Mapping[str, Any] | None
+) -> DynamicBatchingArgs | SequencePackingArgs | None:
+    """Return the arguments that were given, also if they are a mapping with the names of the fields."""
+    if dynamic is not None and packing is not None:
+        raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
+    given, kind = (dynamic, DynamicBatchingArgs) if packing is None else (packing, SequencePackingArgs)
+    if given is None or isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
         raise TypeError(f"Expected {kind.__name__} or a mapping with its fields, found {type(given).__name__}.")

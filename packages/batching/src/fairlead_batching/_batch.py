@@ -9,13 +9,14 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
-from . import _gathering, _indices, _microbatches, _packed, _planner
-from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
+from . import _gathering, _microbatches, _packed
+from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import interop, operations
 from ._leaves.operations import IntArray
 from ._leaves.registry import is_registered
 from ._packed import PackedBatch
 from ._plan import PartPlan, ShardPlan
+from ._planner import plan_shards
 from ._samples import Content, Samples
 
 Part = TypeVar("Part")
@@ -110,8 +111,8 @@ class Shardable(Generic[Part]):
         [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
         """
         planned_by = dynamic_batching_args, sequence_packing_args
-        lengths, width = self._read_lengths(_planner.choose_args(*planned_by))
-        plan = _planner.plan_shards(lengths, shards, batch_size, allow_uneven_shards, *planned_by, width=width)
+        lengths, width = self._read_lengths(read_args(*planned_by))
+        plan = plan_shards(lengths, shards, batch_size, allow_uneven_shards, *planned_by, width=width)
         parts = self.shard(plan)
         return parts if plan.args is None else (parts, Order(plan.order.tolist()))
 
@@ -145,7 +146,9 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
 
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
         """Return the samples from ``start`` up to ``end``, as views; ValueError unless 0 <= start <= end <= size."""
-        _indices.check_span(start, end, self.size)
+        size = self.size
+        if not 0 <= start <= end <= size:
+            raise ValueError(f"There is no slice from {start} to {end} of {size} samples.")
         return self._derive(lambda leaf: operations.cut(leaf, start, end), SlicedDataDict)
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[Content]:
@@ -164,7 +167,9 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
 
     def select_indices(self, indices: Iterable[int]) -> SlicedDataDict[Content]:
         """Return copies of the samples at ``indices``, in that order; ValueError if there is no such sample."""
-        where = _indices.check(indices, self.size)
+        size, where = self.size, operations.to_integers("indices", indices)
+        if wrong := where[(where < 0) | (where >= size)].tolist():
+            raise ValueError(f"There are {size} samples, so none at {wrong[:10]}.")
         return self._derive(lambda leaf: operations.take(leaf, where), SlicedDataDict)
 
     def minibatches(self, size: int, *, epochs: int = 1, seed: int | None = None) -> Iterator[SlicedDataDict[Content]]:
@@ -248,7 +253,17 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     def _read_lengths(
         self, args: DynamicBatchingArgs | SequencePackingArgs | None
     ) -> tuple[int | IntArray, int | None]:
-        return _planner.read_lengths(self.data, args)
+        size = self.size
+        if args is None or not size:
+            return size, None
+        for name in ("input_key", "input_lengths_key"):
+            if (key := getattr(args, name)) not in self:
+                raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(self)}.")
+        leaf = self[args.input_key]
+        if getattr(leaf, "ndim", 0) < 2:
+            found = f"shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
+            raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
+        return operations.to_integers(args.input_lengths_key, self[args.input_lengths_key]), int(leaf.shape[1])
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:
         """Return microbatches of ``microbatch_size`` samples, as views.
@@ -281,14 +296,6 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since; a leaf in
                 ``sequence_keys`` does not exist or has no such dim; or the leaf ``input_key`` is missing and
                 ``sequence_keys`` is too.
-
-        >>> batch = BatchedDataDict(tokens=np.ones((2, 6)), image=np.ones((2, 768)), length=np.array([3, 2]))
-        >>> args = {"max_tokens_per_microbatch": 8, "sequence_length_round": 1}
-        >>> (shard,), _ = batch.shard_by_batch_size(
-        ...     1, dynamic_batching_args={**args, "input_key": "tokens", "input_lengths_key": "length"}
-        ... )
-        >>> next(shard.make_microbatch_iterator_with_dynamic_shapes())
-        SlicedDataDict(size=2, tokens: numpy float64[2, 3], image: numpy float64[2, 768], length: numpy int64[2])
         """
         as_int("sequence_dim", sequence_dim, at_least=1)
         spans = _microbatches.find_spans(self, "dynamic_batching_args")
@@ -309,22 +316,6 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
 
         Raises:
             ValueError: at once, if the batch was not planned by packing, or has been changed since.
-
-        >>> batch = BatchedDataDict(tokens=np.ones((4, 6)), length=np.array([6, 2, 3, 5]))
-        >>> (shard,), order = batch.shard_by_batch_size(
-        ...     1,
-        ...     sequence_packing_args={
-        ...         "max_tokens_per_microbatch": 8,
-        ...         "input_key": "tokens",
-        ...         "input_lengths_key": "length",
-        ...         "algorithm": "first_fit_decreasing",
-        ...         "sequence_length_pad_multiple": 1,
-        ...     },
-        ... )
-        >>> [part["length"].tolist() for part in shard.make_microbatch_iterator_for_packable_sequences()]
-        [[6, 2], [5, 3]]
-        >>> shard.get_microbatch_iterator_for_packable_sequences_len(), order
-        ((2, 8), [0, 1, 3, 2])
         """
         return self._cut(_microbatches.find_spans(self, "sequence_packing_args"))
 
@@ -424,10 +415,21 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: it is unknown which rows are dummies, or known for another number of rows.
         """
-        if mask_key is not None and mask_key not in self:
-            raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(self)}.")
-        mask = None if mask_key is None else self[mask_key]
-        real = _indices.find_real((self if like is None else like).padding, mask, self.size)
+        padding = (self if like is None else like).padding
+        if mask_key is not None:
+            if mask_key not in self:
+                raise ValueError(f"Unknown mask_key {mask_key!r}; the batch has {sorted(self)}.")
+            mask = self[mask_key]
+            values = interop.to_numpy(mask.bool()) if interop.is_tensor(mask) else np.asarray(mask)
+            padding = np.logical_not(values.any(axis=tuple(range(1, values.ndim))))
+        if padding is None:
+            raise ValueError(
+                "There is no record of which rows are padding. Pass the padded batch that has the same rows, "
+                "drop_padding(like=padded), or drop rows by their mask, drop_padding(mask_key='sample_mask')."
+            )
+        if len(padding) != self.size:
+            raise ValueError(f"The batch has {self.size} samples, but the record of padding has {len(padding)}.")
+        real = np.flatnonzero(~padding)
         dropped = self._derive(lambda leaf: operations.take(leaf, real), BatchedDataDict)
         dropped.padding = None
         return dropped

@@ -70,11 +70,7 @@ def gather(batch: Samples[Any], group: Any) -> list[Samples[Any]]:
 
 
 def _exchange(step: Callable[[], Any], group: Any) -> list[Any]:
-    """Run ``step`` and return its value on each rank.
-
-    Raises:
-        ValueError: the step failed on some rank; every rank raises this.
-    """
+    """Run ``step`` and return its value on each rank."""
     value = failure = None
     try:
         value = step()

@@ -52,7 +52,7 @@ def plan_shards(
     [[[1], [3]], [[2], [0]]]
     """
     shards = as_int("shards", shards, at_least=1)
-    args = choose_args(dynamic_batching_args, sequence_packing_args)
+    args = read_args(dynamic_batching_args, sequence_packing_args)
     if isinstance(lengths, (int, np.integer)):
         numbers, size = None, as_int("lengths", lengths, at_least=0)
     else:
@@ -71,43 +71,8 @@ def plan_shards(
     return _plan_packed(numbers, group, shards, args)
 
 
-def read_lengths(
-    leaves: Mapping[str, Any], args: DynamicBatchingArgs | SequencePackingArgs | None
-) -> tuple[int | IntArray, int | None]:
-    """Return the lengths of the samples of a batch, or their number if that is enough, and the width of its sequences.
-
-    Raises:
-        ValueError: the batch lacks the leaves that the arguments name, or these are not sequences and lengths.
-    """
-    size = operations.count_samples(leaves)
-    if args is None or not size:
-        return size, None
-    for name in ("input_key", "input_lengths_key"):
-        if (key := getattr(args, name)) not in leaves:
-            raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(leaves)}.")
-    sequences = leaves[args.input_key]
-    if getattr(sequences, "ndim", 0) < 2:
-        found = f"shape {tuple(sequences.shape)}" if hasattr(sequences, "shape") else f"a {type(sequences).__name__}"
-        raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
-    return operations.to_integers(args.input_lengths_key, leaves[args.input_lengths_key]), int(sequences.shape[1])
-
-
-def choose_args(
-    dynamic: DynamicBatchingArgs | Mapping[str, Any] | None, packing: SequencePackingArgs | Mapping[str, Any] | None
-) -> DynamicBatchingArgs | SequencePackingArgs | None:
-    if dynamic is not None and packing is not None:
-        raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")
-    if dynamic is not None:
-        return read_args(DynamicBatchingArgs, dynamic)
-    return None if packing is None else read_args(SequencePackingArgs, packing)
-
-
 def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
-    """Return how many samples are split over the shards at a time.
-
-    Raises:
-        ValueError: there are no samples, or they cannot be split like this.
-    """
+    """Return how many samples are split over the shards at a time."""
     if not size:
         raise ValueError("An empty batch cannot be sharded: it has 0 samples.")
     group = size if batch_size is None else as_int("batch_size", batch_size, at_least=1)
@@ -136,11 +101,7 @@ def _check_longest(
 
 
 def _compute_costs(lengths: IntArray, args: DynamicBatchingArgs | SequencePackingArgs) -> Costs | None:
-    """Return the cost of each sample; None if the arguments have no cost.
-
-    Raises:
-        ValueError: the function returns another number of costs, or one that is negative or not finite.
-    """
+    """Return the cost of each sample; None if the arguments have no cost."""
     if args.cost is None:
         return None
     if not callable(args.cost):
@@ -266,11 +227,7 @@ def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePacki
 
 
 def _deal_bins(padded: IntArray, shards: int, args: SequencePackingArgs) -> ShardBins:
-    """Return the bins of each shard without regard to costs: those of the packer, dealt in turn.
-
-    Raises:
-        ValueError: there are too few samples to fill a multiple of ``shards`` bins.
-    """
+    """Return the bins of each shard without regard to costs: those of the packer, dealt in turn."""
     bins = get_packer(args.algorithm, args.max_tokens_per_microbatch, shards, shards).pack(padded)
     if args.microbatch_order == "largest_first":
         bins.sort(key=lambda bin_: int(padded[bin_].sum()), reverse=True)
@@ -282,9 +239,6 @@ def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePac
 
     Shards get equal numbers of sequences; where that needs more bins than the plan without a cost, or shards cost more,
     they get equal costs of sequences or of bins, or the bins of that plan.
-
-    Raises:
-        ValueError: a group has too few samples to fill the bins of all shards.
     """
     groups, group = costs.shape
     if group < shards:

@@ -5,11 +5,10 @@ import copy
 import copyreg
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, overload
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import numpy as np
 
-from . import _indices
 from ._args import as_int
 from ._leaves import joining, operations, transport
 from ._leaves.operations import BoolArray
@@ -234,29 +233,13 @@ class Samples(UserDict[str, Any], Generic[Content]):
         new.meta = joining.join_meta([self.meta, added.meta])
         return new
 
-    @overload
-    def repeat_interleave(self, num_repeats: int) -> Self: ...
-
-    @overload
-    def repeat_interleave(self, *, repeats: int) -> Self: ...
-
-    def repeat_interleave(self, num_repeats: int | None = None, *, repeats: int | None = None) -> Self:
-        """Return a new batch with each sample repeated several times in a row. Objects in lists are copied.
-
-        Args:
-            num_repeats: how often each sample occurs, at least 1.
-            repeats: another name of the same number.
-
-        Raises:
-            TypeError: both numbers are given, or neither.
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Return a new batch with each sample ``num_repeats`` times in a row. Objects in lists are copied.
 
         >>> BatchedDataDict(x=np.array([1, 2])).repeat_interleave(2)["x"].tolist()
         [1, 1, 2, 2]
         """
-        if (num_repeats is None) == (repeats is None):
-            raise TypeError("repeat_interleave() needs one number: num_repeats or repeats, which mean the same.")
-        times = as_int("num_repeats", repeats if num_repeats is None else num_repeats, at_least=1)
-        indices = np.repeat(np.arange(self.size), times)
+        indices = np.repeat(np.arange(self.size), as_int("num_repeats", num_repeats, at_least=1))
         return self._derive(lambda leaf: operations.repeat(leaf, indices), type(self))
 
     def shuffle(self, seed: int) -> Self:
@@ -265,7 +248,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> BatchedDataDict(x=[1, 2, 3, 4]).shuffle(seed=0)["x"]
         [3, 1, 2, 4]
         """
-        order = _indices.shuffle(seed, self.size)
+        order = np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(self.size)
         return self._derive(lambda leaf: operations.take(leaf, order), type(self))
 
     def reorder_data(self, indices: Iterable[int]) -> Self:
@@ -281,8 +264,12 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> batch.select_indices(order).reorder_data(order)["x"].tolist()
         [30, 10, 20]
         """
-        inverse = _indices.invert(indices, self.size)
-        moved = self._derive(lambda leaf: operations.take(leaf, inverse), Samples)
+        where = operations.to_integers("indices", indices)
+        if not np.array_equal(np.sort(where), np.arange(size := self.size)):
+            raise ValueError(
+                f"indices must hold each of 0 to {size - 1} once, found {where.size}: {where[:10].tolist()}."
+            )
+        moved = self._derive(lambda leaf: operations.take(leaf, where.argsort()), Samples)
         self.data, self.padding = moved.data, moved.padding
         self.plan = PartPlan()
         return self

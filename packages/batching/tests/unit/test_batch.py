@@ -154,16 +154,6 @@ def test_repeat_interleave():
     assert repeated["log"] == [["hi", "!"], ["hi"], ["ho"], ["ho"]]
 
 
-def test_repeats_has_two_names():
-    """The number of repeats has two names; exactly one must be given."""
-    batch = BatchedDataDict(x=[1, 2])
-    for repeated in (batch.repeat_interleave(repeats=2), batch.repeat_interleave(num_repeats=2)):
-        assert repeated["x"] == [1, 1, 2, 2]
-    for wrong in ({}, {"num_repeats": 2, "repeats": 2}):
-        with pytest.raises(TypeError, match="needs one number: num_repeats or repeats"):
-            batch.repeat_interleave(**wrong)
-
-
 def test_empty_batches_may_lack_keys():
     """Batches without samples may lack keys; batches with samples may not."""
     full = {"x": np.array([[1, 2]]), "y": ["a"]}

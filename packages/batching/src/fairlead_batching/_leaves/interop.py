@@ -28,13 +28,7 @@ def is_tensor_type(kind: type[Any]) -> bool:
 
 
 def require(library: str, need: str, install: str) -> Any:
-    """Return a library that is imported only where it is needed.
-
-    Args:
-        library: its name.
-        need: who needs it, for the error.
-        install: what to install.
-    """
+    """Return a library that is imported only where it is needed."""
     try:
         return importlib.import_module(library)
     except ImportError as error:

@@ -34,11 +34,7 @@ def join_padding(paddings: Sequence[BoolArray | None], sizes: Sequence[int]) -> 
 
 
 def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values that are not per sample, of all batches.
-
-    Raises:
-        ValueError: two batches have different values.
-    """
+    """Return the values that are not per sample, of all batches."""
     first: dict[str, tuple[int, Any]] = {}
     for number, meta in enumerate(metas):
         for key, value in meta.items():
@@ -65,13 +61,7 @@ def _check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> N
 
 
 def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
-    """Return all samples of all leaves, padded on the right where a leaf is shorter along dim 1.
-
-    Raises:
-        TypeError: they are not all lists, all arrays, or all tensors.
-        ValueError: they have different dtypes or numbers of dims, or differ in another dim than the first two; or their
-            dtype does not hold the pad value.
-    """
+    """Return all samples of all leaves, padded on the right where a leaf is shorter along dim 1."""
     kinds = {operations.kind(key, leaf) for leaf in leaves}
     if len(kinds) > 1:
         raise TypeError(f"Leaf {key!r} is of several kinds in the batches to join: {sorted(kinds)}.")

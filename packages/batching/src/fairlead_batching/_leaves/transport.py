@@ -19,17 +19,9 @@ _ALIGNMENT = 16
 
 
 def pack(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
-    """Replace each tensor in ``data``, also in lists, tuples and dicts, by an object that is pickled as its bytes.
+    """Replace each tensor in a copy of ``data``, lists, tuples and dicts included, by an object pickled as its bytes.
 
-    Args:
-        data: the leaves.
-        views: whether readers get tensors over the memory they read from, instead of copies.
-
-    Returns:
-        A new dict; ``data`` is not changed.
-
-    Raises:
-        ValueError: a tensor is not in the memory of the CPU.
+    With ``views`` readers get tensors over the memory that they read from, instead of copies.
     """
     memo: dict[int, Any] = {}  # keeps shared objects shared, and objects that contain themselves finite
     return {key: _pack(key, value, views, memo) for key, value in data.items()}

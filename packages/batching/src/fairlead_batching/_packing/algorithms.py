@@ -127,11 +127,7 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
 
 
 def _deal(descending: Sequence[int], count: int) -> tuple[int, list[int]]:
-    """Deal items to ``count`` bins without a capacity, as equal as either method makes them.
-
-    Returns:
-        The total length of the fullest bin, and the bin of each item.
-    """
+    """Return the total length of the fullest of ``count`` bins without a capacity, and the bin of each item."""
     best = deal_longest_first(descending, count)
     least = max(-(-sum(descending) // count), descending[0])
     if len(descending) * count <= _MOST_WORK and best[0] > least:

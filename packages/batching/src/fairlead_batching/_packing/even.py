@@ -17,12 +17,7 @@ def split_evenly(costs: Costs) -> Integers:
     Every row of samples becomes a partial solution, which gives each shard one of them. The solutions with the largest
     spreads are merged in pairs, the most expensive shard of one with the cheapest of the other, until one is left
     (Karmarkar and Karp 1982, in the balanced form of Michiels, Korst and Aarts 2003). All pairs are merged at once.
-
-    Args:
-        costs: (groups, rows, shards), 0 where there is no sample. Rows of similar costs give the best result.
-
-    Returns:
-        The shards, of the same shape; each row is a permutation of all shards.
+    Costs are (groups, rows, shards), 0 where there is no sample; rows of similar costs give the best result.
     """
     groups, rows, shards = costs.shape
     first = np.argsort(-costs, axis=-1, kind="stable")
@@ -34,11 +29,7 @@ def split_evenly(costs: Costs) -> Integers:
 
 
 def exchange_shards(sums: Costs) -> Integers:
-    """Return the new number of each shard of each group, so that all shards cost about the same in total.
-
-    Args:
-        sums: (groups, shards), the cost of each shard in each group.
-    """
+    """Return the new number of each shard of each group, so that all shards cost about the same in total."""
     first = np.argsort(-sums, axis=1, kind="stable")
     # Each group is a partial solution, too.
     return put_at(first, _merge_all(np.take_along_axis(sums, first, 1)[None]).reshape(first.shape))
@@ -74,16 +65,9 @@ def _merge_all(sums: Costs) -> Integers:
 
 
 def fill_evenly(costs: Costs, lengths: Integers, capacity: int, count: int) -> tuple[Integers, Flags]:
-    """Put the most expensive sequence of each shard first, each into the shard's cheapest bin that has room.
+    """Put the sequences of each shard, in descending order of costs, each into the shard's cheapest bin with room.
 
-    Args:
-        costs: (shards, sequences), descending along each shard.
-        lengths: of the same sequences.
-        capacity: the tokens that a bin holds.
-        count: the number of bins of each shard.
-
-    Returns:
-        The bin of each sequence, and for each shard whether all sequences found room.
+    Return the bin of each sequence, and for each shard whether all sequences found room.
     """
     shards, sequences = costs.shape
     everyone = np.arange(shards)
