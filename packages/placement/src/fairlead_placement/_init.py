@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
-from ._nodes.head import ask_head, call_within
+from ._nodes.background import start
+from ._nodes.head import ask_head
 from ._ray_private import connect_to_head
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -129,7 +130,7 @@ def attach_to(named: str | None, **options: Any) -> Any | None:
         return None
     address = target.address
     try:
-        call_within(ATTACH_S, functools.partial(connect_to_head, address, find_token=not target.is_named))
+        start(functools.partial(connect_to_head, address, find_token=not target.is_named)).result(ATTACH_S)
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(

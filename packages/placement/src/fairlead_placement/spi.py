@@ -9,6 +9,7 @@ what a dropped object holds.
 from ._discovery import refuse_client
 from ._model import group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
+from ._nodes.background import run_in_thread
 from ._nodes.directory import (
     Agent,
     compare_clocks,
@@ -26,7 +27,6 @@ from ._nodes.head import (
     head_deadline,
     read_holders,
     read_nodes,
-    run_in_thread,
     wait_until,
 )
 from ._nodes.rounds import Rounds

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that run on their own thread with a deadline, and are undone if they return too late."""
 
+import collections
 import os
 import signal
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
 from fairlead_placement import HeadTimeoutError
+from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._nodes.head import ask_head, call_within, head_deadline, head_is_silent
+from fairlead_placement._nodes.background import start
+from fairlead_placement._nodes.head import ask_head, head_deadline, head_is_silent
+
+
+def call_within(timeout_s, function, *args, undo=None):
+    return start(function, *args).result(timeout_s, undo)
 
 
 def test_results():
@@ -42,7 +50,7 @@ def test_too_late(eventually):
 def test_interrupted(in_time, monkeypatch, eventually):
     """An interrupt undoes the function before it is raised, or later if the function does not return in time."""
     answer, undone, now = threading.Event(), [], [0.0]
-    monkeypatch.setattr(_head, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def interrupt():
         now[0] = 0.0 if in_time else 61.0
@@ -62,6 +70,7 @@ def test_at_the_end_of_the_interpreter(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
+    monkeypatch.setattr(background, "_idle", collections.deque())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert call_within(20, threading.get_ident) == threading.get_ident()
 
@@ -70,7 +79,7 @@ def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(_head, "call_within", lambda timeout_s, function, *args, **_: given.append(timeout_s))
+    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
     ask_head("count", len, "ab", timeout_s=0.3)
     with head_deadline(1000):
         ask_head("count", len, "ab")
@@ -100,7 +109,7 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
         with pytest.raises(HeadTimeoutError, match=r"a request to look; waited \d+\.\d s\."):
             ask(timeout_s=timeout_s)
     assert (sent, head_is_silent(), head_is_silent(60)) == (["look"], True, False)
-    monkeypatch.setattr(_head, "call_within", lambda timeout_s, *_, **__: timeout_s)
+    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: timeout_s)
     with head_deadline(0):
         assert ask_head("count", len, "ab") == 0
     monkeypatch.undo()
@@ -118,3 +127,15 @@ def test_the_error(monkeypatch):
     with pytest.raises(HeadTimeoutError, match=r"a request to wait for it; waited \d+\.\d s\. .* and try again\."):
         ask_head("wait for it", answer.wait, 60, timeout_s=0.1)
     answer.set()
+
+
+def test_threads_are_used_again():
+    """Functions that follow each other run on one thread, and a thread holds nothing of a function that is over."""
+
+    class Value:
+        pass
+
+    first, *others = [call_within(20, threading.get_ident) for _ in range(5)]
+    assert others == [first] * 4
+    value = weakref.ref(call_within(20, Value))
+    assert value() is None

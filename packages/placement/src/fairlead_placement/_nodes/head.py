@@ -2,16 +2,13 @@
 """Sends requests to Ray's head (its GCS) with a deadline, and reads what the cluster has and who holds it.
 
 Ray itself waits without a limit for a head that hangs, and its waits cannot be interrupted. So each request runs on a
-thread of its own, which may outlive the call. While one outlives it, requests like it wait for it and send nothing.
+background thread, and may outlive the call. While one outlives it, requests like it wait for it and send nothing.
 """
 
 import contextlib
 import contextvars
-import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import ray
@@ -26,10 +23,10 @@ from .._ray_private import (
     free_per_node,
     job_of_placement_group,
     live_actors,
-    never_connect,
 )
 from .._show import Holder
 from ..exceptions import HeadTimeoutError
+from .background import Job, start
 
 _T = TypeVar("_T")
 # The limit of methods that have none of their own.
@@ -39,8 +36,8 @@ LEAST_S = 2.0
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
-# Requests whose callers have stopped waiting, by their description: the connection, the thread, and when it began.
-_late: dict[str, tuple[object, threading.Thread, float]] = {}
+# Requests whose callers have stopped waiting, with their connections, by their description.
+_late: dict[str, tuple[object, Job[Any]]] = {}
 
 
 @contextlib.contextmanager
@@ -62,7 +59,7 @@ def head_deadline(timeout_s: float | None = None) -> Iterator[None]:
 def head_is_silent(for_s: float = 0.0) -> bool:
     """Return whether a request whose caller has stopped waiting is under way, and has been for some seconds."""
     here, before = connection(), time.monotonic() - for_s
-    return any(mark is here and began <= before and thread.is_alive() for mark, thread, began in [*_late.values()])
+    return any(on is here and job.began <= before and not job.over.is_set() for on, job in [*_late.values()])
 
 
 def ask_head(
@@ -96,14 +93,18 @@ def ask_head(
         return function(*args)
     began = now = time.monotonic()
     try:
-        if (late := _late.get(request)) is not None and late[0] is connection() and late[1].is_alive():
+        if (late := _late.get(request)) is not None and late[0] is connection() and not late[1].over.is_set():
             # One caller waits for as long as another one: the head has been silent since the first of them asked.
-            began = late[2]
-            late[1].join(max(0.0, began + timeout_s - now))
-            if late[1].is_alive():
+            began = late[1].began
+            if not late[1].over.wait(max(0.0, began + timeout_s - now)):
                 raise TimeoutError
             timeout_s -= time.monotonic() - now
-        return call_within(timeout_s, function, *args, undo=undo, request=request)
+        job = start(function, *args)
+        try:
+            return job.result(max(0.0, timeout_s), undo)
+        finally:
+            if not job.over.is_set():
+                _late[request] = connection(), job
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
     except (TimeoutError, ray.exceptions.RpcError) as error:
@@ -112,79 +113,6 @@ def ask_head(
             "process (gcs_server) may be stopped, overloaded or unreachable: look at the head node and the network to "
             "it, and try again."
         ) from error
-
-
-def call_within(
-    timeout_s: float,
-    function: Callable[..., _T],
-    *args: Any,
-    undo: Callable[[_T], object] | None = None,
-    request: str = "",
-) -> _T:
-    """Call a function on a thread of its own that never starts a Ray, and return what it returns.
-
-    The request, if it is one to Ray's head, the function and `undo` are as for `ask_head`.
-
-    Raises:
-        TimeoutError: the function did not return in time. It continues, and the thread ends with it.
-    """
-    answer: Future[_T] = Future()
-    run = functools.partial(_answer, answer, undo, function, *args)
-    thread = threading.Thread(target=run, name="fairlead-head", daemon=True)
-    began = time.monotonic()
-    try:
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending, and starts no threads any more
-            run()
-        wait([answer], timeout_s)
-        if answer.done() and thread.is_alive():
-            thread.join()  # Ray must not be shut down while the thread drops its references
-    except BaseException:  # an interrupt
-        if undo is not None:  # what was begun is finished first, if that happens in time
-            wait([answer], began + timeout_s - time.monotonic())
-        _note_late(request, thread, began)
-        if not answer.cancel() and undo is not None and answer.exception() is None:
-            undo(answer.result())
-        raise
-    if answer.cancel():
-        _note_late(request, thread, began)
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    return answer.result()
-
-
-def _note_late(request: str, thread: threading.Thread, began: float) -> None:
-    if request:
-        _late[request] = connection(), thread, began
-
-
-def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:
-    """Call a function on a thread of its own that never starts a Ray, and return what it will return.
-
-    Args:
-        name: the name of the thread. It does not keep the process alive.
-        function: the function.
-        args: its arguments.
-    """
-    answer: Future[_T] = Future()
-    run = functools.partial(_answer, answer, None, function, *args)
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return answer
-
-
-def _answer(answer: Future[_T], undo: Callable[[_T], object] | None, function: Callable[..., _T], *args: Any) -> None:
-    """Call a function and set what it returns or raises; revert it if nobody waits any more."""
-    never_connect()
-    try:
-        value = function(*args)
-    except BaseException as error:  # noqa: BLE001  whoever waits raises it
-        if answer.set_running_or_notify_cancel():
-            answer.set_exception(error)
-        return
-    if answer.set_running_or_notify_cancel():
-        answer.set_result(value)
-    elif undo is not None:
-        undo(value)
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs functions on background threads, for as long as their callers wait, and longer."""
+
+import collections
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from .._ray_private import never_connect
+
+_T = TypeVar("_T")
+# A thread that has nothing to do waits for the next function, unless so many do.
+IDLE_KEPT = 4
+
+
+class Job(Generic[_T]):
+    """A function on a background thread. `over` is set once it has returned and its thread holds no references.
+
+    Ray must not be shut down while a thread drops references. `future` has the answer a moment earlier.
+    """
+
+    def __init__(self, name: str, function: Callable[[], _T]) -> None:
+        self.name = name
+        self.future: Future[_T] = Future()
+        self._function: Callable[[], _T] | None = function
+        self.began = time.monotonic()
+        self.over = threading.Event()
+
+    def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
+        """Return what the function returns.
+
+        If this raises a TimeoutError or is interrupted, `undo` reverts what the function did when it returns. After an
+        interrupt this waits for that until the timeout.
+        """
+
+        def revert(future: Future[_T]) -> None:
+            if undo is not None and future.exception() is None:
+                undo(future.result())
+
+        try:
+            if not self.over.wait(timeout_s):
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+        except BaseException as error:
+            if undo is not None and not isinstance(error, TimeoutError):
+                self.over.wait(max(0.0, self.began + timeout_s - time.monotonic()))
+            self.future.add_done_callback(revert)
+            raise
+        return self.future.result()
+
+    def run(self) -> None:
+        """Call the function. The thread then drops the job, and sets `over`."""
+        function, self._function = self._function, None
+        try:
+            assert function is not None, "a job runs once"
+            self.future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+            self.future.set_exception(error)
+
+
+_idle: collections.deque[queue.SimpleQueue[Job[Any]]] = collections.deque()
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def start(function: Callable[..., _T], *args: Any, name: str = "fairlead-head") -> Job[_T]:
+    """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread meanwhile."""
+    job = Job(name, functools.partial(function, *args))
+    try:
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        try:
+            threading.Thread(target=_serve, args=(jobs,), daemon=True).start()
+        except RuntimeError:  # the interpreter is ending, and starts no threads any more
+            job.run()
+            job.over.set()
+            return job
+    jobs.put(job)
+    return job
+
+
+def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:
+    """Call a function on a thread that never starts a Ray, and return the future of what it will return.
+
+    Args:
+        name: the name of the thread meanwhile. It does not keep the process alive.
+        function: the function.
+        args: its arguments.
+    """
+    return start(function, *args, name=name).future
+
+
+def _serve(jobs: "queue.SimpleQueue[Job[Any]]") -> None:
+    never_connect()
+    me = threading.current_thread()
+    is_kept = True
+    while is_kept:
+        job = jobs.get()
+        me.name = job.name
+        job.run()
+        me.name = "idle"
+        over = job.over
+        del job
+        if is_kept := len(_idle) < IDLE_KEPT:
+            _idle.append(jobs)
+        over.set()
