@@ -279,8 +279,8 @@ def simulate(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """Run the tests of optional parts, for torch, Ray or metrics, which the other sessions skip."""
-    extras = package("placement", "[metrics]"), package("workergroup", "[torch,otel]")
+    """Run the tests of optional parts, for torch or Ray, which the other sessions skip."""
+    extras = package("placement"), package("workergroup", "[torch,otel]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs", "transfer", "lane"]), *extras, *requirements)
     pure = [f"batching/tests/unit/test_{name}.py" for name in ("torch", "leaves", "packed")]
@@ -289,10 +289,10 @@ def interop(session: nox.Session) -> None:
     session.run("pytest", package("sharding/tests/interop"), *map(package, pure), *session.posargs, env=RAY_ENV)
     whole = "workergroup/tests/ray/test_torch.py", "batching/tests/ray", "transfer/tests/ray/test_torch_groups.py"
     session.run("pytest", *map(package, whole), *session.posargs, env=RAY_ENV)
-    parts = [f"placement/tests/ray/test_{name}.py" for name in ("ports", "usage")]
+    parts = [f"placement/tests/ray/test_{name}.py" for name in ("ports",)]
     parts += ["workergroup/tests/ray/test_watch.py", "transfer/tests/ray/test_environments.py"]
     env = {**RAY_ENV, **UV_ENV}
-    session.run("pytest", *map(package, parts), "-k", "torch or metrics", *session.posargs, env=env)
+    session.run("pytest", *map(package, parts), "-k", "torch", *session.posargs, env=env)
     session.run(
         "pytest",
         "integration-tests/test_documented.py",

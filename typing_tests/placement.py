@@ -259,7 +259,7 @@ def ask_nodes(agent: NodeAgent) -> None:
 
 
 def memory(agent: NodeAgent) -> None:
-    usage = agent.memory("mine", name="cluster")
+    usage = agent.memory("mine")
     assert_type(usage, NodeUsage)
     assert_type(usage.node_id, str)
     assert_type(usage.memory_total_bytes, int)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The use of resources by processes and nodes, as node agents measure it."""
 
-import contextlib
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -245,37 +243,3 @@ def test_gpu_values(agent, monkeypatch):
     usage = agent.memory()
     assert usage.gpu_memory == (GpuMemory(total_bytes=3, used_bytes=1, peak_bytes=2),)
     assert (usage.memory_peak_bytes, usage.samples, usage.sampled_at) == (6, 7, 8.0)
-
-
-def test_metrics(run_script):
-    """With ray[default] on the node the samples are Ray metrics, tagged with node and cluster."""
-    pytest.importorskip("opentelemetry.exporter.prometheus")
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    out = run_script(f"""
-        import time, urllib.request
-        import ray
-        from fairlead_placement import RayVirtualCluster
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
-            _system_config={{"metrics_report_interval_ms": 1000}},
-        )
-        with RayVirtualCluster([1], use_gpus=False, monitor_memory=True, name="train") as cluster:
-            print(cluster.slots()[0].node_id)
-            lines, deadline = [], time.monotonic() + 100
-            while not lines and time.monotonic() < deadline:
-                time.sleep(0.5)
-                try:
-                    text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
-                except OSError:
-                    continue  # not up yet
-                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_")]
-            print(*lines)
-        """)
-    node_id, *lines = out.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("ray_fairlead_node_memory_used_bytes{")
-    assert 'cluster="train"' in lines[0]
-    assert f'node="{node_id}"' in lines[0]
-    assert float(lines[0].split()[-1]) > 0

@@ -58,16 +58,16 @@ def nvml(monkeypatch):
 
 def test_gpu_memory(nvml):
     """With nvidia-ml-py, GPU memory is reported with peaks, and per process over all GPUs (seam: pynvml)."""
-    meter = MemoryMeter(Gpus(), "node")
-    assert meter.read("me", "")[4] == [(100, 0, 0), (100, 30, 30)]
+    meter = MemoryMeter(Gpus())
+    assert meter.read("me")[4] == [(100, 0, 0), (100, 30, 30)]
     nvml.used = [5, 20]
-    assert meter.read("me", "")[4] == [(100, 5, 5), (100, 20, 30)]
-    assert meter.read(None, "")[4] == [(100, 5, 5), (100, 20, 20)]
+    assert meter.read("me")[4] == [(100, 5, 5), (100, 20, 30)]
+    assert meter.read(None)[4] == [(100, 5, 5), (100, 20, 20)]
     meter.unwatch("me")
     held = ProcessMeter(Gpus()).read([os.getpid(), os.getppid(), 1])
     assert [row[4] for row in held] == [17, 0, 0]
     nvml.broken = True
-    assert meter.read(None, "")[4] is None
+    assert meter.read(None)[4] is None
     assert ProcessMeter(Gpus()).read([os.getpid()])[0][4] is None
 
 

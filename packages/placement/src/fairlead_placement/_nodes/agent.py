@@ -228,17 +228,16 @@ class NodeAgent:
         """Return how many requests have reached the agent: `usage` to measure processes, `run` to call functions."""
         return dict(self._ask("requests"))
 
-    def memory(self, watcher: str | None = None, name: str = "") -> NodeUsage:
+    def memory(self, watcher: str | None = None) -> NodeUsage:
         """Take a sample of the node's memory.
 
         Args:
             watcher: for whom the agent takes a sample each second until `unwatch`; None for this single sample.
-            name: the tag `cluster` of the watcher's metrics.
 
         Returns:
             The sample, with the peaks since the watcher's first.
         """
-        return _read_row(self.node_id, self._ask("memory", watcher, name, this_process()))
+        return _read_row(self.node_id, self._ask("memory", watcher, this_process()))
 
     def unwatch(self, watcher: str) -> None:
         """Take no more samples for a watcher. Can be repeated, and does not affect other watchers."""
@@ -424,9 +423,8 @@ def nodes_with_agents() -> list[str]:
 class Monitor:
     """Has the agents of some nodes sample memory from the first `read` until `stop`."""
 
-    def __init__(self, node_ids: Sequence[str], name: str) -> None:
+    def __init__(self, node_ids: Sequence[str]) -> None:
         self._node_ids = tuple(node_ids)
-        self._name = name
         self._watcher = uuid.uuid4().hex
 
     def watch(self, node_ids: Sequence[str]) -> None:
@@ -438,11 +436,11 @@ class Monitor:
         self._stop(left)
         # A new node whose agent does not answer now is watched from the next `read` on.
         with contextlib.suppress(PlacementError):
-            read_usage(new, watcher=self._watcher, name=self._name)
+            read_usage(new, watcher=self._watcher)
 
     def read(self) -> tuple[NodeUsage, ...]:
         """Return a sample of each node, with the peaks since the first call or the last replacement of the agent."""
-        return read_usage(self._node_ids, watcher=self._watcher, name=self._name)
+        return read_usage(self._node_ids, watcher=self._watcher)
 
     def stop(self) -> None:
         """Have no more samples taken. Can be repeated. A silent agent is left alone: it ends with the job."""
@@ -453,11 +451,11 @@ class Monitor:
             ask_nodes("unwatch", dict.fromkeys(choose_alive(node_ids), (self._watcher,)), 10.0)
 
 
-def read_usage(node_ids: Sequence[str], *, watcher: str | None = None, name: str = "") -> tuple[NodeUsage, ...]:
+def read_usage(node_ids: Sequence[str], *, watcher: str | None = None) -> tuple[NodeUsage, ...]:
     """Return the memory of each node that is alive, in the order given, with one request to each, all at once."""
     with head_deadline():
         alive = alive_nodes()
-    asked = {node_id: (watcher, name, this_process()) for node_id in node_ids if node_id in alive}
+    asked = {node_id: (watcher, this_process()) for node_id in node_ids if node_id in alive}
     return tuple(_read_row(node_id, row) for node_id, row in ask_living("memory", asked, ANSWER_S).items())
 
 

@@ -36,7 +36,7 @@ class AgentProcess(Board):
         super().__init__()
         gpus = Gpus()
         self._processes = ProcessMeter(gpus)
-        self._memory = MemoryMeter(gpus, node_id)
+        self._memory = MemoryMeter(gpus)
         self._requests: Counter[str] = Counter()
         self._functions: dict[str, Callable[..., Any]] = {}
         self._held: dict[str, tuple[int, socket.socket]] = {}
@@ -134,12 +134,12 @@ class AgentProcess(Board):
         self._count("usage")
         return self._processes.read(pids)
 
-    def memory(self, watcher: str | None, name: str, owner: str = "") -> tuple[Any, ...]:
+    def memory(self, watcher: str | None, owner: str = "") -> tuple[Any, ...]:
         """Return a sample of `MemoryMeter.read`, and the time. Sampling for a watcher ends when its owner has ended."""
         if watcher is not None and owner:
             with self._lock:
                 self._owner[watcher] = owner
-        return (*self._memory.read(watcher, name), time.time())
+        return (*self._memory.read(watcher), time.time())
 
     def unwatch(self, watcher: str) -> None:
         with self._lock:

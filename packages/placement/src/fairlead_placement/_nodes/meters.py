@@ -7,6 +7,7 @@ brings its own and does not start without it.
 
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 # A healthy driver answers within milliseconds; the first time, without persistence mode, within a few seconds.
@@ -126,37 +127,34 @@ class ProcessMeter:
         return rows
 
 
+@dataclass
 class _Watch:
     """The samples and peaks of one watcher."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.samples = 0
-        self.peak = 0
-        self.gpu_peaks: dict[int, int] = {}
+    samples: int = 0
+    peak: int = 0
+    gpu_peaks: dict[int, int] = field(default_factory=dict)
 
 
 class MemoryMeter:
     """Samples the node's memory once a second, on a thread of its own, while there is a watcher."""
 
-    def __init__(self, gpus: Gpus, node_id: str) -> None:
+    def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
-        self._node_id = node_id
         self._lock = threading.Lock()
         self._watches: dict[str, _Watch] = {}
         self._thread: threading.Thread | None = None
-        self._gauges: tuple[Any, Any] | None = None
 
-    def read(self, watcher: str | None, name: str) -> Row:
+    def read(self, watcher: str | None) -> Row:
         """Take a sample. Sampling for the watcher, if there is one, goes on until `unwatch`."""
         with self._lock:
             if watcher is None:
-                return self._sample([_Watch(name)])[0]
-            watch = self._watches.setdefault(watcher, _Watch(name))
+                return self._sample(_Watch())
+            watch = self._watches.setdefault(watcher, _Watch())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fairlead-memory", daemon=True)
                 self._thread.start()
-            return self._sample([watch])[0]
+            return self._sample(watch)
 
     def unwatch(self, watcher: str) -> None:
         """Take no more samples for a watcher; can be repeated."""
@@ -176,47 +174,25 @@ class MemoryMeter:
                     if not self._watches:
                         self._thread = None
                         return
-                    rows = self._sample(list(self._watches.values()))
-                    names = [watch.name for watch in self._watches.values()]
-                for name, row in zip(names, rows, strict=True):
-                    self._publish(name, row[1], row[4])
+                    for watch in self._watches.values():
+                        self._sample(watch)
         except BaseException:
             with self._lock:
                 self._thread = None  # the next request starts another
             raise
 
-    def _sample(self, watches: list[_Watch]) -> list[Row]:
+    def _sample(self, watch: _Watch) -> Row:
         import psutil
 
         memory = psutil.virtual_memory()
         # psutil's `used` includes the kernel's caches in some versions and not in others.
         used = memory.total - memory.available
         gpus = self._gpus.memory()
-        rows: list[Row] = []
-        for watch in watches:
-            watch.samples += 1
-            watch.peak = max(watch.peak, used)
-            for index, (_, used_there) in enumerate(gpus or ()):
-                watch.gpu_peaks[index] = max(watch.gpu_peaks.get(index, 0), used_there)
-            on_gpus = None
-            if gpus is not None:
-                on_gpus = [(total, now, watch.gpu_peaks[index]) for index, (total, now) in enumerate(gpus)]
-            rows.append((memory.total, used, memory.available, watch.peak, on_gpus, watch.samples))
-        return rows
-
-    def _publish(self, name: str, used: int, gpus: list[GpuRow] | None) -> None:
-        """Set Ray's metrics. Without ray[default] on the node they are not collected."""
-        if self._gauges is None:
-            from ray.util.metrics import Gauge
-
-            tag_keys = ("node", "cluster")
-            gpu = "Memory in use on a GPU of a node of a virtual cluster."
-            self._gauges = (
-                Gauge("fairlead_node_memory_used_bytes", "Memory in use on a node of a virtual cluster.", tag_keys),
-                Gauge("fairlead_gpu_memory_used_bytes", gpu, (*tag_keys, "gpu")),
-            )
-        on_node, on_gpu = self._gauges
-        tags = {"node": self._node_id, "cluster": name}
-        on_node.set(used, tags=tags)
-        for index, (_, used_there, _) in enumerate(gpus or ()):
-            on_gpu.set(used_there, tags={**tags, "gpu": str(index)})
+        watch.samples += 1
+        watch.peak = max(watch.peak, used)
+        for index, (_, used_there) in enumerate(gpus or ()):
+            watch.gpu_peaks[index] = max(watch.gpu_peaks.get(index, 0), used_there)
+        on_gpus = None
+        if gpus is not None:
+            on_gpus = [(total, now, watch.gpu_peaks[index]) for index, (total, now) in enumerate(gpus)]
+        return memory.total, used, memory.available, watch.peak, on_gpus, watch.samples

@@ -127,7 +127,7 @@ class Holding:
             on = connection()
             places = dict(enumerate(_take(request)))
             nodes = list(dict.fromkeys(slot.node_id for slot in places.values()))
-            monitor = Monitor(nodes, request.name) if self.monitor_memory else None
+            monitor = Monitor(nodes) if self.monitor_memory else None
             with self._lock:
                 self._reservations += 1
                 self.request = request
