@@ -331,18 +331,6 @@ def _worker_row(worker_id: str) -> Any | None:
         return None
 
 
-def _node_of(row: Any) -> bytes:
-    address = row.worker_address
-    # Earlier versions of Ray name it raylet_id.
-    return bytes(getattr(address, "node_id", b"") or getattr(address, "raylet_id", b""))
-
-
-def node_of_worker(worker_id: str) -> str | None:
-    """Return the id of a process's node, or None if it is unknown. Reason and fallback are those of `_worker_row`."""
-    row = _worker_row(worker_id)
-    return _node_of(row).hex() or None if row is not None else None
-
-
 def worker_is_alive(worker_id: str) -> bool | None:
     """Return whether a process and its node are alive, or None if that is unknown. It takes two small requests.
 
@@ -354,8 +342,9 @@ def worker_is_alive(worker_id: str) -> bool | None:
         return None
     if not row.is_alive:
         return False
-    # The request takes ids of this class only.
-    node_id = ray.NodeID(_node_of(row))
+    address = row.worker_address
+    # Earlier versions of Ray name it raylet_id. The request takes ids of this class only.
+    node_id = ray.NodeID(bytes(getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")))
     try:
         (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
     except (AttributeError, TypeError):

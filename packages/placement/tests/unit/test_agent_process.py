@@ -11,7 +11,7 @@ import ray
 
 from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent_process import AgentProcess
-from fairlead_placement._nodes.owners import SCANS, Owners
+from fairlead_placement._nodes.owners import Owners
 
 
 def _are_free(ports):
@@ -30,7 +30,7 @@ LOW = next(low for low in range(20000 + os.getpid() % 1000 * 10, 32000, 10) if _
 
 def test_a_release_that_overtakes_its_lease():
     """A release may arrive before its lease. Then no port stays held, and others can use it."""
-    agent = AgentProcess("0" * 56)
+    agent = AgentProcess()
     agent.release(["late"])
     assert agent.lease(["late"], LOW, LOW) == ([], 0, 0)
     assert agent.leased() == []
@@ -65,7 +65,7 @@ def serve(family, address, port, *, reuse, only_ipv6=False):
 @pytest.fixture
 def process():
     """Return the object that an agent runs, in this process."""
-    process = AgentProcess("0" * 56)
+    process = AgentProcess()
     yield process
     process.release(list(process._held))
 
@@ -131,30 +131,20 @@ def test_a_machine_without_ipv6(process, monkeypatch, missing, bind):
     assert process.lease(["other"], LOW, LOW) == ([], 1, 0)
 
 
-def test_ended_processes(monkeypatch):
-    """An agent releases what ended processes hold and ends with the job; an unknown state has no effect (seam: Ray)."""
-    done, alive = [], {"job": True, "dead": False, "guarded": False, "unknown": None, "well": True}
-    monkeypatch.setattr(
-        "fairlead_placement._nodes.owners.remove_groups_of", lambda owner: done.append(f"groups of {owner}")
-    )
+def test_ended_processes():
+    """An agent releases what ended processes hold and ends with the job; an unknown state has no effect."""
+    done, alive = [], {"job": True, "dead": False, "unknown": None, "well": True}
     holders = {"dead", "unknown", "well", "job"}
     owners = Owners("job", lambda: holders, done.append, lambda: done.append("end"), is_alive=alive.get)
-    owners.guard("guarded")
-    owners.look(everything=False)
-    assert done == ["guarded", "groups of guarded"]
-    done.clear()
-    owners.look(everything=True)
-    assert sorted(done) == ["dead", "groups of guarded", "guarded"]
-    for _ in range(SCANS):
-        owners.look(everything=False)
-    assert done.count("groups of guarded") == SCANS - 1
+    owners.look()
+    assert done == ["dead"]
     alive["job"] = None
-    owners.look(everything=True)
+    owners.look()
     assert "end" not in done
     done.clear()
-    alive |= {"job": False, "well": True}
-    owners.look(everything=True)
+    alive["job"] = False
+    owners.look()
     assert done == ["dead"]  # a detached actor is still there
     alive["well"] = False
-    owners.look(everything=True)
+    owners.look()
     assert sorted(done) == ["dead", "dead", "end", "well"]

@@ -42,7 +42,7 @@ def test_few_withdrawals_are_kept():
 
 def test_owner():
     """A publisher keeps the agent alive as a holder of a port does, and its values go when it has ended."""
-    agent = AgentProcess("0" * 56)
+    agent = AgentProcess()
     agent.publish("mine", 1, "value", "me")
     agent.publish("theirs", 1, "value", "them")
     assert agent._holders() == {"me", "them"}
@@ -52,7 +52,7 @@ def test_owner():
 
 def test_newer():
     """A reader that has the latest version gets no value; one of a key that is not there gets version 0."""
-    agent = AgentProcess("0" * 56)
+    agent = AgentProcess()
     agent.publish("key", 3, "value", "me")
     assert agent.newer("key", 2) == (3, "value")
     assert agent.newer("key", 3) == (3, None)

@@ -100,7 +100,6 @@ def test_a_creation_fails(monkeypatch):
         return created[-1]
 
     monkeypatch.setattr(groups, "placement_group", create)
-    monkeypatch.setattr(groups, "guard_groups", list)
     monkeypatch.setattr(groups, "_rows", lambda ids: [{"state": "CREATED"} for _ in ids])
     monkeypatch.setattr(groups, "connection", lambda: "Ray")
     monkeypatch.setattr(groups, "_remove", lambda made, *_: removed.extend(made))

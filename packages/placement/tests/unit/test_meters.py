@@ -82,7 +82,7 @@ def test_no_gpu(nvml, used):
 def test_a_wedged_driver(nvml, at_first, eventually):
     """While a driver does not return, GPU figures are None and no further request waits for it (seam)."""
     gpus = Gpus()
-    agent = AgentProcess("0" * 56)  # its constructor does not wait for the driver
+    agent = AgentProcess()  # its constructor does not wait for the driver
     assert nvml.inits == 0
     if not at_first:
         assert gpus.by_process() is not None

@@ -55,7 +55,6 @@ def test_processes(no_state, monkeypatch, missing):
     if missing == "table":
         monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
     assert private.worker_is_alive("ab" * 28) is None
-    assert private.node_of_worker("ab" * 28) is None
 
 
 def test_raylets(monkeypatch):

@@ -25,7 +25,6 @@ from .._ray_private import (
     create_actor,
     driver_of,
     never_connect,
-    node_of_worker,
     worker_is_alive,
 )
 from ..exceptions import PlacementError, PlacementTimeoutError
@@ -58,8 +57,6 @@ _handles: dict[tuple[str, str, str], Any] = {}
 _deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
 # By the same and the number of deaths there: the functions that the agent has, by the hash of their code.
 _known: dict[tuple[str, str, str, int], set[str]] = {}
-# By session, job and node: the agent that guards this process's placement groups, and its answer, which nobody awaits.
-_guards: dict[tuple[str, str, str], tuple[Any, Any]] = {}
 # Reentrant: a signal handler may shut a cluster down in the middle of anything.
 _lock = threading.RLock()
 
@@ -109,11 +106,10 @@ def _create_actor(key: tuple[str, str, str], sees: bool) -> Any:
     # A detached agent ends itself. If it cannot see its driver end, or the driver has ended already (a detached actor
     # outlives its driver), the agent ends with the process that created it.
     _, job_id, node_id = key
-    me, driver = this_process(), driver_of(job_id)
     again = f"-{_deaths[key]}" if _deaths[key] else ""
     return create_actor(
         _actor_class(),
-        (node_id, driver if sees else "", me if me != driver else ""),
+        (driver_of(job_id) if sees else "",),
         name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}{again}",
         namespace=NAMESPACE,
         lifetime="detached" if sees else None,
@@ -137,43 +133,6 @@ def this_process() -> str:
     """Return the worker id of this process, which owns what the agents hold for it."""
     refuse_client()
     return str(ray.get_runtime_context().get_worker_id())
-
-
-def is_driver() -> bool:
-    """Return whether this process is its job's driver, whose placement groups Ray removes when it ends."""
-    return this_process() == driver_of(ray.get_runtime_context().get_job_id())
-
-
-def guard_groups() -> None:
-    """Tell node agents to remove the placement groups of this process when it has ended, without waiting for them.
-
-    Ray does that for a driver. For any other process the agent of its node does it and, as that node may die with it,
-    the agent of the driver's node. Call this before each group is created: it replaces an agent that has died.
-    """
-    if is_driver():
-        return
-    context = ray.get_runtime_context()
-    me, driver = context.get_worker_id(), driver_of(context.get_job_id())
-    for node_id in {context.get_node_id(), _node_of_driver(driver)} - {None}:
-        agent, answer = _guards.get(_key(node_id), (None, None))
-        died = answer is not None and _failed_already(answer)
-        agent = _handle(node_id, instead_of=agent) if died else _handle(node_id)
-        # The reference is kept: Ray prints the error of an answer that nobody refers to.
-        _guards[_key(node_id)] = (agent, _send(agent, "guard", me))
-
-
-@functools.cache
-def _node_of_driver(driver: str) -> str | None:
-    return ask_head("find the driver's node", node_of_worker, driver)
-
-
-def _failed_already(answer: Any) -> bool:
-    """Return whether a request has failed by now, without waiting for it."""
-    done, _ = ray.wait([answer], timeout=0)
-    try:
-        return bool(done) and ray.get(done[0]) is not None
-    except ray.exceptions.RayError:
-        return True
 
 
 class NodeAgent:

@@ -28,11 +28,10 @@ FUNCTIONS_KEPT = 256
 class AgentProcess(Board):
     """Holds the leased ports of one node for one job and what was published there, and measures the node.
 
-    It ends itself when the driver `job` has ended and no other process holds anything. It removes the placement groups
-    of the process `guarded` when that has ended.
+    It ends itself when the driver `job` has ended and no other process holds anything.
     """
 
-    def __init__(self, node_id: str, job: str = "", guarded: str = "") -> None:
+    def __init__(self, job: str = "") -> None:
         super().__init__()
         gpus = Gpus()
         self._processes = ProcessMeter(gpus)
@@ -47,17 +46,9 @@ class AgentProcess(Board):
         # of its former users must not reach another server.
         self._next = random.randrange(1 << 16)
 
-        self._owners: Owners | None = None
         if job:
             end = functools.partial(end_this_actor, ray.get_runtime_context().current_actor)
-            self._owners = Owners(job, self._holders, self._release_all_of, end)
-            self.guard(guarded)
-            self._owners.start()
-
-    def guard(self, owner: str) -> None:
-        """Remove the placement groups of a process when it has ended."""
-        if self._owners is not None and owner:
-            self._owners.guard(owner)
+            Owners(job, self._holders, self._release_all_of, end).start()
 
     def _holders(self) -> set[str]:
         publishers = self.owners()

@@ -32,7 +32,7 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
     """Have a background thread release what an object holds when the program drops the object.
 
     The thread emits a ResourceWarning first. Nothing is done at interpreter exit: Ray releases what a driver holds,
-    and the node agents release what another process holds.
+    and the node agents release the ports of another process.
 
     Args:
         owner: the object. Neither function may refer to it.

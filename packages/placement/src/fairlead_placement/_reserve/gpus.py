@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._model import Ask, Node, Request, group_pairs
-from .._nodes.agent import is_driver
 from .._nodes.head import ask_head
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
@@ -33,7 +32,6 @@ from .groups import (
     place,
     remove,
     remove_on_error,
-    unique_name,
 )
 from .slots import LEAST_S, accelerator_ids
 
@@ -273,9 +271,8 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     groups: list[PlacementGroup] = []
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
-    name = "" if is_driver() else "fairlead-gpu"
     try:
-        wanted = [(name and unique_name(name), [(node_id, bundle)]) for node_id in where]
+        wanted = [("", [(node_id, bundle)]) for node_id in where]
         there = {group.id for group in create_pinned(wanted, groups, deadline=deadline)}
         made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
         placed = [one for one in made if one.group.id in there]

@@ -4,6 +4,7 @@
 import contextlib
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,9 +20,7 @@ from ray.util.placement_group import (
 )
 
 from .._model import Ask, Request
-from .._nodes.agent import guard_groups, is_driver, this_process
 from .._nodes.head import ask_head, wait_until
-from .._nodes.owners import owned_name
 from .._ray_private import connection, free_per_node
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 
@@ -130,7 +129,6 @@ def create_pinned(
 
 def create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
     """Create placement groups from Ray's options, all or none, without waiting until they are placed."""
-    guard_groups()
     return ask_head("create placement groups", _create_groups, options, undo=_remove_late)
 
 
@@ -254,9 +252,8 @@ def _prefix(name: str, ask: Ask) -> str:
 
 
 def unique_name(name: str) -> str:
-    """Return a name that no other group has, as Ray requires. It holds the id of this process unless it is the driver,
-    so that node agents can remove the groups of a process that has ended."""
-    return owned_name(name, "" if is_driver() else this_process())
+    """Return a name that no other group has, as Ray requires."""
+    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
