@@ -1,21 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which node each bundle goes to, from what is requested and what is there.
 
-Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3.
+Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3. Nodes that have the same
+amounts are interchangeable, and so are asks of the same shape: the work grows with the number of kinds of both.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from .._model import PRECISION, Ask, Node, check_positive, group_pairs, matches
-from .search import Amounts, Budget, Room, Search, Shape, Undecided, count_units, match
-from .segments import place_blocks
+from .._model import PRECISION, Ask, Node, Strategy, check_positive, group_pairs, matches
+from .match import match
 from .topology import node_place
 
-# The limit of work, in looks at a kind of node: about a second.
-WORK = 1_200_000
 # Per logical node, the node of each of its bundles as a number in physical order.
 Places = dict[int, list[int]]
+Amounts = tuple[int, ...]
+# What nodes of one kind have left, and which selectors they match.
+Room = tuple[Amounts, tuple[bool, ...]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of interchangeable asks, with amounts as the planner counts them.
+
+    An ask is divided into units that are placed one by one: its bundles, or all of them together if they have to be on
+    one node. `least` is the number of bundles in a unit, and `unit` what they take.
+    """
+
+    number: int
+    count: int
+    bundle: Amounts
+    selector: int
+    strategy: Strategy
+    least: int
+    unit: Amounts
 
 
 def decide(
@@ -24,54 +45,50 @@ def decide(
     *,
     own_nodes: bool = False,
     segment_size: int | None = None,
-    deadline: float | None = None,
 ) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
     """Choose a node for every bundle from what is free on the nodes, which are in physical order.
 
     With `own_nodes`, no two logical nodes are on one physical node. With `segment_size`, groups of that many logical
     nodes, by number, are each on physical nodes of their own in one topology domain: only for STRICT_PACK, and only for
-    complete groups. After the deadline, as of `time.monotonic`, no more plans are tried.
+    complete groups.
 
     Returns:
         The node id of each bundle of each `node_idx`, in physical order, or None if no plan was found; and whether it
         is certain that these nodes cannot hold the asks even when nothing else runs there.
 
     If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding takes
-    the tightest node that is still unused. If that fails too, logical nodes share physical nodes (unless `own_nodes`).
+    the tightest node that is still unused. If that fails too, logical nodes share physical nodes (unless `own_nodes`),
+    the most demanding first. No choice is revised, so uneven asks on uneven nodes may have a plan that is not found.
     The nodes of all asks of one shape are then assigned in physical order, so that logical order follows physical order
     (with segments: group by group, and within a domain).
     """
-    chosen, impossible = Site(asks, nodes, False, own_nodes, deadline).decide(segment_size)
+    site = Site(asks, nodes, False, own_nodes)
+    if (found := site.place(site.asks, segment_size)) is not None:
+        return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in site.asks}, False
     names = {name for ask in asks for name in ask.bundle}
-    if chosen is None and any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in nodes for name in names):
-        impossible = Site(asks, nodes, True, own_nodes, deadline).decide(segment_size)[1]
-    return chosen, impossible
+    if any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in nodes for name in names):
+        site = Site(asks, nodes, True, own_nodes)
+    return None, site.is_impossible(segment_size)
 
 
 class Site:
     """The asks by shape, and the nodes by what they have for those asks: all of it if `idle`, else what is free."""
 
-    def __init__(
-        self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool, deadline: float | None = None
-    ) -> None:
+    def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
         asks = sorted(asks, key=lambda ask: ask.node_idx)
-        self.asks, self.nodes, self.own_nodes, self.deadline = asks, nodes, own_nodes, deadline
+        self.asks, self.nodes, self.own_nodes = asks, nodes, own_nodes
         by_shape: dict[object, int] = {}
         number_of = {ask.node_idx: by_shape.setdefault(ask.shape, len(by_shape)) for ask in asks}
         examples = {number_of[ask.node_idx]: ask for ask in reversed(asks)}
         bundles = [ask.bundle for ask in examples.values()]
         names = sorted({name for bundle in bundles for name, amount in bundle.items() if round(amount * PRECISION)})
         selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask in examples.values()}.values())
-        self.shapes = [
-            Shape(
-                s,
-                ask.count,
-                tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names),
-                selectors.index(ask.labels),
-                ask.strategy,
-            )
-            for s, ask in sorted(examples.items())
-        ]
+        self.shapes = []
+        for s, ask in sorted(examples.items()):
+            amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
+            least = ask.count if ask.strategy == "STRICT_PACK" else 1
+            unit = tuple(n * least for n in amounts)
+            self.shapes.append(Shape(s, ask.count, amounts, selectors.index(ask.labels), ask.strategy, least, unit))
         self.shape_of = {node_idx: self.shapes[s] for node_idx, s in number_of.items()}
         numbers: dict[object, int] = {}
         self.rooms: list[Room] = []
@@ -87,24 +104,51 @@ class Site:
             self.kind_of.append(number)
         self._fits: dict[tuple[Amounts, int], tuple[list[int], list[int]]] = {}
 
-    def decide(self, segment_size: int | None) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
-        """Return a plan, and whether it is certain that there is none."""
-        try:
-            if segment_size is None:
-                found = self.place(self.asks, range(len(self.nodes)), self.own_nodes)
-            else:
-                found = self.place_in_segments(segment_size)
-        except Undecided:
-            return None, False
-        if found is None:
-            return None, True
-        return {ask.node_idx: tuple([self.nodes[at].node_id for at in found[ask.node_idx]]) for ask in self.asks}, False
+    def place(self, asks: Sequence[Ask], segment_size: int | None) -> Places | None:
+        """Place some of the asks, in segments if they have a size."""
+        if segment_size is None:
+            return self.place_on(asks, range(len(self.nodes)), self.own_nodes)
+        return self.place_in_segments(asks, segment_size)
+
+    def is_impossible(self, segment_size: int | None) -> bool:
+        """Return whether a necessary condition fails: what is alike has room alone, and all of it in total."""
+        if segment_size is None:
+            everywhere = range(len(self.nodes))
+            if not self.has_room(self.asks, everywhere, self.own_nodes):
+                return True
+            strict = all(shape.strategy in ("STRICT_PACK", "STRICT_SPREAD") for shape in self.shapes)
+            return self.own_nodes and strict and self._place_apart(self.asks, everywhere) is None
+        blocks = self._blocks(self.asks, segment_size)
+        kinds = group_pairs((self._kind_of_block(block), block) for block in blocks)
+        room = sum(len(members) // segment_size for members in self._domains().values())
+        return room < len(blocks) or any(
+            self.place([ask for block in alike for ask in block], segment_size) is None for alike in kinds.values()
+        )
+
+    def has_room(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> bool:
+        """Return whether the asks of each shape would fit alone, and all asks together if nodes could be joined."""
+        nodes = Counter(self.kind_of[at] for at in positions)
+        alike = Counter(self.shape_of[ask.node_idx] for ask in asks)
+        for shape, count in alike.items():
+            units = shape.count // shape.least
+            # The largest number of units on one node.
+            most = 1 if own_nodes else count
+            if shape.strategy != "STRICT_SPREAD":
+                most = units if own_nodes else units * count
+            fits = self.fits(shape)[0]
+            if sum(min(fits[kind] // shape.least, most) * n for kind, n in nodes.items()) < units * count:
+                return False
+        return all(
+            sum(shape.bundle[r] * shape.count * n for shape, n in alike.items())
+            <= sum(self.rooms[kind][0][r] * n for kind, n in nodes.items())
+            for r in range(len(self.shapes[0].bundle) if self.shapes else 0)
+        )
 
     def fits(self, shape: Shape) -> tuple[list[int], list[int]]:
         """Return how many bundles of a shape a node holds, by kind of node and by node."""
         key = (shape.bundle, shape.selector)
         if key not in self._fits:
-            by_kind = [count_units(room, *key) for room in self.rooms]
+            by_kind = [_count_units(room, *key) for room in self.rooms]
             self._fits[key] = by_kind, [by_kind[kind] for kind in self.kind_of]
         return self._fits[key]
 
@@ -120,17 +164,13 @@ class Site:
         """Return the logical nodes of each shape."""
         return group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
 
-    def place(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
+    def place_on(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
         """Place asks on some of the nodes, and assign the nodes of all asks of a shape in physical order."""
         found = self._place_in_order(asks, positions)
-        if found is None:
-            try:
-                found = self._place_apart(asks, positions)
-            except Undecided:
-                if own_nodes:
-                    raise
-        if found is None and not own_nodes:
-            found = self._search(asks, positions, own=False)
+        if found is None and self.has_room(asks, positions, own_nodes):
+            found = self._place_apart(asks, positions)
+            if found is None and not own_nodes:
+                found = self._place_tightly(asks, positions, own=False)
         if found is None:
             return None
         ordered: Places = {}
@@ -182,9 +222,9 @@ class Site:
         members = self.group_by_shape(asks)
         shapes = sorted(members, key=lambda shape: (-shape.least, shape.number))
         if any(shape.strategy in ("PACK", "SPREAD") for shape in shapes):
-            return self._search(asks, positions, own=True)
+            return self._place_tightly(asks, positions, own=True)
         (profiles,) = self.profiles(shapes, [positions])
-        needs = [shape.units * len(members[shape]) for shape in shapes]
+        needs = [shape.count // shape.least * len(members[shape]) for shape in shapes]
         given = match(needs, {profile: len(at) for profile, at in profiles.items()})
         if given is None:
             return None
@@ -193,35 +233,56 @@ class Site:
         for shape, share in zip(shapes, given, strict=True):
             taken = iter(sorted(at for profile, count in share.items() for at in islice(supply[profile], count)))
             for number in members[shape]:
-                found[number] = [at for at in islice(taken, shape.units) for _ in range(shape.least)]
+                found[number] = [at for at in islice(taken, shape.count // shape.least) for _ in range(shape.least)]
         return found
 
-    def _search(self, asks: Sequence[Ask], positions: Sequence[int], *, own: bool) -> Places | None:
-        """Search for any plan with bounded work."""
+    def _place_tightly(self, asks: Sequence[Ask], positions: Sequence[int], *, own: bool) -> Places | None:
+        """Place the most demanding ask first, each unit on the node that suits it best. With `own`, asks share none."""
         members = self.group_by_shape(asks)
-        rooms = group_pairs((self.rooms[self.kind_of[at]], at) for at in positions)
-        largest = [max(column, default=0) for column in zip(*(room[0] for room in rooms), strict=True)]
+        free = group_pairs((self.rooms[self.kind_of[at]], at) for at in positions)
+        largest = [max(column, default=0) for column in zip(*(room[0] for room in free), strict=True)]
 
         def size(shape: Shape) -> tuple[float, int, int]:
-            """Return a sort key: the part of the largest node that an ask takes, comparable between resources."""
-            part = max((n / max(has, 1) for n, has in zip(shape.bundle, largest, strict=False)), default=0.0)
-            return (-part * shape.least, -shape.count, shape.number)
+            """Return a sort key: the part of the largest node that a unit takes, comparable between resources."""
+            part = max((n / max(has, 1) for n, has in zip(shape.unit, largest, strict=False)), default=0.0)
+            return (-part, -shape.count, shape.number)
 
-        shapes = sorted(members, key=size)
-        asked = [len(members[shape]) for shape in shapes]
-        placed = Search(shapes, asked, rooms, own=own, budget=Budget(WORK, self.deadline)).run()
-        if placed is None:
-            return None
-        return {
-            number: sorted([at for at in units for _ in range(shape.least)])
-            for shape, group in zip(shapes, placed, strict=True)
-            for number, units in zip(members[shape], group, strict=True)
-        }
+        for heap in free.values():
+            heapify(heap)
+        found: Places = {}
+        for shape in sorted(members, key=size):
+            units = {room: _count_units(room, shape.unit, shape.selector) for room in free}
+            for number in members[shape]:
+                mine: dict[Room, list[int]] = {}  # the nodes that this ask uses
+                picked: list[int] = []
+                while len(picked) < shape.count:
+                    best = _choose(shape, shape.count - len(picked), free, mine, units)
+                    if best is None:
+                        return None
+                    is_mine, (amounts, matched) = best
+                    kinds = mine if is_mine else free
+                    at = heappop(kinds[amounts, matched])
+                    if not kinds[amounts, matched]:
+                        del kinds[amounts, matched]
+                    left = tuple(a - u for a, u in zip(amounts, shape.unit, strict=True))
+                    if (left, matched) not in units:
+                        units[left, matched] = _count_units((left, matched), shape.unit, shape.selector)
+                    heappush(mine.setdefault((left, matched), []), at)
+                    picked += [at] * shape.least
+                for room, used in mine.items() if not own else ():
+                    for at in used:
+                        heappush(free.setdefault(room, []), at)
+                found[number] = sorted(picked)
+        return found
 
-    def place_in_segments(self, segment_size: int) -> Places | None:
-        """Place the asks in groups of this many, each in one topology domain."""
+    def _domains(self) -> dict[str, list[int]]:
+        """Return the nodes of each topology domain."""
+        places = ((node_place(node)[0], at) for at, node in enumerate(self.nodes))
+        return group_pairs((domain, at) for domain, at in places if domain)
+
+    def _blocks(self, asks: Sequence[Ask], segment_size: int) -> list[Sequence[Ask]]:
+        """Return the asks in groups of this many."""
         check_positive("segment_size", segment_size)
-        asks = self.asks
         if len(asks) % segment_size:
             raise ValueError(
                 f"the number of logical nodes in use must be divisible by segment_size, got {len(asks)} and "
@@ -232,20 +293,67 @@ class Site:
                 raise ValueError(
                     f"segment_size needs the strategy STRICT_PACK, got {ask.strategy!r} for logical node {ask.node_idx}"
                 )
-        places = ((node_place(node)[0], at) for at, node in enumerate(self.nodes))
-        domains = group_pairs((domain, at) for domain, at in places if domain)
+        return [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
+
+    def _kind_of_block(self, block: Sequence[Ask]) -> tuple[int, ...]:
+        return tuple(sorted(self.shape_of[ask.node_idx].number for ask in block))
+
+    def place_in_segments(self, asks: Sequence[Ask], segment_size: int) -> Places | None:
+        """Place the asks in groups of this many, the largest first, each in the first domain that has room for it."""
+        domains = list(self._domains().values())
         profiles = [
-            {profile: len(at) for profile, at in of_domain.items()}
-            for of_domain in self.profiles(self.shapes, list(domains.values()))
+            {profile: len(at) for profile, at in of_domain.items()} for of_domain in self.profiles(self.shapes, domains)
         ]
-        blocks = [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
-        contents = [[self.shape_of[ask.node_idx].number for ask in block] for block in blocks]
-        chosen = place_blocks(contents, profiles, Budget(WORK, self.deadline))
-        if chosen is None:
-            return None
+        kinds = group_pairs((self._kind_of_block(block), block) for block in self._blocks(asks, segment_size))
+        needs = [[0] * len(self.shapes) for _ in domains]
+        content: list[list[Ask]] = [[] for _ in domains]
+        for kind in sorted(kinds, key=lambda kind: (-sum(self.shapes[s].count for s in kind), kind)):
+            more = Counter(kind)
+            at = 0  # a domain without room for a kind has none later
+            for block in kinds[kind]:
+                while at < len(domains):
+                    wanted = [need + more[s] for s, need in enumerate(needs[at])]
+                    if sum(wanted) <= len(domains[at]) and match(wanted, profiles[at]) is not None:
+                        break
+                    at += 1
+                else:
+                    return None
+                needs[at] = wanted
+                content[at] += block
         found: Places = {}
-        for members, of_domain in zip(domains.values(), chosen, strict=True):
-            part = self.place([ask for b in of_domain for ask in blocks[b]], members, True)
-            assert part is not None, "place_blocks has checked it"
+        for members, inside in zip(domains, content, strict=True):
+            part = self.place_on(inside, members, True)
+            assert part is not None, "the domain has room for each of its blocks"
             found.update(part)
         return found
+
+
+def _choose(
+    shape: Shape, left: int, free: dict[Room, list[int]], mine: dict[Room, list[int]], units: dict[Room, int]
+) -> tuple[bool, Room] | None:
+    """Return the kind of node for the next unit, and whether the ask uses it already. `left` are its bundles left.
+
+    `units` is how many units each kind of node holds.
+    """
+
+    def promise(kind: tuple[bool, Room]) -> tuple[object, ...]:
+        is_mine, room = kind
+        fits = units[room]
+        if shape.strategy == "STRICT_PACK":
+            return (fits, room)
+        if shape.strategy == "PACK":
+            # As few nodes as possible: a node in use, or else one that holds all of the rest, or else the roomiest.
+            return (not is_mine, fits < left, fits if fits >= left else -fits, room)
+        # Nodes are used up evenly: STRICT_SPREAD needs many nodes with a little room, not a few with much.
+        return (is_mine, -fits, room)
+
+    possible = [(False, room) for room in free if units[room]]
+    if shape.strategy != "STRICT_SPREAD":
+        possible += [(True, room) for room in mine if units[room]]
+    return min(possible, key=promise, default=None)
+
+
+def _count_units(room: Room, unit: Amounts, selector: int) -> int:
+    """Return how many units of these amounts a node with this room holds."""
+    amounts, matched = room
+    return min((a // n for a, n in zip(amounts, unit, strict=True) if n), default=0) if matched[selector] else 0

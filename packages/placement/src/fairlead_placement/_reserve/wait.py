@@ -113,8 +113,6 @@ def try_once(
         [_without(node, taken[node.node_id]) if node.node_id in taken else node for node in nodes],
         own_nodes=request.unified,
         segment_size=request.segment_size,
-        # The planner gets a second even for a reservation that is not to wait. Most plans take milliseconds.
-        deadline=max(deadline, time.monotonic() + 1.0),
     )
     if impossible:
         bundles = sum(ask.count for ask in request.asks)
