@@ -93,6 +93,7 @@ def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
         transport="auto",
         verify="always",
         before_commit="sleep",
+        pauses=True,
         after_commit="wake",
     )
     assert_type(link.version, int | None)

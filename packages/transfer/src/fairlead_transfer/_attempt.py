@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from ._descriptions import check_replicas
+from ._orders import CommitOptions
 from ._remote.transport import explain_failure
 from ._report import TransferReport
 from ._routes import Route, Router, Staged
@@ -27,8 +28,6 @@ FIX = "Fix the method that failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
 
 Blamed = Literal["source", "target"]
-# Before the commit, and the options of it.
-CommitOptions = tuple[str | None, str | None, str | None, int]
 
 
 class _Repeat(Exception):
@@ -46,18 +45,9 @@ class _Repeat(Exception):
 
 
 class Attempt:
-    """One attempt to bring a version to target ranks.
+    """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
 
-    Args:
-        source: the side that sends.
-        target: the side that receives.
-        router: of the link.
-        states: of the target ranks.
-        next_epoch: returns a larger number each time; requests of earlier epochs are refused.
-        version: the version.
-        deadline: when to give up.
-        verify: "first", "always" or "never".
-        in_place: whether target ranks read into their tensors, after the decision.
+    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs.
     """
 
     def __init__(
@@ -171,9 +161,13 @@ class Attempt:
 
         def arguments(rank: int) -> tuple[Any, ...]:
             reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
-            return self._epoch, self._version, *options, reading
+            return self._epoch, self._version, *options.as_arguments(), reading
 
-        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=left_to_an_end(left))
+        within_s = None if options.pauses else left_to_an_end(left)
+        if options.before is not None and not options.pauses:
+            # It may end the methods that run, for which the commit waits. Workers run it first.
+            self._target.ask(ranks, "prepare", lambda rank: (self._epoch, options.before))
+        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=within_s)
         self._rounds += 1
         releases = self._source.name == "source"
         if releases and not self._in_place:
@@ -296,6 +290,7 @@ class Attempt:
             sources,
             "source",
             lambda rank: (self._epoch, arguments[0], self._source.ends[rank].number, None, *arguments[1:]),
+            alone_within_s=self._left_alone() if number else None,
         )
         targets = self._ask_targets(range(len(self._target.members)))
         self._rounds += 1
@@ -352,7 +347,9 @@ class Attempt:
             mine = None if known else orders.source[rank]
             return self._epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
 
-        requests = self._source.ask(sorted(route.sources), "source", arguments)
+        # While no method runs that may change the tensors: what is staged is one state of them.
+        within_s = self._left_alone()
+        requests = self._source.ask(sorted(route.sources), "source", arguments, alone_within_s=within_s)
         staged = {rank: ref for rank, (_, ref) in requests.items()}
         fetches = {} if self._in_place else self._ask_to_fetch(route, route.targets, staged)
         self._rounds += 1
@@ -382,7 +379,7 @@ class Attempt:
         mine, number = route.orders.target[rank], route.orders.number
         replies = {source: staged[source] for source in mine["sources"]}
         sent = None if self._target.ends[rank].order_id == number else mine
-        return sent, number, replies, self._verified, left_to_an_end(self._left())
+        return sent, number, replies, self._verified, self._left_alone()
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
@@ -442,6 +439,10 @@ class Attempt:
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
+
+    def _left_alone(self) -> float:
+        """Return how long an end may wait for others."""
+        return left_to_an_end(self._left())
 
     def _live_sources(self) -> list[int]:
         return [one.rank for one in self._source.members if one.failure is None]

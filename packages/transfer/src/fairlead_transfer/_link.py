@@ -18,6 +18,7 @@ from fairlead_workergroup.spi import record_span
 
 from ._attempt import Attempt
 from ._descriptions import TRAVELLING, Selection
+from ._orders import CommitOptions
 from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Staged, Transport
 from ._side import Side
@@ -55,6 +56,9 @@ class Link:
         verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
             "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
+            On asyncio workers it is called while other methods run, and the commit waits for their end.
+        pauses: whether `before_commit` makes the worker quiet, so that the commit does not wait for the methods that
+            run: an engine that keeps its requests open, and touches no tensors until `after_commit`.
         after_commit: the same, afterwards.
 
     Raises:
@@ -78,6 +82,7 @@ class Link:
         commit: Commit = "staged",
         verify: Verify = "first",
         before_commit: str | None = None,
+        pauses: bool = False,
         after_commit: str | None = None,
     ) -> None:
         if (target is None) == (apply is None):
@@ -94,6 +99,8 @@ class Link:
             )
         if verify not in get_args(Verify):
             raise ValueError(f"verify must be one of {', '.join(get_args(Verify))}, got {verify!r}")
+        if pauses and before_commit is None:
+            raise ValueError("pauses=True needs before_commit=, the method that makes the worker quiet")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be a whole number of at least 1, got {chunk_bytes!r}")
         if dtype is not None and not isinstance(dtype, str):
@@ -115,7 +122,7 @@ class Link:
             self._source, self._target, selection, "nixl" if in_place else transport, in_place=in_place
         )
         self._states = States(self._target)
-        self._commit = before_commit, after_commit, apply, chunk_bytes
+        self._commit = CommitOptions(before_commit, pauses, after_commit, apply, chunk_bytes)
         self._verify: Verify = verify
         self._in_place = in_place
         self._epochs = itertools.count(1)
@@ -222,7 +229,8 @@ class Link:
         """Return what each target rank holds, without a request to it.
 
         Returns:
-            By rank: the version; None for nothing that this link has sent, as after a restart; "torn" if some tensors
+            By rank: the version; None for nothing that this link has sent and that is still there, as after a restart,
+            or after another link of this process has sent into the same tensors; "torn" if some tensors
             are of another version than others; "committing" for a rank that has not confirmed a decided version.
 
         Raises:

@@ -7,7 +7,7 @@ Orders are plain data, because a worker may lack numpy.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,20 @@ from ._layout import Layout
 from ._plan import TransferPlan
 
 ALIGNED = 64
+
+
+class CommitOptions(NamedTuple):
+    """How targets commit, as the arguments of a link say."""
+
+    before: str | None
+    pauses: bool
+    after: str | None
+    apply: str | None
+    chunk_bytes: int
+
+    def as_arguments(self) -> tuple[Any, ...]:
+        """Return them for an end."""
+        return self.before, self.before is not None and not self.pauses, self.after, self.apply, self.chunk_bytes
 
 
 @dataclass(frozen=True)

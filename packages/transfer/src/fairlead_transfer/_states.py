@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each target rank holds, as far as the driver knows."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,9 @@ import ray
 
 from ._side import Requests, Side
 from .exceptions import State
+
+# By the id of the link.
+_states: "weakref.WeakValueDictionary[str, States]" = weakref.WeakValueDictionary()
 
 
 class States:
@@ -23,6 +27,7 @@ class States:
         # The process that the state is about, and the commit that has not been confirmed.
         self._processes: dict[int, tuple[int, int]] = {}
         self._unconfirmed: Requests = {}
+        _states[target.link] = self
 
     def read(self) -> dict[int, State]:
         """Return what each rank holds; a restarted one holds nothing."""
@@ -53,6 +58,9 @@ class States:
 
     def note(self, rank: int, reply: Any) -> str | None:
         """Note the reply to a commit; return why the rank has not committed, None if it has."""
+        for link in reply.get("overwritten", ()):
+            if (other := _states.get(link)) is not None:
+                other.forget(rank)
         if "committed" in reply:
             self._states[rank] = reply["committed"]
             return None
@@ -61,6 +69,10 @@ class States:
         if "error" in reply:
             return f"{reply['error']}\n{reply['traceback']}".rstrip()
         return "another attempt has superseded this one" if "superseded" in reply else "it has lost what it had staged"
+
+    def forget(self, rank: int) -> None:
+        """Note that another link has overwritten what a rank held."""
+        self._states[rank] = None
 
     def note_done(self, rank: int, version: int) -> None:
         """Note that a rank holds a version."""

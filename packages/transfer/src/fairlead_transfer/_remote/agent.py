@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .entry import SHARED
-from .tensors import nbytes
+from .tensors import span
 from .transport import Blocked, Late, Lost
 
 logger = logging.getLogger(__name__)
@@ -145,14 +145,8 @@ class Agent:
 
     def register(self, owner: Any, tools: Any, tensors: Sequence[Any]) -> None:
         """Register the memory of tensors, in place of what this owner has registered before."""
-        spans: list[tuple[str, int, int]] = []
-        for tensor in tensors:
-            address, strides, device = tools.memory(tensor)
-            steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
-            begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
-            spans.append((device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))))
         ranges: list[tuple[str, int, int]] = []
-        for device, begin, end in sorted(set(spans)):
+        for device, begin, end in sorted({span(tools, tensor) for tensor in tensors}):
             if ranges and ranges[-1][0] == device and begin < ranges[-1][2]:
                 ranges[-1] = (device, ranges[-1][1], max(end, ranges[-1][2]))
             else:

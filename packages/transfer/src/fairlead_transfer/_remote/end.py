@@ -10,8 +10,7 @@ import inspect
 import itertools
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -22,16 +21,36 @@ from .faults import commit_fault
 from .nixl import Nixl
 from .segment import SharedMemory
 from .store import ObjectStore
-from .tensors import check_tensors, check_writable, describe, digest, join_pieces, library, look, part, resolve
-from .transport import Block, Blocked, Late, Lost, Overwritten, Transport, Wanted, await_replies, explain_failure
+from .tensors import (
+    check_tensors,
+    check_writable,
+    describe,
+    digest,
+    find_differing,
+    join_pieces,
+    library,
+    look,
+    overlap,
+    part,
+    resolve,
+    span,
+)
+from .transport import (
+    Block,
+    Blocked,
+    Late,
+    Lost,
+    Overwritten,
+    Transport,
+    Wanted,
+    await_replies,
+    describe_error,
+    explain_failure,
+)
 
 
 class End:
-    """One side of a link in one worker.
-
-    Args:
-        key: the link's id and the side.
-    """
+    """One side of a link in one worker; its key is the link's id and the side."""
 
     def __init__(self, key: tuple[str, str]) -> None:
         self._key = key
@@ -41,8 +60,7 @@ class End:
         self._number = 0
         self._described: list[tuple[Any, ...]] = []
         self._orders: dict[str, Any] = {}
-        # Returns the tensors of a target.
-        self._method: str | None = None
+        self._method: str | None = None  # returns the tensors of a target
         # By source rank and channel, what this target rank wants.
         self._wanted: dict[tuple[int, int], list[Wanted]] = {}
         self._nixl = Nixl()
@@ -56,6 +74,10 @@ class End:
         self._staged: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
         self._torn = False
+        # The memory of the committed version, until another link overwrites it.
+        self._claimed: list[tuple[str, int, int]] = []
+        # Of the attempt whose `before` has been called, and the reply to its commit if that has failed.
+        self._prepared: tuple[int, dict[str, Any]] = (-1, {})
         self._concurrent = False
 
     def serve(self, worker: Any, operation: str, args: tuple[Any, ...]) -> Any:
@@ -65,8 +87,6 @@ class End:
         if operation == "close":
             return self._close()
         return getattr(self, f"_{operation}")(worker, *args)
-
-    # -- the steps -----------------------------------------------------------------------------------------------------
 
     async def _source(
         self,
@@ -81,15 +101,9 @@ class End:
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
-        Args:
-            worker: the user's instance.
-            epoch: of the attempt.
-            method: returns the tensors; None to keep those of this attempt.
-            known: the number of the description that the driver has planned with.
-            orders: what to stage; None for the orders that were given before.
-            order_id: the number of these orders; 0 to stage nothing.
-            verify: whether to compute digests.
-            fresh: stage into new memory, because a target may still read the old one.
+        Without a method these are the tensors of this attempt. The driver has planned with the description of the
+        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. `fresh` stages
+        into new memory, because a target may still read the old one.
         """
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
@@ -102,7 +116,7 @@ class End:
         if orders is not None:
             self._orders = orders
         if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
-            self._reach("stage")
+            commit_fault(self._key[1], "stage")
             began = time.monotonic()
             reply["staged"] = await self._in_thread(self._stage, verify, fresh)
             reply["stage_s"] = time.monotonic() - began
@@ -134,15 +148,8 @@ class End:
     ) -> dict[str, Any]:
         """Map what the orders say, or get it from Ray's object store, and compare digests.
 
-        Args:
-            worker: the user's instance.
-            epoch: of the attempt.
-            version: of the tensors.
-            orders: what to fetch from whom; None for the orders that were given before.
-            order_id: the number of the orders.
-            staged: the reply of each source rank, or a reference to it.
-            verify: whether to compare digests.
-            within_s: seconds to wait for the replies.
+        Without orders, those that were given before hold. `staged` is the reply of each source rank, or a reference to
+        it, which is waited for.
         """
         if (late := self._enter(epoch)) is not None:
             return late
@@ -152,29 +159,32 @@ class End:
         reply: dict[str, Any] = await self._in_thread(self._fetch_all, epoch, version, staged, verify, deadline)
         return reply
 
+    async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
+        """Call a method before the commit of an attempt, which says whether it has failed."""
+        if epoch < self._epoch or not self._orders:  # nothing will be committed
+            return
+        self._prepared = epoch, {}
+        try:
+            await self._call(worker, method)
+        except Exception as error:  # noqa: BLE001  whatever the user's method raises
+            self._prepared = epoch, describe_error(error)
+
     async def _commit(
         self,
         worker: Any,
         epoch: int,
         version: int,
         before: str | None,
+        is_prepared: bool,
         after: str | None,
         apply: str | None,
         chunk_bytes: int,
         reading: tuple[Any, ...] | None,
     ) -> dict[str, Any]:
-        """Put the staged tensors into place. The driver calls it while no method of the worker runs.
+        """Put the staged tensors into place, while no method of the worker runs or those that run have paused.
 
-        Args:
-            worker: the user's instance.
-            epoch: of the attempt.
-            version: of the tensors.
-            before: a method to call first.
-            after: a method to call at the end.
-            apply: a method that takes the tensors.
-            chunk_bytes: the most bytes for one call of `apply`.
-            reading: None for what `_fetch` has staged. Otherwise the last arguments of `_fetch`: nothing has been
-                staged, and the tensors of the target are read into.
+        With `is_prepared`, an earlier request has called `before`. `reading` is None for what `_fetch` has staged, and
+        otherwise has its last arguments: nothing has been staged, and the tensors of the target are read into.
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
@@ -185,31 +195,31 @@ class End:
         if epoch < self._epoch:
             return {"superseded": self._epoch}
         if reading is None:
-            there = self._staged == (epoch, version) and self._is_unchanged()
+            there = self._staged == (epoch, version) and all(one.is_unchanged() for one in self._transports.values())
         else:
             # A rank may hold no tensor at all.
             there = bool(self._values or not self._marks) and self._has_orders(*reading[:2])
         if not there:
             return {"missing": True}
-        began, writing = time.monotonic(), False
-        reply: dict[str, Any] = {}
+        if is_prepared and self._prepared != (epoch, {}):
+            return self._prepared[1] or {"missing": True}
+        began, writing, reply = time.monotonic(), False, dict[str, Any]()
         try:
-            self._reach("commit")
-            await self._call(worker, before)
+            commit_fault(self._key[1], "commit")
+            await self._call(worker, None if is_prepared else before)
             await self._look_again(worker)
             writing = True
+            reply["overwritten"] = self._claim(apply)
             if reading is None:
                 await self._put(apply, worker, chunk_bytes)
             else:
-                reply = await self._in_thread(self._read_in_place, epoch, version, *reading[2:])
+                reply |= await self._in_thread(self._read_in_place, epoch, version, *reading[2:])
             writing = False
             self._torn, self._committed = False, (epoch, version)
             await self._call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             self._torn = self._torn or writing
-            text = "".join(traceback.format_exception(error))
-            name = f"{type(error).__name__}: {error}"
-            return {"error": name, "traceback": text, "torn": writing, "done": self._committed == (epoch, version)}
+            return {**reply, **describe_error(error), "torn": writing, "done": self._committed == (epoch, version)}
         finally:
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
@@ -231,18 +241,12 @@ class End:
         shared: Any = sys.modules[SHARED]
         shared.ends.pop(self._key, None)
 
-    # -- how they are done ---------------------------------------------------------------------------------------------
-
     def _enter(self, epoch: int) -> dict[str, Any] | None:
         """Note the attempt; return the reply to a superseded one."""
         if epoch < self._epoch:
             return {"superseded": self._epoch}
         self._epoch = epoch
         return None
-
-    def _reach(self, phase: str) -> None:
-        """Note that this phase has been reached, which a test may have planned a fault for."""
-        commit_fault(self._key[1], phase)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run what blocks: in a thread where other methods may run meanwhile."""
@@ -256,7 +260,7 @@ class End:
         return result
 
     async def _collect(self, worker: Any, epoch: int, method: str, known: int) -> dict[str, Any]:
-        self._reach("collect")
+        commit_fault(self._key[1], "collect")
         values = await self._call(worker, method)
         if epoch < self._epoch:  # the method has let another attempt pass
             return {"superseded": self._epoch}
@@ -300,6 +304,25 @@ class End:
         wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
+
+    def _claim(self, apply: str | None) -> list[str]:
+        """Note what this end overwrites; return the ids of the links whose tensors are among that.
+
+        What a method of the user's takes is known by its name and the names of the tensors.
+        """
+        names = self._orders["names"]
+        if apply is not None:
+            self._claimed = [(f"{apply} {name}", 0, 1) for name in names]
+        else:
+            own = (one for one in map(self._values.get, names) if one is not None and 0 not in one.shape)
+            self._claimed = [span(self._tools(), one) for one in own]
+        lost = []
+        shared: Any = sys.modules[SHARED]
+        for (link, _), end in shared.ends.items():
+            if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
+                end._claimed, end._committed = [], None  # noqa: SLF001
+                lost.append(link)
+        return lost
 
     def _tools(self) -> Any:
         return library(self._orders["library"])
@@ -405,17 +428,17 @@ class End:
                 except Overwritten:
                     return {"overwritten": source}
                 if into is not None:
-                    self._reach("committing")
+                    commit_fault(self._key[1], "committing")
                 fetched[source, number] = found, channel, ordered
                 pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
                 if verify:
                     started = time.monotonic()
-                    self._reach("verify")
-                    wrong += self._differing(tools, source, channel["digests"], ordered, found)
+                    commit_fault(self._key[1], "verify")
+                    wrong += find_differing(tools, orders, source, channel["digests"], ordered, found)
                     verify_s += time.monotonic() - started
         if blocked:
             return {"blocked": blocked}
-        self._reach("move")
+        commit_fault(self._key[1], "move")
         if wrong:
             return {"differing": wrong}
         if epoch == self._epoch:
@@ -460,30 +483,18 @@ class End:
             pieces.append((at, box, copy))
         return pieces
 
-    def _differing(
-        self, tools: Any, source: int, sent: Sequence[int], ordered: Any, pieces: Sequence[Any]
-    ) -> Iterator[tuple[str, int]]:
-        """Yield the name and the source of each piece whose bytes are not those that were sent."""
-        for (at, _, piece, _), value in zip(ordered, pieces, strict=True):
-            if digest(tools, value, self._orders["dtypes"][at]) != sent[piece]:
-                yield self._orders["names"][at], source
-
-    def _is_unchanged(self) -> bool:
-        """Return whether all that was fetched still is what was staged."""
-        return all(transport.is_unchanged() for transport in self._transports.values())
-
     async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
         tools, names = self._tools(), self._orders["names"]
         if apply is not None:
             for chunk in join_pieces(tools, self._orders, self._pieces, chunk_bytes):
                 await self._call(worker, apply, chunk)
-                self._reach("committing")
+                commit_fault(self._key[1], "committing")
         else:
             tensors = [self._values.get(name) for name in names]
             pairs = ((part(tensors[at], box), value) for at, box, value in self._pieces)
             tools.copy_all(itertools.islice(pairs, 1))
-            self._reach("committing")
+            commit_fault(self._key[1], "committing")
             tools.copy_all(pairs)
-        if not self._is_unchanged():
+        if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

@@ -23,7 +23,7 @@ def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str,
     shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
     ends = shared.__dict__.setdefault("ends", {})
     if key not in ends:
-        if operation == "close":
+        if operation in ("close", "release", "prepare"):
             return None
         ends[key] = ray.cloudpickle.loads(code)(key)
     return ends[key].serve(worker, operation, args)

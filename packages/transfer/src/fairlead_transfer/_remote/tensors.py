@@ -308,12 +308,41 @@ def digest(tools: Any, tensor: Any, dtype: str) -> int:
     return zlib.crc32(buffer)
 
 
+def find_differing(
+    tools: Any, orders: Mapping[str, Any], source: int, sent: Sequence[int], ordered: Any, pieces: Sequence[Any]
+) -> Iterator[tuple[str, int]]:
+    """Yield the name and the source of each piece whose bytes are not those that were sent."""
+    for (at, _, piece, _), value in zip(ordered, pieces, strict=True):
+        if digest(tools, value, orders["dtypes"][at]) != sent[piece]:
+            yield orders["names"][at], source
+
+
 def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     """Return how many bytes a dense tensor has."""
     count = int(tools.dtype(dtype).itemsize)
     for size in sizes:
         count *= size
     return count
+
+
+def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
+    """Return the device of a tensor, the address where its memory begins, and the one where it ends."""
+    address, strides, device = tools.memory(tensor)
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
+    begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
+    return device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))
+
+
+def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, int, int]]) -> bool:
+    """Return whether a span of one list and a span of the other have bytes in common."""
+    ends: dict[str, list[int]] = {}
+    marked = sorted([(*one, 0) for one in ours] + [(*one, 1) for one in theirs])
+    for device, begin, end, side in marked:
+        reached = ends.setdefault(device, [begin, begin])
+        if begin < reached[1 - side]:
+            return True
+        reached[side] = max(reached[side], end)
+    return False
 
 
 def join_pieces(

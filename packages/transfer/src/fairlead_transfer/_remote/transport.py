@@ -2,6 +2,7 @@
 """What the ends of a link ask of a transport, and how a transport says that it has failed."""
 
 import time
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -153,3 +154,9 @@ def explain_failure(reply: Mapping[str, Any]) -> str:
         count = len(reply["differing"])
         return f"{count} pieces differ from what was sent, the first of {name!r} from source rank {source}"
     return f"it could not be read: {reply}"
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """Return the part of a reply that reports an exception of a method of the user's."""
+    text = "".join(traceback.format_exception(error))
+    return {"error": f"{type(error).__name__}: {error}", "traceback": text}
