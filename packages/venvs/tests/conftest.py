@@ -18,7 +18,6 @@ from uv import find_uv_bin
 
 from fairlead_venvs import VenvSpec
 from fairlead_venvs._build.uv import Runner
-from fairlead_venvs._cluster import renewal
 
 # A build backend in the project's own folder: `uv build` needs nothing from anywhere.
 BACKEND = """
@@ -230,16 +229,3 @@ def run(tmp_path):
 def tools():
     """The functions of this file, for tests."""
     return sys.modules[__name__]
-
-
-@pytest.fixture
-def renewing(monkeypatch):
-    """Marks are renewed five times a second, until the test is over."""
-    monkeypatch.setattr(renewal, "RENEW_S", 0.2)
-    monkeypatch.setattr(renewal, "LOOKS", 3)
-    yield
-    renewal._looks.clear()
-    thread = renewal._thread
-    if thread is not None:
-        thread.join(30)
-        assert not thread.is_alive()

@@ -19,9 +19,7 @@ from ._build.users import (
     can_see_processes,
     find_users,
     host_id,
-    is_shared,
     locks_decide,
-    mark_used,
     read_marks,
 )
 from ._planning.plan import read_draft
@@ -36,8 +34,6 @@ logger = logging.getLogger(__name__)
 RECENT_S = 300.0
 # Seconds after which a wheel may be removed: it is cheap to build again, but a young one may be about to be installed.
 WHEELS_S = 3600.0
-# Seconds in which a mark of another host keeps an environment. A host renews the mark three times in this time.
-OTHERS_S = 1800.0
 # Seconds after the last use of a resolution in which nodes that join later get the same versions.
 RESOLUTIONS_S = 30 * 86_400.0
 FOLDER = r".+-[0-9a-f]{12}"
@@ -56,8 +52,7 @@ class Venv:
         fingerprint: hash of its content.
         request: hash of the request, which does not depend on the versions that requirements were resolved to.
         built_at: time of the build, in seconds since the epoch.
-        used_at: time of the last request on any host, in seconds since the epoch. On a shared folder also the last time
-            when it was seen in use.
+        used_at: time of the last request on any host, in seconds since the epoch.
         hosts: ids of the hosts that have requested it, `<name>_<six digits>`: several containers may have one name.
         size_bytes: size of its files, with those that it shares with uv's cache. None if sizes were not requested.
         pids: ids of the processes of this machine that run from it and that this user can see.
@@ -89,19 +84,16 @@ def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = 
     users = find_users(manifests)
     venvs: list[Venv] = []
     for path, manifest in manifests.items():
-        pids = users[os.path.realpath(path)]
-        if pids and is_shared(path):
-            mark_used(path)
         marks = read_marks(path)
         venvs.append(
             Venv(
                 path=path,
                 python=python_of(path),
                 version=manifest["python"],
-                used_at=max([manifest["built_at"], *marks.values()]),
+                used_at=max(marks.values(), default=manifest["built_at"]),
                 hosts=tuple(sorted(marks)),
                 size_bytes=_measure(path) if sizes else None,
-                pids=pids,
+                pids=users[os.path.realpath(path)],
                 **{name: manifest[name] for name in ("about", "ray", "fingerprint", "request", "built_at")},
             )
         )
@@ -119,11 +111,9 @@ def prune(
     """Remove environments that are not used any more, and the leftovers of crashed builds.
 
     An environment that is in use or is being built is never removed. Every process of its Python holds a lock, which
-    all containers of a machine see. On a network file system, locks of other hosts may be invisible, but their marks of
-    use are not. An environment that another host has marked in the last 30 minutes stays. Each request for an
-    environment marks it. On a folder that hosts share, the mark is renewed every 10 minutes while the process that
-    requested it and a process that runs from it live, and by `list_venvs` and `prune` on the host of that process. Ages
-    are measured by the clock of the folder's file system.
+    all containers of a machine see. On a network file system, locks of other hosts may be invisible, so `older_than`
+    must be longer than the longest job there. Each request for an environment marks it as used. Ages are measured by
+    the clock of the folder's file system.
 
     Resolutions of requirements are removed if they were not used in 30 days and no environment here has them.
 
@@ -156,7 +146,7 @@ def prune(
     kept = _select_kept(keep, venvs)
     now = _read_clock(root)
     unused = [venv for venv in venvs if not venv.pids and not _list_names(venv) & kept]
-    going = [venv for venv in unused if _is_due(venv.path, limit, now, venv) and not _hold(venv.path).is_taken()]
+    going = [venv for venv in unused if now - venv.used_at >= limit and not _hold(venv.path).is_taken()]
     if dry_run:
         return going
     gone = [venv for venv in going if _remove(venv.path, limit, now)]
@@ -187,13 +177,9 @@ def _read_clock(root: Path) -> float:
         return time.time()
 
 
-def _is_due(path: Path, limit: float, now: float, venv: Venv | None = None) -> bool:
-    """Return whether an environment may be removed by its marks; without marks, by the time when it was built."""
-    marks = read_marks(path)
-    if not marks and venv is not None:
-        return now - venv.built_at >= limit
-    ours = host_id()
-    return all(now - at >= (limit if host == ours else max(limit, OTHERS_S)) for host, at in marks.items())
+def _is_due(path: Path, limit: float, now: float) -> bool:
+    """Return whether no host has marked an environment lately."""
+    return all(now - at >= limit for at in read_marks(path).values())
 
 
 def _measure_age(path: Path, now: float) -> float:

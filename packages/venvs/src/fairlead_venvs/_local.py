@@ -6,7 +6,6 @@ import os
 from ._build.build import ensure_venv, find_venv
 from ._build.recipe import Outcome
 from ._build.uv import Deadline, Session, start_deadline
-from ._cluster.renewal import HERE, keep_marked
 from ._planning.plan import Plan, plan_venv
 from ._progress import Bars
 from ._spec import VenvSpec, as_spec
@@ -48,10 +47,7 @@ def create_local_venv(
     with Bars() as bars:
         session = Session(deadline, bars.line(venv_name or "environment"))
         plan = plan_venv(spec, venv_name, session, refresh=force_rebuild)
-        outcome = ensure_here(plan, deadline, bars, force=force_rebuild)
-    if outcome.shared:
-        keep_marked([(os.path.dirname(os.path.dirname(outcome.python)), HERE)])
-    return outcome.python
+        return ensure_here(plan, deadline, bars, force=force_rebuild).python
 
 
 def ensure_here(plan: Plan, deadline: Deadline, bars: Bars, *, force: bool = False) -> Outcome:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ._build.recipe import Outcome
 from ._build.uv import Deadline, Session
 from ._cluster.ensure import Answers, provision
-from ._cluster.renewal import HERE
 from ._cluster.rpc import alive_nodes
 from ._local import ensure_here
 from ._planning.plan import Plan, plan_venv
@@ -20,6 +19,8 @@ from ._spec import as_spec
 from .exceptions import VenvError
 
 AT_ONCE = 4
+# In the place of a node, for this machine.
+HERE = ""
 
 
 @dataclass(frozen=True)

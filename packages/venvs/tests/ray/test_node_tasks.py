@@ -47,7 +47,6 @@ def run(shipped):
 def test_queries(root):
     """A node that has only Ray and uv answers."""
     assert call(node_task.look_here, (str(root / "venv-0123456789ab"), "", this_platform())) == "absent"
-    assert call(node_task.renew_here, (str(root),)) == "absent"
     assert call(node_task.probe_here, (sys.executable, 60.0)) == "ready"
     assert call(node_task.probe_here, ("/nowhere/python", 60.0)) == "failed"
 

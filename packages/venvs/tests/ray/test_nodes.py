@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,9 +29,8 @@ from fairlead_venvs import (
     register_actor_env,
 )
 from fairlead_venvs._build.node_task import build_here, look_here, probe_here
-from fairlead_venvs._build.users import USED, host_id
 from fairlead_venvs._build.uv import Deadline
-from fairlead_venvs._cluster import ensure, renewal
+from fairlead_venvs._cluster import ensure
 from fairlead_venvs._cluster.rpc import alive_nodes, run_on_nodes
 from fairlead_venvs._planning.plan import plan_venv
 from fairlead_venvs._prefetch import prefetch
@@ -298,28 +296,6 @@ def test_a_node_that_joins_later(spec_of, tools, tmp_path):
 
     assert create_local_venv_on_each_node(spec) == python
     assert tools.says(python, "import alpha; print(alpha.version)") == "1.0"
-
-
-def test_use_on_nodes_is_renewed(spec_of, monkeypatch):
-    """While a worker runs from an environment on a shared folder, its node renews the mark of use."""
-    monkeypatch.setattr(renewal, "RENEW_S", 0.2)
-    folder = Path(create_local_venv_on_each_node(spec_of("alpha"))).parent.parent
-    assert renewal._thread is None
-    (folder / USED / "another-host").touch()
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
-        create_local_venv_on_each_node(spec_of("alpha"))
-        assert [where for where, node in renewal._looks if node != renewal.HERE] == [str(folder)]
-        mark = folder / USED / host_id()
-        os.utime(mark, (time.time() - 7200,) * 2)
-        deadline = time.monotonic() + 60
-        while time.time() - mark.stat().st_mtime > 3600 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert time.time() - mark.stat().st_mtime < 3600
-        sleeper.kill()
-    deadline = time.monotonic() + 60
-    while renewal._thread is not None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert renewal._thread is None
 
 
 def test_errors_of_actors(spec_of):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts and users that share a folder of environments."""
 
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -18,7 +16,7 @@ from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv, prune
 from fairlead_venvs._build import store, users
 from fairlead_venvs._build.publish import KernelLock
 from fairlead_venvs._build.store import lock_path
-from fairlead_venvs._build.users import USED, host_id, is_shared, mark_used
+from fairlead_venvs._build.users import USED, host_id, mark_used
 from fairlead_venvs._build.uv import Deadline, Runner, Session
 from fairlead_venvs._planning.plan import plan_venv
 from fairlead_venvs._planning.wheel import ensure_wheel
@@ -279,18 +277,3 @@ def test_two_users_share_a_folder(root, as_user, work, monkeypatch, umasks):
     os.chmod(folder, 0o700)
     assert as_user(BOB, lambda: prune(older_than=0)) == ""
     assert folder.exists()
-
-
-def test_no_locks_is_shared(root, monkeypatch):
-    """Where locks do not show who uses an environment, its marks are renewed from the start."""
-    (root / "venv").mkdir(parents=True)
-    monkeypatch.setattr(users, "on_shared_file_system", lambda path: False)
-    assert not is_shared(root / "venv")
-    users._deciding.clear()
-
-    def no_locks(file, how):
-        raise OSError(errno.ENOLCK, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert is_shared(root / "venv")
-    users._deciding.clear()

@@ -185,7 +185,6 @@ def test_waiting_is_patient(root, monkeypatch):
     assert 100 < len(looks) < 200
 
 
-@pytest.mark.usefixtures("renewing")
 def test_no_locks(spec_of, monkeypatch, tools, tmp_path):
     """On a file system without locks, several may build at once, but all get one environment that works."""
 

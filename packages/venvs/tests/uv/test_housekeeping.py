@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
+from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
 from fairlead_venvs._build import publish
 from fairlead_venvs._build.publish import BUILDING, KernelLock
 from fairlead_venvs._build.store import MANIFEST, lock_path, venv_root
 from fairlead_venvs._build.users import USED, host_id, mark_used
-from fairlead_venvs._cluster import renewal
 
 
 @pytest.fixture
@@ -253,77 +252,6 @@ def test_keep_names_an_environment(spec_of, age):
         prune(keep=["typo", folder.name])
     assert folder.exists()
     assert prune(keep=[spec_of("gamma"), folder.name[-12:]]) == []
-
-
-@pytest.fixture
-def shared(spec_of, age):
-    """An environment that another host has used, too, some time ago; its folder and the mark of this host."""
-    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
-    age(7200, host="another-host")
-    return folder, folder / USED / host_id()
-
-
-def is_renewed(mark, within_s=30.0):
-    deadline = time.monotonic() + within_s
-    while time.time() - mark.stat().st_mtime > 3600 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return time.time() - mark.stat().st_mtime < 3600
-
-
-def seen_by(monkeypatch, host):
-    """Behave like another host, which cannot see the processes here (seam: the table of processes)."""
-    monkeypatch.setattr(_housekeeping, "host_id", lambda: host)
-    monkeypatch.setattr(_housekeeping, "find_users", lambda folders: {os.path.realpath(one): () for one in folders})
-
-
-@pytest.mark.usefixtures("renewing")
-def test_use_is_renewed(spec_of, shared, age, monkeypatch):
-    """Another host does not remove an environment that is in use for longer than `older_than`: its mark is renewed."""
-    folder, mark = shared
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
-        create_local_venv(spec_of("alpha"))  # from now on this process keeps it marked
-        age(7200)
-        assert is_renewed(mark)
-        with monkeypatch.context() as patch:
-            seen_by(patch, "another-host")
-            assert prune(older_than=3600) == []
-        sleeper.kill()
-    # When no process runs from it any more, it is dropped, and the thread ends.
-    deadline = time.monotonic() + 30
-    while renewal._thread is not None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert renewal._thread is None
-    age(7200)
-    seen_by(monkeypatch, "another-host")
-    assert [venv.path for venv in prune(older_than=3600)] == [folder]
-
-
-def test_nothing_is_renewed_on_a_folder_of_one_host(spec_of):
-    """On a folder of one host, `prune` sees all processes, and no thread is needed."""
-    create_local_venv(spec_of("alpha"))
-    assert renewal._thread is None
-
-
-def test_looking_renews(shared):
-    """Listing the environments marks those that are in use on this host."""
-    folder, mark = shared
-    os.utime(mark, (time.time() - 7200,) * 2)
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
-        deadline = time.monotonic() + 30
-        while not list_venvs(sizes=False)[0].pids and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert is_renewed(mark, 0)
-        sleeper.kill()
-
-
-def test_marks_of_others_are_spared(shared, monkeypatch):
-    """An environment that another host has marked in the last half hour stays, whatever `older_than` is."""
-    folder, mark = shared
-    os.utime(mark, (time.time() - 1500,) * 2)
-    seen_by(monkeypatch, "another-host")
-    assert prune(older_than=0) == []
-    os.utime(mark, (time.time() - 2000,) * 2)
-    assert [venv.path for venv in prune(older_than=0)] == [folder]
 
 
 def test_clocks_that_differ(spec_of, monkeypatch):

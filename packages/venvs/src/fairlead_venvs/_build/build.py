@@ -18,7 +18,7 @@ from .publish import discard, make_once, publish
 from .recipe import File, Outcome, Recipe, this_platform, this_python
 from .redact import ambient_secrets, redact
 from .store import python_of, read_manifest, write_manifest
-from .users import USED, is_shared, mark_used
+from .users import USED, mark_used
 from .uv import Runner, Session
 
 
@@ -28,7 +28,7 @@ def find_venv(folder: str, fingerprint: str) -> Outcome | None:
     if manifest is None:
         return None
     mark_used(folder)
-    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"], is_shared(folder))
+    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"])
 
 
 def ensure_venv(
@@ -76,7 +76,7 @@ def ensure_venv(
         if mine and env.exists():
             discard(env, folder)
         mark_used(folder)
-        return Outcome(python_of(folder), mine, version, ray, is_shared(folder))
+        return Outcome(python_of(folder), mine, version, ray)
 
     return make_once(folder.parent, folder, find, build, session.deadline)
 

@@ -8,11 +8,10 @@ from ..exceptions import VenvBuildError, VenvError, VenvMismatchError
 from .build import ensure_venv, find_venv, probe
 from .recipe import File, Outcome, Recipe, this_platform
 from .redact import redact
-from .store import python_of
-from .users import find_users, mark_used, read_variables
+from .users import read_variables
 from .uv import Deadline, Runner, Session
 
-# ("ready", python, built, version, ray, shared), ("absent",), or ("failed", name of the exception's class, arguments)
+# ("ready", python, built, version, ray), ("absent",), or ("failed", name of the exception's class, arguments)
 Answer = tuple[Any, ...]
 
 
@@ -54,16 +53,8 @@ def probe_here(python: str, timeout_s: float) -> Answer:
     return _answer(Outcome(python, False, version, ray))
 
 
-def renew_here(folder: str) -> Answer:
-    """Mark an environment as used by this host if a process runs from it."""
-    if not any(find_users([folder]).values()):
-        return ("absent",)
-    mark_used(folder)
-    return _answer(Outcome(python_of(folder), False, "", None))
-
-
 def _answer(outcome: Outcome) -> Answer:
-    return ("ready", outcome.python, outcome.built, outcome.version, outcome.ray, outcome.shared)
+    return ("ready", outcome.python, outcome.built, outcome.version, outcome.ray)
 
 
 def _report(error: VenvError) -> Answer:

@@ -62,13 +62,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An environment that is ready; `shared` says whether other hosts use its folder, or could."""
+    """An environment that is ready."""
 
     python: str
     built: bool
     version: str
     ray: str | None
-    shared: bool = False
 
 
 def this_platform() -> str:

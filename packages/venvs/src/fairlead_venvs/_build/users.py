@@ -93,11 +93,6 @@ def read_marks(folder: str | Path) -> Mapping[str, float]:
         return {}
 
 
-def is_shared(folder: str | Path) -> bool:
-    """Return whether another host uses an environment, or could without holding its lock."""
-    return not locks_decide(os.path.dirname(folder)) or not read_marks(folder).keys() <= {host_id()}
-
-
 def locks_decide(root: str | Path) -> bool:
     """Return whether a lock in a folder shows every process that holds it, as on every file system of this host alone.
 

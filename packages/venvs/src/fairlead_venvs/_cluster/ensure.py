@@ -12,7 +12,6 @@ from .._planning.plan import Plan, plan_venv
 from .._progress import Bars
 from .._spec import VenvSpec, as_spec
 from ..exceptions import VenvBuildError, VenvError, VenvNodesError
-from .renewal import keep_marked
 from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
 
 # The files of one environment go through Ray's object store to each node that builds it.
@@ -99,7 +98,6 @@ def ensure_on_nodes(
             list(errors.values()),
         )
     ready = {key: answer for key, answer in answers.items() if isinstance(answer, Outcome)}
-    keep_marked(key for key, one in ready.items() if one.shared)
     return [{node: one for (folder, node), one in ready.items() if folder == plan.recipe.folder} for plan in plans]
 
 
