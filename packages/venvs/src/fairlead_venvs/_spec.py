@@ -28,14 +28,13 @@ class VenvSpec(BaseSpec):
             groups; or "uv run --no-project --with numpy", read as requirements.
         python: version, "3.11" or "3.11.7"; by default major and minor version of this Python.
         env: variables for uv and `setup`, such as UV_INDEX or UV_TORCH_BACKEND. They override uv's variables of this
-            process, which also apply and count if they decide what is installed. Credentials in them are never shown or
-            written. The fingerprint counts a digest of a secret variable. It does not count credentials of package
-            indexes, nor variables that only affect speed.
+            process, which also apply and count if they decide what is installed. Secrets of `setup` belong here, too:
+            they are never shown or written. The fingerprint does not count them, nor variables that only affect speed.
         find_links: folders with wheels, as paths or `file:` URLs, whose content counts and is sent to the nodes; or
             other URLs.
         index: URL of the package index, instead of the one that uv is configured to use.
         no_index: use no index at all.
-        setup: a command, as a list, that runs in the new environment at the end.
+        setup: a command, as a list, that runs in the new environment at the end. It is shown in errors.
         system_site_packages: make the packages of the base interpreter visible. Their content does not count.
 
     Raises:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credentials are recognised, counted by a digest, and redacted."""
 
-import hashlib
-
 import pytest
 
 from fairlead_venvs import VenvSpec
-from fairlead_venvs._build.redact import ambient_secrets, digest_secret, find_secrets, is_secret_name, redact
+from fairlead_venvs._build.redact import ambient_secrets, find_secrets, is_secret_name, redact
 
 USER, PASSWORD = "reader", "hun%40ter2-s3cret"
 
@@ -65,24 +63,11 @@ def test_settings_count_and_are_shown():
     assert "'TOKENIZERS_PARALLELISM': 'true'" in repr(parallel)
 
 
-def test_secrets_count():
-    """The digest of a secret counts, as the setup command may use it. It is not a plain hash."""
-    one, same, other = (VenvSpec(requirements=[], env={"HF_TOKEN": value}) for value in ("hf_1", "hf_1", "hf_2"))
-    assert one.fingerprint() == same.fingerprint() != other.fingerprint()
-    assert digest_secret("HF_TOKEN", "hf_1") != digest_secret("OTHER_TOKEN", "hf_1")
-    assert "hf_1" not in repr(one)
-
-
-def test_digests_are_made_once(monkeypatch):
-    """A process computes the expensive digest of a secret once."""
-    made = []
-    scrypt = hashlib.scrypt
-    monkeypatch.setattr(hashlib, "scrypt", lambda *args, **options: made.append(args) or scrypt(*args, **options))
-    spec = VenvSpec(
-        requirements=[], env={"HF_TOKEN": "hf_digests_are_made_once"}, setup=["true", "--token", "once-only"]
-    )
-    assert spec.fingerprint() == spec.fingerprint()
-    assert len(made) == 2
+def test_secrets_do_not_count():
+    """A secret of the setup command belongs into env. It is not shown, and another one is not another environment."""
+    one, other = (VenvSpec(requirements=[], env={"HF_TOKEN": value}) for value in ("hf_one", "hf_other"))
+    assert one.fingerprint() == other.fingerprint()
+    assert "hf_one" not in repr(one)
 
 
 def test_signed_urls():

@@ -16,13 +16,9 @@ from uv import find_uv_bin
 
 from fairlead_venvs import VenvBuildError, VenvSpec, VenvTimeoutError, create_local_venv, prune
 from fairlead_venvs._build.node_task import build_here
-from fairlead_venvs._build.uv import DECIDING, NOT_INHERITED, Deadline, Session, is_neutral
+from fairlead_venvs._build.uv import Deadline, Session, is_deciding
 from fairlead_venvs._planning.plan import plan_venv, read_draft
 from fairlead_venvs._planning.requirements import RESOLVED, Resolution
-
-# Variables of uv about interpreters, output and checks, which do not change the result.
-OTHERS = r"UV_(MANAGED_PYTHON|NO_MANAGED_PYTHON|PYTHON_.*|NO_VERIFY_HASHES|REQUIRE_HASHES|PREVIEW.*|VENV_CLEAR|SHOW_.*)"
-
 
 VERSION = "import alpha; print(alpha.version)"
 
@@ -192,49 +188,21 @@ def test_settings_of_the_driver(links, tools, elsewhere, tmp_path, monkeypatch):
     assert tools.says(elsewhere(plans[4]), VERSION) == "1.0"
 
 
-def test_configuration_file(links, tools, elsewhere, tmp_path, monkeypatch):
-    """uv's configuration that a variable names is sent and counts, without its credentials."""
-    config = tmp_path / "some uv.toml"
-    text = f'find-links = ["{links}"]\nno-index = true\n'
-    config.write_text(text)
-    monkeypatch.delenv("UV_FIND_LINKS", raising=False)
-    monkeypatch.setenv("UV_CONFIG_FILE", str(config))
-    plan = plan_venv(VenvSpec(requirements=["alpha"]))
-    keys = {plan.recipe.request}
-    for more in ("# https://me:mellon@h/\n", "# https://me:opensesame@h/\n"):
-        config.write_text(text + more)
-        keys.add(read_draft(VenvSpec(requirements=["alpha"])).recipe.request)
-    assert len(keys) == 2
-    config.unlink()
-    monkeypatch.delenv("UV_CONFIG_FILE")
-    assert tools.says(elsewhere(plan, "it's a node"), VERSION) == "1.0"
-    monkeypatch.setenv("UV_CONFIG_FILE", str(config))
-    with pytest.raises(ValueError, match=r"UV_CONFIG_FILE names .*some uv.toml, which cannot be read"):
+@pytest.mark.parametrize("name", ["UV_CONFIG_FILE", "UV_BUILD_CONSTRAINT"])
+def test_files_that_are_not_sent(name, monkeypatch):
+    """A file that every node would need is refused by the name of its variable."""
+    with pytest.raises(ValueError, match=f"{name} names a file that the nodes may lack. Unset it"):
+        read_draft(VenvSpec(requirements=["alpha"], env={name: "/some/file"}))
+    monkeypatch.setenv(name, "/some/file")
+    with pytest.raises(ValueError, match=f"{name} names a file that the nodes may lack. Unset it"):
         read_draft(VenvSpec(requirements=["alpha"]))
 
 
-def test_build_constraints(elsewhere, tools, links, make_project, tmp_path, monkeypatch):
-    """Constraints for building source distributions are sent to the nodes."""
-    tools.make_wheel(links, "needed", "1.0")
-    tools.make_wheel(links, "needed", "2.0")
-    folder = make_project("delta", dependencies=[], lock=False)
-    pyproject, backend = folder / "pyproject.toml", folder / "backend.py"
-    pyproject.write_text(pyproject.read_text().replace("requires = []", 'requires = ["needed"]'))
-    info, more = 'wheel.writestr(f"{stem}.dist-info/', 'BUILT_WITH", needed.version)\n        '
-    backend.write_text("import needed" + backend.read_text().replace(f"{info}WHEEL", f"{info}{more}{info}WHEEL"))
-    command = [find_uv_bin(), "build", "--sdist", "--out-dir", str(links), str(folder), "--no-build-isolation"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    (tmp_path / "needed.py").touch()
-    subprocess.run([*command, "--python", sys.executable], env=env, check=True, capture_output=True)
-    constraints = tmp_path / "build.txt"
-    constraints.write_text("needed<2\n")
-    monkeypatch.setenv("UV_BUILD_CONSTRAINT", str(constraints))
-    plan = plan_venv(VenvSpec(requirements=["delta"], no_index=True, env={"UV_FIND_LINKS": str(links)}))
-    monkeypatch.delenv("UV_BUILD_CONSTRAINT")
-    constraints.unlink()
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache of the node"))
-    code = "import importlib.metadata as m; print(m.distribution('delta').read_text('BUILT_WITH'))"
-    assert tools.says(elsewhere(plan, "it's a node"), code) == "1.0"
+def test_constraints_that_cannot_be_read(monkeypatch):
+    """A file of this machine that is missing is named with its variable."""
+    monkeypatch.setenv("UV_CONSTRAINT", "/nowhere/constraints.txt")
+    with pytest.raises(ValueError, match=r"UV_CONSTRAINT names /nowhere/constraints.txt, which cannot be read"):
+        read_draft(VenvSpec(requirements=["alpha"]))
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -281,15 +249,16 @@ def test_prune(spec, root):
 
 
 def test_variables_of_uv():
-    """Every variable that uv's help names is listed as deciding the result or not."""
+    """Every variable that uv's help names counts, unless it is known to be neutral or belongs to one environment."""
     named = set()
     for command in (["pip", "compile"], ["pip", "install"], ["venv"], ["sync"], ["build"]):
         shown = subprocess.run([find_uv_bin(), *command, "--help"], capture_output=True, text=True, check=True).stdout
         named |= set(re.findall(r"env: (UV_\w+)", shown))
     assert len(named) > 20
-    known = {*DECIDING, *NOT_INHERITED}
-    assert [one for one in sorted(named - known) if not is_neutral(one) and not re.fullmatch(OTHERS, one)] == []
-    assert [one for one in DECIDING if is_neutral(one) or one in NOT_INHERITED] == []
+    deciding = {one for one in named if is_deciding(one)}
+    assert {"UV_INDEX", "UV_NO_BINARY", "UV_RESOLUTION", "UV_TORCH_BACKEND"} <= deciding
+    assert [one for one in deciding if re.fullmatch(r"UV_(CACHE|MANAGED|NO_MANAGED|PYTHON).*", one)] == []
+    assert is_deciding("UV_A_VARIABLE_OF_TOMORROW")
 
 
 def test_complete_is_pure(spec):

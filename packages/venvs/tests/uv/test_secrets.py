@@ -97,16 +97,10 @@ def test_project(make_project, project_spec, root):
     assert create_local_venv(spec) == python
 
 
-def test_setup_hides_its_secrets(root):
-    """Credentials in the setup command are used, count, and are shown nowhere."""
-    setup = ["sh", "-c", "echo $0 $1 $2 $3 TOKEN=opensesame; exit 3", "--password", "mellon-1", "https://u:speak-2@h/"]
-
-    def spec(password):
-        return VenvSpec(requirements=[], setup=[*setup[:4], password, *setup[5:]])
-
+def test_secrets_of_the_setup(root):
+    """The setup command gets a secret by a variable; what it prints is redacted."""
+    setup = ["sh", "-c", "echo token $HF_TOKEN; exit 3"]
     with pytest.raises(VenvBuildError) as caught:
-        create_local_venv(spec("mellon-1"))
-    shown = str(caught.value) + repr(spec("mellon-1"))
-    assert [secret for secret in ("opensesame", "mellon-1", "speak-2") if secret in shown] == []
-    assert "TOKEN=***" in shown
-    assert spec("mellon-1").fingerprint() != spec("mellon-2").fingerprint()
+        create_local_venv(VenvSpec(requirements=[], setup=setup, env={"HF_TOKEN": "opensesame"}))
+    assert "token ***" in str(caught.value)
+    assert "opensesame" not in str(caught.value)

@@ -88,8 +88,6 @@ def _choose_variables(recipe: Recipe, stage: Path) -> dict[str, str]:
     absolute = [link if "://" in link else str(stage / link) for link in recipe.links]
     if links := [link for link in absolute if "://" in link or os.path.isdir(link)]:
         variables["UV_FIND_LINKS"] = ",".join(links)
-    if recipe.config:
-        variables["UV_CONFIG_FILE"] = str(stage / recipe.config)
     return variables
 
 
@@ -146,8 +144,6 @@ def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
             # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
             *("pip", "install", "--python", python, "--no-deps", "-r", "-"),
             cwd=stage,
-            # Relative: uv would take a space in a path for the end of a name.
-            env={"UV_BUILD_CONSTRAINT": " ".join(recipe.build_constraints)} if recipe.build_constraints else None,
             stdin="\n".join(recipe.requirements) + "\n",
             failed="uv could not install the requirements",
         )

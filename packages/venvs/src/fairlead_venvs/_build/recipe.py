@@ -30,8 +30,6 @@ class Recipe:
         project: folder of the project's lock among the files.
         wheels: files to install last, without their dependencies.
         links: folders among the files, URLs, and folders that a machine may have, where uv finds distributions.
-        config: uv's configuration among the files; empty if there is none.
-        build_constraints: constraints for building source distributions, among the files or URLs.
         no_index: use no package index.
         env: variables for uv and for the setup command.
         setup: a command that runs in the environment at the end.
@@ -51,8 +49,6 @@ class Recipe:
     project: str
     wheels: tuple[str, ...]
     links: tuple[str, ...]
-    config: str
-    build_constraints: tuple[str, ...]
     no_index: bool
     env: Mapping[str, str]
     setup: tuple[str, ...]

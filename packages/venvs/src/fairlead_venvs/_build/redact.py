@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redacts credentials in everything that is printed, raised, written or hashed."""
 
-import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from urllib.parse import unquote
 
 REDACTED = "***"
@@ -20,8 +19,6 @@ SECRET_WORDS = frozenset(
     {"APIKEY", "CREDENTIAL", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN", "USERNAME"}
 )
 SECRET_PAIRS = frozenset({("ACCESS", "KEY"), ("API", "KEY"), ("PRIVATE", "KEY")})
-ASSIGNED = r"([A-Za-z][\w-]*)=([^\s'\";&|)]+)"
-AUTHORIZATION = r"\bauthorization:\s*(?:(?:basic|bearer|token)\s+)?([^\s'\";&|)]+)"
 
 
 def is_secret_name(name: str) -> bool:
@@ -41,33 +38,6 @@ def find_secrets(texts: Iterable[str]) -> frozenset[str]:
             hidden = password or user
             found |= {match[2], hidden, unquote(match[2]), unquote(hidden)}
     return frozenset(one for one in found if len(one) > 3)
-
-
-def find_command_secrets(arguments: Sequence[str]) -> frozenset[str]:
-    """Return the credentials in a command: in its URLs, options, assignments and headers.
-
-    >>> sorted(find_command_secrets(["fetch", "--token", "abcdef", "--retries=3", "PASSWORD=opensesame"]))
-    ['abcdef', 'opensesame']
-    """
-    found = set(find_secrets(arguments))
-    for text in arguments:
-        found |= {value for name, value in re.findall(ASSIGNED, text) if is_secret_name(name)}
-        found |= set(re.findall(AUTHORIZATION, text, flags=re.IGNORECASE))
-    # A script may be one argument: `sh -c "fetch --token abc"`.
-    words = [word for argument in arguments for word in argument.split()]
-    options = itertools.pairwise(words)
-    found |= {value for option, value in options if re.fullmatch(r"--?[\w-]+", option) and is_secret_name(option)}
-    # A reference to a variable does not show its value.
-    return frozenset(one for one in found if len(one) > 3 and not one.startswith(("$", "-")))
-
-
-def digest_secret(name: str, value: str) -> str:
-    """Return a digest that equal secrets share, and from which guessing a secret is too expensive.
-
-    scrypt with the parameters of RFC 7914, section 2; the name is the salt, so that the digest is the same everywhere.
-    """
-    salt = f"fairlead-venvs:{name}".encode()
-    return hashlib.scrypt(value.encode(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
 
 
 def ambient_secrets() -> frozenset[str]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs uv and the other commands of a build: without a shell, until a deadline, keeping the last lines of output.
-
-The variables that uv reads are listed by purpose. A test compares the lists with the help of uv.
-"""
+"""Runs uv and the other commands of a build: without a shell, until a deadline, keeping the last lines of output."""
 
 import contextlib
 import math
@@ -56,39 +53,19 @@ NOT_INHERITED = (
 )
 DEFAULT_INDEXES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL")
 INDEXES = (*DEFAULT_INDEXES, "UV_EXTRA_INDEX_URL", "UV_INDEX")
-# Their values are the paths of files, separated by spaces.
-FILES = ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE", "UV_CONSTRAINT", "UV_EXCLUDE", "UV_OVERRIDE")
-# Variables that decide which distributions uv finds and chooses, and how it builds them.
-DECIDING = (
-    *INDEXES,
-    *FILES,
-    "UV_AMD_GPU_ARCHITECTURE",
-    "UV_CUDA_DRIVER_VERSION",
-    "UV_EXCLUDE_NEWER",
-    "UV_EXCLUDE_NEWER_PACKAGE",
-    "UV_FIND_LINKS",
-    "UV_FORK_STRATEGY",
-    "UV_GIT_LFS",
-    "UV_INDEX_STRATEGY",
-    "UV_NO_BINARY",
-    "UV_NO_BINARY_PACKAGE",
-    "UV_NO_BUILD",
-    "UV_NO_BUILD_ISOLATION",
-    "UV_NO_BUILD_PACKAGE",
-    "UV_NO_CONFIG",
-    "UV_NO_SOURCES",
-    "UV_NO_SOURCES_PACKAGE",
-    "UV_PRERELEASE",
-    "UV_PRERELEASE_PACKAGE",
-    "UV_RESOLUTION",
-    "UV_TORCH_BACKEND",
-)
-# Prefixes of variables that decide how something is built, and not its content.
+# Their values are the paths of files, separated by spaces. They are used for the resolution only, on the driver.
+FILES = ("UV_CONSTRAINT", "UV_EXCLUDE", "UV_OVERRIDE")
+# Every node would need the files that these name.
+REFUSED = ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE")
+# Prefixes of variables that say how something is built, or that other commands of uv read. Each node has its own. Every
+# other variable of uv counts.
 NEUTRAL = (
     *("ALL_PROXY", "HTTP", "NO_PROXY", "RUST_LOG", "SSL_"),
-    *("UV_CACHE_DIR", "UV_COMPILE_BYTECODE", "UV_CONCURRENT_", "UV_CUSTOM_COMPILE_COMMAND", "UV_HTTP_"),
-    *("UV_INSECURE_HOST", "UV_KEYRING_PROVIDER", "UV_LINK_MODE", "UV_LOG_", "UV_NATIVE_TLS", "UV_NO_CACHE"),
-    *("UV_NO_PROGRESS", "UV_OFFLINE", "UV_REQUEST_", "UV_SYSTEM_CERTS"),
+    *("UV_CACHE_DIR", "UV_COMPILE_BYTECODE", "UV_CONCURRENT_", "UV_CREDENTIALS_DIR", "UV_CUSTOM_COMPILE_COMMAND"),
+    *("UV_ENV_FILE", "UV_GITHUB_TOKEN", "UV_HTTP_", "UV_INIT_", "UV_INSECURE_HOST", "UV_INSTALL", "UV_KEYRING"),
+    *("UV_LINK_MODE", "UV_LOG_", "UV_MANAGED_PYTHON", "UV_NATIVE_TLS", "UV_NO_CACHE", "UV_NO_ENV_FILE"),
+    *("UV_NO_MANAGED_PYTHON", "UV_NO_PROGRESS", "UV_OFFLINE", "UV_PUBLISH_", "UV_PYTHON_", "UV_REQUEST_", "UV_RUN_"),
+    *("UV_SHOW_", "UV_SYSTEM_CERTS", "UV_TOOL_", "UV_VENV_CLEAR"),
 )
 # Credentials give access to an index and do not decide its content, so a new password is not a new environment.
 INDEX_CREDENTIAL = r"UV_INDEX_\w+_(USERNAME|PASSWORD)"
@@ -102,6 +79,11 @@ def is_neutral(name: str) -> bool:
 def is_index_credential(name: str) -> bool:
     """Return whether a variable holds a credential of a package index."""
     return re.fullmatch(INDEX_CREDENTIAL, name) is not None
+
+
+def is_deciding(name: str) -> bool:
+    """Return whether uv may install something else with another value of a variable."""
+    return name.startswith("UV_") and not (is_neutral(name) or is_index_credential(name) or name in NOT_INHERITED)
 
 
 MINIMUM = (0, 8, 0)
@@ -193,9 +175,9 @@ class Runner:
         self._show = session.show
         self._uv = ""
         self._umask = umask
-        left_out = {*NOT_INHERITED, *DECIDING}
         ambient = os.environ if session.variables is None else session.variables
-        inherited = {name: value for name, value in ambient.items() if name not in left_out}
+        kept = [name for name in ambient if name not in NOT_INHERITED and not is_deciding(name)]
+        inherited = {name: ambient[name] for name in kept}
         self.env = {**inherited, "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
 
     def uv(

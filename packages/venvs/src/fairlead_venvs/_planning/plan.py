@@ -16,7 +16,7 @@ from .._build.store import FORMAT, check_name, venv_root
 from .._build.uv import Runner, Session
 from .project import Project, read_project
 from .requirements import Resolution, installed_lines, is_wheel, resolve
-from .settings import Settings, digest_secrets, read_settings
+from .settings import Settings, read_settings
 from .spec import BaseSpec
 from .wheel import ensure_wheel, hash_file
 
@@ -85,7 +85,7 @@ def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
     project = read_project(spec)
     settings = read_settings(spec, project=project.deciding if project else "")
     secrets = settings.secrets
-    files = list(settings.files)
+    files: list[File] = []
     links = [*settings.links]
     python = spec.python or this_python()
     facts: dict[str, Any] = {
@@ -100,8 +100,6 @@ def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
         "setup": [redact(argument, secrets) for argument in spec.setup],
         "system_site_packages": os.path.realpath(sys.executable) if spec.system_site_packages else False,
     }
-    if digests := digest_secrets(spec):
-        facts["secrets"] = digests
     lines: tuple[str, ...] | None = None
     wheels: tuple[str, ...] = ()
     folder = ""
@@ -136,8 +134,6 @@ def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
         project=folder,
         wheels=wheels,
         links=tuple(links),
-        config=settings.config,
-        build_constraints=settings.build_constraints,
         no_index=spec.no_index,
         env=settings.env,
         setup=tuple(spec.setup),

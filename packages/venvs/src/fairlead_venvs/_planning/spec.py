@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from .._build.redact import find_command_secrets, is_secret_name, redact
+from .._build.redact import is_secret_name, redact
 from .._build.uv import NOT_INHERITED
 from .requirements import normalise
 
@@ -170,7 +170,7 @@ class BaseSpec:
         if "env" in shown:
             shown["env"] = {name: "***" if is_secret_name(name) else value for name, value in self.env.items()}
         text = f"VenvSpec({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-        return redact(text, find_command_secrets(self.setup))
+        return redact(text)
 
 
 def _resolve_link(link: str) -> str:
