@@ -86,9 +86,7 @@ def register(spec: VenvSpec) -> None:
 
 
 def tidy(spec: VenvSpec) -> None:
-    def seen(measured: int, of: int) -> None: ...
-
-    venvs = list_venvs(sizes=False, seen=seen)
+    venvs = list_venvs(sizes=False)
     assert_type(venvs, list[Venv])
     assert_type(prune(["name", spec, *venvs], older_than=timedelta(days=1), dry_run=True), list[Venv])
     assert_type(prune(older_than=60), list[Venv])

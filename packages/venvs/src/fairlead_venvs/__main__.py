@@ -18,7 +18,6 @@ from ._cluster.rpc import CLIENT_REMEDY, abbreviate
 from ._housekeeping import Venv, list_venvs, prune
 from ._local import create_local_venv
 from ._prefetch import prefetch
-from ._progress import Bars
 from ._ray_private import announced_address
 from ._spec import VenvSpec
 from .exceptions import VenvError, VenvNodesError
@@ -122,8 +121,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    with Bars() as bars:
-        venvs = list_venvs(seen=lambda done, total: bars.update("measuring", done, total))
+    venvs = list_venvs()
     _print_venvs(venvs, f"{len(venvs)} in {venv_root()}")
     return 0
 

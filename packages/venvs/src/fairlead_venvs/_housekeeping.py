@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,11 @@ class Venv:
     pids: tuple[int, ...]
 
 
-def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = None) -> list[Venv]:
+def list_venvs(*, sizes: bool = True) -> list[Venv]:
     """Return the complete environments of this machine, sorted by name.
 
     Args:
         sizes: measure their sizes, which takes about a second for every hundred thousand files.
-        seen: is called with the number of environments that are done, and the number of all.
     """
     root = venv_root()
     manifests = {path: manifest for path in _list_folders(root) if (manifest := read_manifest(path)) is not None}
@@ -97,8 +96,6 @@ def list_venvs(*, sizes: bool = True, seen: Callable[[int, int], None] | None = 
                 **{name: manifest[name] for name in ("about", "ray", "fingerprint", "request", "built_at")},
             )
         )
-        if seen is not None:
-            seen(len(venvs), len(manifests))
     return venvs
 
 

@@ -7,7 +7,7 @@ from ._build.build import ensure_venv, find_venv
 from ._build.recipe import Outcome
 from ._build.uv import Deadline, Session, start_deadline
 from ._planning.plan import Plan, plan_venv
-from ._progress import Bars
+from ._progress import Status
 from ._spec import VenvSpec, as_spec
 
 
@@ -44,17 +44,17 @@ def create_local_venv(
     """
     spec = as_spec(py_executable)
     deadline = start_deadline(timeout_s)
-    with Bars() as bars:
-        session = Session(deadline, bars.line(venv_name or "environment"))
+    with Status() as status:
+        session = Session(deadline, status.line(venv_name or "environment"))
         plan = plan_venv(spec, venv_name, session, refresh=force_rebuild)
-        return ensure_here(plan, deadline, bars, force=force_rebuild).python
+        return ensure_here(plan, deadline, status, force=force_rebuild).python
 
 
-def ensure_here(plan: Plan, deadline: Deadline, bars: Bars, *, force: bool = False) -> Outcome:
+def ensure_here(plan: Plan, deadline: Deadline, status: Status, *, force: bool = False) -> Outcome:
     """Return the environment of a plan on this machine, and build it first if it is missing or `force` is given."""
     recipe = plan.recipe
     if not force and (ready := find_venv(recipe.folder, recipe.fingerprint)) is not None:
         return ready
-    session = Session(deadline, bars.line(os.path.basename(recipe.folder)))
+    session = Session(deadline, status.line(os.path.basename(recipe.folder)))
     plan.check_lock(session)
     return ensure_venv(recipe, lambda: plan.files, session, force=force)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the environments of many worker classes ready at once, before they are needed."""
 
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ._build.recipe import Outcome
@@ -13,12 +11,11 @@ from ._cluster.rpc import alive_nodes
 from ._local import ensure_here
 from ._planning.plan import Plan, plan_venv
 from ._planning.spec import is_uv_command
-from ._progress import Bars
+from ._progress import Status
 from ._registry import get_actor_python_env, known_actor_environments
 from ._spec import as_spec
 from .exceptions import VenvError
 
-AT_ONCE = 4
 # In the place of a node, for this machine.
 HERE = ""
 
@@ -50,24 +47,24 @@ def prefetch(
     plans: dict[str, Plan] = {}
     wanted = list(dict.fromkeys(classes)) or list(known_actor_environments())
     nodes = alive_nodes() if cluster else None
-    with Bars(shown=progress) as bars:
+    with Status(shown=progress) as status:
         for fqn in wanted:
             try:
                 what = get_actor_python_env(fqn)
                 if isinstance(what, str) and not is_uv_command(what):
                     done[fqn] = Fetched(fqn, "skipped", what)
                 else:
-                    plans[fqn] = plan_venv(as_spec(what), None, Session(deadline, bars.line("wheels")))
+                    plans[fqn] = plan_venv(as_spec(what), None, Session(deadline, status.line("wheels")))
             except (ValueError, TypeError, VenvError) as error:
                 done[fqn] = Fetched(fqn, "failed", str(error))
         distinct = {plan.recipe.folder: plan for plan in plans.values()}
-        answers = provision(distinct, nodes, deadline, bars) if nodes else _provision_here(distinct, deadline, bars)
+        answers = provision(distinct, nodes, deadline, status) if nodes else _provision_here(distinct, deadline, status)
     reported: set[str] = set()
     for fqn, plan in plans.items():
-        status, detail = _summarise(plan.recipe.folder, answers)
+        outcome, detail = _summarise(plan.recipe.folder, answers)
         # Of several classes with equal content, the first one is reported as built.
-        repeated = status == "built" and plan.recipe.folder in reported
-        done[fqn] = Fetched(fqn, "reused" if repeated else status, detail)
+        repeated = outcome == "built" and plan.recipe.folder in reported
+        done[fqn] = Fetched(fqn, "reused" if repeated else outcome, detail)
         reported.add(plan.recipe.folder)
     return [done[fqn] for fqn in wanted]
 
@@ -80,14 +77,11 @@ def _summarise(folder: str, answers: Answers) -> tuple[str, str]:
     return "built" if any(one.built for one in ready) else "reused", ready[0].python
 
 
-def _provision_here(plans: Mapping[str, Plan], deadline: Deadline, bars: Bars) -> Answers:
-    def build(folder: str) -> Outcome | VenvError:
+def _provision_here(plans: Mapping[str, Plan], deadline: Deadline, status: Status) -> Answers:
+    answers: Answers = {}
+    for folder, plan in plans.items():
         try:
-            outcome = ensure_here(plans[folder], deadline, bars)
+            answers[folder, HERE] = ensure_here(plan, deadline, status)
         except VenvError as error:
-            return error
-        bars.update(os.path.basename(folder), 1, 1)
-        return outcome
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return {(folder, HERE): answer for folder, answer in zip(plans, pool.map(build, plans), strict=True)}
+            answers[folder, HERE] = error
+    return answers

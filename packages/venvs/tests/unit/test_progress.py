@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars."""
+"""The status line."""
 
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
-from fairlead_venvs._progress import Bars
+from fairlead_venvs._progress import Status
 
 
-def test_bars_from_many_threads(monkeypatch):
-    """Several builds report at once, and one display has a bar for each."""
+def test_a_status_on_a_terminal(monkeypatch, capsys):
+    """Work that takes long shows its step on a terminal, and what looks like markup is shown as it is."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("fairlead_venvs._progress.QUIET_S", 0.0)
-    names = [f"venv-{number}" for number in range(8)]
-    together = threading.Barrier(len(names))
-
-    def report(bars, name):
-        together.wait(60)
-        bars.update(name, 0, 1, "Resolved")
-        bars.update(name, 0, 1, "Installed")
-
-    often = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(40):
-            with Bars() as bars, ThreadPoolExecutor(len(names)) as pool:
-                for future in [pool.submit(report, bars, name) for name in names]:
-                    future.result()
-                assert sorted(task.description for task in bars._progress.tasks) == names
-    finally:
-        sys.setswitchinterval(often)
+    with Status() as status:
+        status.line("venv-1")("Resolved [bold]x")
+        assert str(status._line.status).endswith("Resolved \\[bold]x")
+    with Status(shown=False) as hidden:
+        hidden.update("venv-1", "Resolved")
+    assert hidden._line is None

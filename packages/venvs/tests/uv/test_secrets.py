@@ -9,7 +9,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
-from fairlead_venvs._progress import Bars
+from fairlead_venvs._progress import Status
 
 USER, PASSWORD = "reader", "hun%40ter2-s3cret"
 
@@ -56,7 +56,7 @@ def hidden_in(text):
 def test_nowhere(index, way, root, capfd, monkeypatch):
     """A password of an index is in no file, no output, no text of a spec, and no fingerprint."""
     shown = []
-    monkeypatch.setattr(Bars, "update", lambda self, *update: shown.append(str(update)))
+    monkeypatch.setattr(Status, "update", lambda self, *update: shown.append(str(update)))
 
     def spec(password, *requirements):
         url = f"http://{USER}:{password}@{index}/simple"

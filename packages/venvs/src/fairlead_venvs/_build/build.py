@@ -91,6 +91,7 @@ def _choose_variables(recipe: Recipe, stage: Path) -> dict[str, str]:
     return variables
 
 
+LINES = "requirements.txt"
 PROBE = """\
 import importlib.metadata as metadata, json, platform, sys
 try:
@@ -140,11 +141,11 @@ def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
     elif recipe.requirements:
         # An empty uv.toml ends the search for settings in the folders above.
         (stage / "uv.toml").touch()
+        # A file that only this user can read: a requirement may be a URL with credentials.
+        (stage / LINES).write_text("\n".join(recipe.requirements) + "\n", encoding="utf-8")
         runner.uv(
-            # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
-            *("pip", "install", "--python", python, "--no-deps", "-r", "-"),
+            *("pip", "install", "--python", python, "--no-deps", "-r", LINES),
             cwd=stage,
-            stdin="\n".join(recipe.requirements) + "\n",
             failed="uv could not install the requirements",
         )
     if recipe.wheels:

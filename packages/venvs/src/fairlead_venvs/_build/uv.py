@@ -9,9 +9,8 @@ import shlex
 import shutil
 import signal
 import subprocess
-import threading
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +86,11 @@ def is_deciding(name: str) -> bool:
 
 
 MINIMUM = (0, 8, 0)
+# The last lines of output that are kept, and the bytes in which they are looked for.
 LINES = 50
+TAIL_BYTES = 1 << 16
+# Seconds between two looks at the output of a command that runs.
+SHOW_S = 0.2
 
 
 class Deadline:
@@ -180,71 +183,53 @@ class Runner:
         inherited = {name: ambient[name] for name in kept}
         self.env = {**inherited, "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
 
-    def uv(
-        self, *arguments: str, cwd: Path, failed: str, env: Mapping[str, str] | None = None, stdin: str = ""
-    ) -> None:
+    def uv(self, *arguments: str, cwd: Path, failed: str, env: Mapping[str, str] | None = None) -> None:
         """Run a command of uv, as `run` does."""
         self._uv = self._uv or find_uv(self.deadline)
-        self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed, env=env, stdin=stdin)
+        self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed, env=env)
 
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        cwd: Path,
-        failed: str,
-        env: Mapping[str, str] | None = None,
-        stdin: str = "",
-    ) -> str:
+    def run(self, command: Sequence[str], *, cwd: Path, failed: str, env: Mapping[str, str] | None = None) -> str:
         """Run a command and return the last lines that it printed. At the deadline, it is killed with its children."""
         shown = redact(shlex.join(command), self._secrets)
-        try:
-            # A group of its own, so that its children end with it.
-            process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env={**self.env, **(env or {})},
-                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                process_group=0,
-                umask=self._umask,
-            )
-        except OSError as error:
-            raise VenvBuildError(redact(f"{failed}: {error}", self._secrets), shown) from None
-        lines: deque[str] = deque(maxlen=LINES)
-        reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
-        reader.start()
-        if stdin:
-            # In a thread: input that is not read does not fit into the pipe, and would block past the deadline.
-            threading.Thread(target=_write, args=(process, stdin), daemon=True).start()
-        try:
-            code = process.wait(self.deadline.left())
-        except subprocess.TimeoutExpired:
-            raise VenvTimeoutError(shown, self.deadline.timeout_s) from None
-        finally:
-            if process.returncode is None:  # else its id may be that of another process by now
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            # A process that outlives the command may hold the pipe open, so this does not wait for its end.
-            reader.join(1)
+        # A file, as a process that outlives the command may hold a pipe open.
+        with tempfile.TemporaryFile() as output:
+            try:
+                # A group of its own, so that its children end with it.
+                process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env={**self.env, **(env or {})},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                    umask=self._umask,
+                )
+            except OSError as error:
+                raise VenvBuildError(redact(f"{failed}: {error}", self._secrets), shown) from None
+            try:
+                while (code := self._poll(process)) is None:
+                    if not self.deadline.left():
+                        raise VenvTimeoutError(shown, self.deadline.timeout_s)
+                    if self._show is not None and (lines := self._read_lines(output.fileno())):
+                        self._show(lines[-1])
+            finally:
+                if process.returncode is None:  # else its id may be that of another process by now
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            lines = self._read_lines(output.fileno())
         if code:
-            raise VenvBuildError(f"{failed} (exit status {code}).", shown, list(lines))
+            raise VenvBuildError(f"{failed} (exit status {code}).", shown, lines)
         return "\n".join(lines)
 
-    def _read(self, process: "subprocess.Popen[str]", lines: "deque[str]") -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                lines.append(redact(line.rstrip("\n"), self._secrets))
-                if self._show is not None:
-                    self._show(lines[-1])
+    def _poll(self, process: "subprocess.Popen[bytes]") -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(SHOW_S, self.deadline.left()))
+        return None
 
-
-def _write(process: "subprocess.Popen[str]", text: str) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(text)
+    def _read_lines(self, file: int) -> list[str]:
+        """Return the last lines of the output. The position in the file is that of the command's next write."""
+        size = os.fstat(file).st_size
+        text = os.pread(file, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
+        return [redact(line, self._secrets) for line in text.splitlines()[-LINES:]]

@@ -9,7 +9,7 @@ from .._build import node_task
 from .._build.recipe import Outcome
 from .._build.uv import Deadline, Session, start_deadline
 from .._planning.plan import Plan, plan_venv
-from .._progress import Bars
+from .._progress import Status
 from .._spec import VenvSpec, as_spec
 from ..exceptions import VenvBuildError, VenvError, VenvNodesError
 from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
@@ -40,7 +40,7 @@ def create_local_venv_on_each_node(
         venv_name: first part of the folder's name, a plain word; by default the project's name.
         nodes: Ray's ids of some nodes, such as one that has just joined; by default all alive nodes.
         timeout_s: for everything together, in seconds.
-        progress: show bars on a terminal.
+        progress: show a status line on a terminal.
 
     Returns:
         Path of `bin/python`, the same on all nodes: the driver's folder (`FAIRLEAD_VENV_DIR`) is used on each.
@@ -82,11 +82,11 @@ def ensure_on_nodes(
     specs: Iterable[VenvSpec], name: str | None, nodes: Nodes, deadline: Deadline, *, progress: bool
 ) -> list[dict[str, Outcome]]:
     """Do the same as `ensure_venvs`, and return for each environment the answers of the nodes."""
-    with Bars(shown=progress) as bars:
-        session = Session(deadline, bars.line("preparing"))
+    with Status(shown=progress) as status:
+        session = Session(deadline, status.line("preparing"))
         plans = [plan_venv(spec, name, session) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
-        answers = provision(distinct, nodes, deadline, bars)
+        answers = provision(distinct, nodes, deadline, status)
     errors = {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
     for (_, node), error in errors.items():
         if node == DRIVER:
@@ -101,7 +101,7 @@ def ensure_on_nodes(
     return [{node: one for (folder, node), one in ready.items() if folder == plan.recipe.folder} for plan in plans]
 
 
-def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars: Bars) -> Answers:
+def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, status: Status) -> Answers:
     """Make environments ready on nodes: look on each node first, which is all there is to do most of the time.
 
     The result leaves out the nodes that are draining. The node is DRIVER for an error before any node was called.
@@ -118,7 +118,7 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
         if lacking := [node for (one, node), answer in answers.items() if one == folder and answer is None]:
             try:
                 _check_size(plan)
-                plan.check_lock(Session(deadline, bars.line(os.path.basename(folder))))
+                plan.check_lock(Session(deadline, status.line(os.path.basename(folder))))
                 missing[folder] = lacking
             except VenvError as error:
                 failed[folder, DRIVER] = error
@@ -128,9 +128,9 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, bars:
 
     def report(pending: Sequence[tuple[str, str]]) -> None:
         for folder in missing:
-            waiting = [nodes.labels[node] for where, node in pending if where == folder]
-            doing = f"waiting for {abbreviate(waiting)}" if waiting else ""
-            bars.update(os.path.basename(folder), len(nodes.labels) - len(waiting), len(nodes.labels), doing)
+            if waiting := [nodes.labels[node] for where, node in pending if where == folder]:
+                done = f"{len(nodes.labels) - len(waiting)} of {len(nodes.labels)} nodes"
+                status.update(f"{os.path.basename(folder)}: {done}", f"waiting for {abbreviate(waiting)}")
 
     answers |= run_on_nodes(builds, nodes, doing="building the environment", deadline=deadline, report=report)
     return {key: answer for key, answer in (failed | answers).items() if answer is not None}

@@ -49,7 +49,7 @@ def ensure_worker_env(
             worker class whose environment is registered.
         nodes: Ray's ids of the nodes on which workers will start; by default all alive nodes.
         timeout_s: for everything together, in seconds.
-        progress: show bars on a terminal.
+        progress: show a status line on a terminal.
 
     Raises:
         TypeError, ValueError: the arguments do not describe an environment or a time limit; a class is not registered;

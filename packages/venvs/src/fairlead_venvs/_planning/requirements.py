@@ -18,7 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from .._build.build import choose_interpreter, lay_out
+from .._build.build import LINES, choose_interpreter, lay_out
 from .._build.permissions import find_fault, share
 from .._build.publish import make_once
 from .._build.recipe import File, Recipe
@@ -154,16 +154,16 @@ def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -
     """Return uv's list of everything to install. This machine need not have an interpreter of the requested version."""
     # An empty uv.toml ends the search for settings in the folders above.
     (aside / "uv.toml").touch()
+    # In a folder that only this user can enter: a requirement may be a URL with credentials.
+    (aside / LINES).write_text("\n".join(lines) + "\n", encoding="utf-8")
     ours = choose_interpreter(draft.python, draft.implementation) == sys.executable
     runner.uv(
         *("pip", "compile", "--python", sys.executable, *([] if ours else ["--python-version", draft.python])),
         # These override a configuration of uv.
         *("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--no-generate-hashes"),
         *("--no-universal", "--strip-extras"),
-        # By standard input: everybody can see arguments, and a requirement may be a URL with credentials.
-        *("--output-file", PINS, "-"),
+        *("--output-file", PINS, LINES),
         cwd=aside,
-        stdin="\n".join(lines) + "\n",
         failed="uv could not resolve the requirements",
     )
     return (aside / PINS).read_text(encoding="utf-8")
