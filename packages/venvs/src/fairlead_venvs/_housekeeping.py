@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds since the last use after which an environment may be removed: before, its process may be about to start.
 RECENT_S = 300.0
-# Seconds after which a wheel may be removed: it is cheap to build again, but a young one may be about to be installed.
-WHEELS_S = 3600.0
 # Seconds after the last use of a resolution in which nodes that join later get the same versions.
 RESOLUTIONS_S = 30 * 86_400.0
 FOLDER = r".+-[0-9a-f]{12}"
@@ -115,8 +113,8 @@ def prune(
     Resolutions of requirements are removed if they were not used in 30 days and no environment here has them.
 
     Args:
-        keep: environments that stay: as specs, whatever versions they were resolved to, or by folder name, path,
-            interpreter or fingerprint.
+        keep: environments that stay: as specs, whatever versions they were resolved to, or by the name or path of
+            their folder.
         older_than: time in seconds since the last use after which something may be removed. By default five minutes, as
             a process may be about to start; required on a shared folder.
         dry_run: remove nothing.
@@ -142,7 +140,7 @@ def prune(
     limit = RECENT_S if age is None else age
     kept = _select_kept(keep, venvs)
     now = _read_clock(root)
-    unused = [venv for venv in venvs if not venv.pids and not _list_names(venv) & kept]
+    unused = [venv for venv in venvs if not venv.pids and not {venv.path.name, venv.request} & kept]
     going = [venv for venv in unused if now - venv.used_at >= limit and not _hold(venv.path).is_taken()]
     if dry_run:
         return going
@@ -155,7 +153,7 @@ def prune(
     left = [*leftovers(root), *half_built, *leftovers(root / RESOLVED)]
     remove_leftovers(root, left, max(limit, RECENT_S))
     for path in {*(root / WHEELS).glob("[!.]*")}.difference(half_built):
-        if _measure_age(path, now) >= max(limit, WHEELS_S):
+        if _measure_age(path, now) >= max(limit, RECENT_S):
             shutil.rmtree(path, ignore_errors=True)
     manifests = [read_manifest(path) for path in _list_folders(root)]
     needed = kept | {manifest["request"] for manifest in manifests if manifest is not None}
@@ -218,7 +216,7 @@ def _check_not_shared(root: Path, venvs: Iterable[Venv]) -> None:
 def _select_kept(keep: Iterable[Any], venvs: Iterable[Venv]) -> set[str]:
     """Return the names of the environments to keep. A spec may be one that was never built here, a name not."""
     wanted = [(one, _key(one)) for one in keep]
-    known = {name for venv in venvs for name in _list_names(venv)}
+    known = {venv.path.name for venv in venvs}
     if unknown := [name for one, name in wanted if isinstance(one, str) and name not in known]:
         there = ", ".join(sorted(venv.path.name for venv in venvs)) or "none"
         raise ValueError(f"keep names no environment: {', '.join(unknown)}. There are: {there}. Nothing was removed.")
@@ -232,12 +230,7 @@ def _key(one: Any) -> str:
         return read_draft(one).recipe.request
     if not isinstance(one, str) or not one:
         raise TypeError(f"keep must hold specs and names, got {one!r}")
-    return one.rstrip("/")
-
-
-def _list_names(venv: Venv) -> set[str]:
-    """Return all names by which an environment may be kept."""
-    return {venv.path.name, str(venv.path), venv.python, venv.fingerprint, venv.fingerprint[:12], venv.request}
+    return os.path.basename(one.rstrip("/"))
 
 
 def _hold(path: Path) -> KernelLock:

@@ -12,7 +12,7 @@ from .permissions import choose_root, find_fault, share
 
 # Part of every fingerprint: environments of another format are other environments.
 FORMAT = 3
-FACTS = frozenset({"about", "built_at", "entries", "fingerprint", "python", "ray", "request"})
+FACTS = frozenset({"about", "built_at", "fingerprint", "python", "ray", "request"})
 MANIFEST = ".fairlead-complete.json"
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 # Every process of an environment's Python holds a shared lock on the manifest while it lives. The kernel releases it.
@@ -63,11 +63,9 @@ def lock_path(folder: Path) -> Path:
 
 
 def read_manifest(folder: str | Path, fingerprint: str | None = None) -> dict[str, Any] | None:
-    """Read the manifest of a complete environment. Takes no lock and starts no process.
+    """Read the manifest of a complete environment; None if it is missing, damaged or another one, or another user's.
 
-    Returns:
-        None if there is no environment, or its manifest is damaged or has another fingerprint than the given one, or a
-        part of the environment is missing, or another user may have written it.
+    Takes no lock and starts no process.
     """
     root, python = Path(folder).parent, python_of(folder)
     if find_fault(root, Path(folder, MANIFEST)) or find_fault(root, Path(python).parent):
@@ -78,29 +76,7 @@ def read_manifest(folder: str | Path, fingerprint: str | None = None) -> dict[st
     if fingerprint is not None and manifest["fingerprint"] != fingerprint:
         return None
     # A link: it may point to a base interpreter that has been removed.
-    return manifest if os.path.exists(python) and _has_entries(folder, manifest["entries"]) else None
-
-
-def _list_entries(folder: Path) -> dict[str, list[str]]:
-    """Return what is at the top of an environment's folders of programs and of packages, by relative path."""
-    scripts = Path(python_of(folder)).parent
-    listed = [scripts, *folder.glob("lib/python*/site-packages")]
-    # A cache comes and goes.
-    return {
-        str(one.relative_to(folder)): sorted(name for name in os.listdir(one) if name != "__pycache__")
-        for one in listed
-    }
-
-
-def _has_entries(folder: str | Path, entries: Any) -> bool:
-    """Return whether all entries are there that were there when the environment was published.
-
-    This lists two folders, takes about 50 us, and detects a package that was deleted.
-    """
-    try:
-        return all(set(names) <= set(os.listdir(os.path.join(folder, where))) for where, names in entries.items())
-    except (AttributeError, OSError, TypeError):  # a damaged manifest, or a folder that is missing
-        return False
+    return manifest if os.path.exists(python) else None
 
 
 def write_manifest(folder: Path, root: Path, facts: Mapping[str, Any]) -> None:
@@ -109,7 +85,7 @@ def write_manifest(folder: Path, root: Path, facts: Mapping[str, Any]) -> None:
         hold = packages / "fairlead_hold.pth"
         hold.write_text(HOLD, encoding="utf-8")
         share(hold, root)
-    write_facts(folder / MANIFEST, {**facts, "entries": _list_entries(folder)})
+    write_facts(folder / MANIFEST, facts)
     share(folder / MANIFEST, root)
 
 
