@@ -22,13 +22,7 @@ HERE = ""
 
 @dataclass(frozen=True)
 class Fetched:
-    """The result for the environment of one class.
-
-    Attributes:
-        fqn: full name of the class.
-        status: "built"; "reused" if it was there; "skipped" if the class has an interpreter; or "failed".
-        detail: the interpreter, or the error.
-    """
+    """The result for the environment of one class: "built", "reused", "skipped" for an interpreter, or "failed"."""
 
     fqn: str
     status: str

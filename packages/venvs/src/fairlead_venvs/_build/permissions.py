@@ -64,9 +64,6 @@ def find_fault(root: Path, path: Path) -> str:
 
     Every folder on the way must belong to this user, to root, to the owner of the folder, or to its group if the group
     may write there. Others must not be able to write to it, and it must not be a link.
-
-    Returns:
-        Empty if nobody else may, or if nothing is there.
     """
     base = root.parent if re.fullmatch(OWN, root.name) else root
     try:

@@ -14,27 +14,17 @@ File = tuple[str, "bytes | Path"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build one environment.
+    """How to build one environment. In a draft, the requirements are not resolved.
 
     Attributes:
         fingerprint: hash of everything that decides the content; empty in a draft.
         request: hash of the request, which does not depend on the versions that requirements were resolved to.
         folder: path of the environment on every machine; in a draft, that of the folder of all environments.
-        platform: result of `this_platform` on the driver.
-        python: version of the interpreter, "3.11" or "3.11.7".
-        implementation: of the interpreter, "cpython".
-        system_site_packages: whether it sees the packages of its base interpreter.
-        requirements: lines for `uv pip install --no-deps`, one for each distribution; paths are relative to the files.
-            None for a project. In a draft, the requirements that were given.
-        sync: for a project, further arguments of `uv sync`, which runs in `project`.
-        project: folder of the project's lock among the files.
+        requirements: lines for `uv pip install --no-deps`, whose paths are relative to the files; None for a project.
+        sync: for a project, further arguments of `uv sync`, which runs in the folder `project` among the files.
         wheels: files to install last, without their dependencies.
         links: folders among the files, URLs, and folders that a machine may have, where uv finds distributions.
-        no_index: use no package index.
-        env: variables for uv and for the setup command.
-        setup: a command that runs in the environment at the end.
         about: description for people in the manifest, without credentials.
-        secrets: strings that are redacted everywhere.
     """
 
     fingerprint: str

@@ -143,9 +143,6 @@ def find_users(folders: Iterable[str | Path]) -> Mapping[str, tuple[int, ...]]:
 
     A process uses a folder if it maps a file below it, or was started as its interpreter (a link, so the mapped file is
     the base interpreter), or has it as VIRTUAL_ENV, as Ray workers do, which rewrite their command line.
-
-    Returns:
-        Ids of processes in ascending order, by the real path of each folder.
     """
     # A variable may name a folder through links; a map never does.
     names = {os.path.realpath(folder): {os.path.realpath(folder), str(folder)} for folder in folders}

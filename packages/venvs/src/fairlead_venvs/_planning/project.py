@@ -113,15 +113,10 @@ DECIDING = ("build-system", "dependency-groups", "project")
 
 @dataclass(frozen=True)
 class Project(Locked):
-    """A project, read once, with its lock.
+    """A project, read once, with its lock, which is in `root`, the folder of the workspace if it is part of one.
 
-    Attributes:
-        folder: the project's folder.
-        root: the folder of its lock, which may be that of the workspace.
-        settings: pyproject.toml and uv.toml of the root, by name, as bytes.
-        deciding: the parts of the pyprojects that decide the content, without comments, as JSON.
-        folders: local projects that it needs, and itself.
-        files: paths of local distributions that the lock names, relative to the lock.
+    `settings` are the pyproject.toml and uv.toml of the root. `deciding` has the parts of the pyprojects that decide
+    the content, without comments, as JSON. The paths in `files` are relative to the lock.
     """
 
     folder: Path

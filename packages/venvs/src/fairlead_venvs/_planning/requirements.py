@@ -115,12 +115,10 @@ PLAIN_USER = "://git@"
 
 @dataclass(frozen=True)
 class Resolution:
-    """The versions that a list of requirements was resolved to.
+    """The versions that a list of requirements was resolved to: pins such as "numpy==2.4.6".
 
-    Attributes:
-        pins: distributions with their versions, "numpy==2.4.6".
-        direct: the names of the distributions that a requirement gives by URL or as a wheel, each with its commit if it
-            comes from git.
+    `direct` has the names of the distributions that a requirement gives by URL or as a wheel, with the commit if it
+    comes from git.
     """
 
     pins: tuple[str, ...] = ()

@@ -30,13 +30,8 @@ DEADLINE_S = 1800.0
 class Settings:
     """uv's settings for one spec.
 
-    Attributes:
-        env: variables for uv on every machine.
-        here: variables for uv on the driver, some of which name files of this machine.
-        counted: the settings that the fingerprint counts, without credentials; files by their content.
-        links: folders and URLs where uv finds distributions, from the driver's variables.
-        secrets: the credentials in the spec, in its project, and in the settings.
-        no_index: whether uv uses no package index.
+    `env` is for every machine. `here` is for the driver, and some of it names files of this machine. The fingerprint
+    counts `counted`, which has files by their content, and no credentials. `links` are from the driver's variables.
     """
 
     env: Mapping[str, str]
