@@ -28,9 +28,6 @@ TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 UNKNOWN = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse", "smb", "cifs", "virtiofs", "weka")
 
-# Whether locks decide in a folder, by host, process and folder.
-_deciding: dict[tuple[str, int, str], bool] = {}
-
 
 def host_id() -> str:
     """Return an id of this host that outlives a reboot. Two containers of one name have different ids.
@@ -96,15 +93,9 @@ def read_marks(folder: str | Path) -> Mapping[str, float]:
 def locks_decide(root: str | Path) -> bool:
     """Return whether a lock in a folder shows every process that holds it, as on every file system of this host alone.
 
-    Locks of a shared file system may show only the processes of one host. The answer is kept, because to look up
-    the file system takes longer than to find an environment.
+    Locks of a shared file system may show only the processes of one host.
     """
-    # Not by functools: its caches are pickled by reference, and a node need not have this package. The keys name the
-    # process, because the entries of the driver are sent to the nodes with this module.
-    key = (socket.gethostname(), os.getpid(), str(root))
-    if key not in _deciding:
-        _deciding[key] = not on_shared_file_system(root) and _has_locks(root)
-    return _deciding[key]
+    return not on_shared_file_system(root) and _has_locks(root)
 
 
 def _has_locks(folder: str | Path) -> bool:
