@@ -57,7 +57,7 @@ _handles: dict[tuple[str, str, str], Any] = {}
 _deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
 # By the same and the number of deaths there: the functions that the agent has, by the hash of their code.
 _known: dict[tuple[str, str, str, int], set[str]] = {}
-# Reentrant: a signal handler may shut a cluster down in the middle of anything.
+# Guards these, so that one agent takes the place of a dead one. Reentrant: a signal handler may shut a cluster down.
 _lock = threading.RLock()
 
 

@@ -19,7 +19,7 @@ from .._model import Node, group_pairs
 from .._plan.topology import physical_order
 from .._ray_private import (
     connection,
-    draining_nodes,
+    drain_deadlines,
     free_per_node,
     job_of_placement_group,
     live_actors,
@@ -87,7 +87,9 @@ def ask_head(
     refuse_client()
     until = _deadline.get(None)
     if timeout_s is None and until is not None:
-        timeout_s = max(0.0 if head_is_silent(LEAST_S) else LEAST_S, until - time.monotonic())
+        timeout_s = max(0.0, until - time.monotonic())
+        if timeout_s < LEAST_S and not head_is_silent(LEAST_S):
+            timeout_s = LEAST_S
     # Ray connects to a cluster on the main thread only.
     if timeout_s is None or not ray.is_initialized():
         return function(*args)
@@ -180,7 +182,7 @@ def read_nodes() -> tuple[Node, ...]:
 
 def _read_nodes() -> tuple[Node, ...]:
     free = free_per_node()
-    leaving = draining_nodes()
+    leaving = drain_deadlines()
     rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] not in leaving]
     return tuple(
         physical_order(

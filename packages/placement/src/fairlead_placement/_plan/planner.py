@@ -63,7 +63,11 @@ def decide(
     (with segments: group by group, and within a domain).
     """
     site = Site(asks, nodes, False, own_nodes)
-    if (found := site.place(site.asks, segment_size)) is not None:
+    if segment_size is None:
+        found = site.place(site.asks, range(len(nodes)), own_nodes)
+    else:
+        found = site.place_in_segments(site.asks, segment_size)
+    if found is not None:
         return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in site.asks}, False
     names = {name for ask in asks for name in ask.bundle}
     if any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in nodes for name in names):
@@ -104,12 +108,6 @@ class Site:
             self.kind_of.append(number)
         self._fits: dict[tuple[Amounts, int], tuple[list[int], list[int]]] = {}
 
-    def place(self, asks: Sequence[Ask], segment_size: int | None) -> Places | None:
-        """Place some of the asks, in segments if they have a size."""
-        if segment_size is None:
-            return self.place_on(asks, range(len(self.nodes)), self.own_nodes)
-        return self.place_in_segments(asks, segment_size)
-
     def is_impossible(self, segment_size: int | None) -> bool:
         """Return whether a necessary condition fails: what is alike has room alone, and all of it in total."""
         if segment_size is None:
@@ -122,7 +120,8 @@ class Site:
         kinds = group_pairs((self._kind_of_block(block), block) for block in blocks)
         room = sum(len(members) // segment_size for members in self._domains().values())
         return room < len(blocks) or any(
-            self.place([ask for block in alike for ask in block], segment_size) is None for alike in kinds.values()
+            self.place_in_segments([ask for block in alike for ask in block], segment_size) is None
+            for alike in kinds.values()
         )
 
     def has_room(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> bool:
@@ -164,7 +163,7 @@ class Site:
         """Return the logical nodes of each shape."""
         return group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
 
-    def place_on(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
+    def place(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
         """Place asks on some of the nodes, and assign the nodes of all asks of a shape in physical order."""
         found = self._place_in_order(asks, positions)
         if found is None and self.has_room(asks, positions, own_nodes):
@@ -322,7 +321,7 @@ class Site:
                 content[at] += block
         found: Places = {}
         for members, inside in zip(domains, content, strict=True):
-            part = self.place_on(inside, members, True)
+            part = self.place(inside, members, True)
             assert part is not None, "the domain has room for each of its blocks"
             found.update(part)
         return found

@@ -19,7 +19,7 @@ _held: dict[_Key, list["SlotClaim"]] = {}
 _groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Slots that have been released, or are about to be. No group may claim them any more.
 _closed: set[_Key] = set()
-# Reentrant: a signal handler may shut a group down in the middle of anything.
+# Guards all of these. Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 
 

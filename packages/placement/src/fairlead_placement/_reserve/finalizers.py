@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 _Dropped = tuple[Callable[[], str], Callable[[], object]]
 # Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
+# Held while the thread is looked at and started, so that there is one.
 _starting = threading.Lock()
-_working = threading.Lock()
 _exiting = threading.Event()
 _thread: threading.Thread | None = None
 
@@ -43,7 +43,7 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
     global _thread
     # A callback of the garbage collector must not start the thread. A fork has none at first.
     with _starting:
-        if _thread is None or not _thread.is_alive():
+        if not _exiting.is_set() and (_thread is None or not _thread.is_alive()):
             if _thread is None:
                 # After Ray's own hook, so that it runs before it.
                 atexit.register(_stop)
@@ -63,17 +63,17 @@ def wait_for_dropped(timeout_s: float) -> bool:
 
 def _run() -> None:
     never_connect()
-    while True:
+    is_serving = True
+    while is_serving:
         # A list, so that the thread does not keep its resources alive while it waits for the next one here.
         one = [_queue.get()]
+        is_serving = not _exiting.is_set()
         if isinstance(one[0], threading.Event):
             one[0].set()
-            continue
-        with _working:
-            if not _exiting.is_set():
-                _return(*one[0])
-            with block_shutdown():
-                one.clear()
+        elif is_serving:
+            _return(*one[0])
+        with block_shutdown():
+            one.clear()
 
 
 def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
@@ -92,5 +92,6 @@ def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
 def _stop() -> None:
     """Return nothing more, and wait a moment for what is under way."""
     _exiting.set()
-    if _working.acquire(timeout=2.0):
-        _working.release()
+    _queue.put(threading.Event())  # which wakes the thread
+    if _thread is not None:
+        _thread.join(2.0)

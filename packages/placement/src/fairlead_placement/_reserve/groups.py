@@ -74,7 +74,7 @@ def place(request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: 
         for batch in batches
     ]
     wanted = {
-        _prefix(request.name, batch[0]): [(node_id, bundle) for _, node_id, bundle in part]
+        f"{request.name or 'fairlead'}-{batch[0].node_idx}": [(node_id, bundle) for _, node_id, bundle in part]
         for batch, part in zip(batches, parts, strict=True)
     }
     groups = place_pinned(wanted, deadline=deadline)
@@ -186,7 +186,7 @@ def show_demand(asks: Sequence[Ask], name: str) -> list[PlacementGroup]:
     return create_groups(
         [
             {
-                "name": unique_name(_prefix(name, ask)),
+                "name": unique_name(f"{name or 'fairlead'}-{ask.node_idx}"),
                 "bundles": [dict(ask.bundle)] * ask.count,
                 "strategy": ask.strategy,
                 "bundle_label_selector": [{key: text.replace(" ", "") for key, text in ask.labels.items()}] * ask.count
@@ -245,10 +245,6 @@ def remove_on_error(groups: Callable[[], Sequence[PlacementGroup]]) -> Iterator[
     except BaseException:
         remove(groups())
         raise
-
-
-def _prefix(name: str, ask: Ask) -> str:
-    return f"{name or 'fairlead'}-{ask.node_idx}"
 
 
 def unique_name(name: str) -> str:

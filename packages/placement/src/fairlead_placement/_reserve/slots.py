@@ -79,6 +79,8 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
     Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
     short task, all at once. Without GPUs no task is run. The tasks get at least `LEAST_S`, even after the deadline.
     """
+    if not any(bundle.get("GPU", 0) > 0 for one in reserved for bundle in one.bundles):
+        return [[()] * len(one.bundles) for one in reserved]
     timeout_s = max(LEAST_S, deadline - time.monotonic())
     refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)
     try:
