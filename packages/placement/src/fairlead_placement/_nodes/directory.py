@@ -2,7 +2,6 @@
 """The agents of all jobs of a cluster, and what is published at them."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,8 +70,7 @@ class _Publications:
     """What this process has published, and publishes again where an agent has died."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By key: this process's worker id, the version, and the values by node id.
+        # By key: this process's worker id, the version, and the values by node id. Each change is atomic.
         self._values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
         # How many nodes have been asked.
         self._asked = 0
@@ -81,20 +79,19 @@ class _Publications:
         )
 
     def add(self, owner: str, key: str, version: int, values: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._values[key] = owner, version, values
+        self._values[key] = owner, version, values
         self.rounds.start()
 
     def remove(self, key: str) -> None:
-        with self._lock:
-            self._values.pop(key, None)
+        self._values.pop(key, None)
 
     def _check(self) -> None:
         """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
         me = this_process() if ray.is_initialized() else ""
-        with self._lock:
-            self._values = {key: value for key, value in self._values.items() if value[0] == me}
-            values = dict(self._values)
+        values = dict(self._values)
+        for key in [key for key, (owner, _, _) in values.items() if owner != me]:
+            self.remove(key)
+            del values[key]
         try:
             with head_deadline(PUBLISH_S):
                 alive = choose_alive(self._next_nodes(values))
