@@ -4,6 +4,7 @@
 import contextlib
 import importlib
 import os
+import resource
 import select
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from ._worker.serve import ANSWER_BYTES
 # Of ZeroMQ, as numbers, as those of the worker's end.
 EVENTS, POLL_IN = 15, 1
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
+# Files that the process needs besides one for each connection.
+SPARE_FILES = 512
 
 
 class Router:
@@ -160,3 +163,12 @@ class Router:
             is_known = mechanism == b"CURVE" and credentials == [self._allowed]
             verdict = (b"200", b"") if is_known else (b"400", b"not a worker of this lane")
             self._gatekeeper.send_multipart([version, request, *verdict, b"", b""])
+
+
+def raise_file_limit(count: int) -> None:
+    """Raise the soft limit of open files, if the connections with so many workers need that and it is possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, count + SPARE_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

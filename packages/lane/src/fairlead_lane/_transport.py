@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import os
-import resource
 import struct
 import threading
 import time
@@ -38,7 +37,7 @@ from fairlead_workergroup.spi import (
 )
 
 from ._request import encode
-from ._router import Router
+from ._router import Router, raise_file_limit
 from ._session import Body, Session
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,6 @@ SLICE_S = 0.5
 REPORT_S = 0.001
 # The calls of a worker that may wait to be sent. Further calls wait until there is room.
 MOST_WAITING = 10_000
-# Files that the process needs besides one for each connection.
-SPARE_FILES = 512
 # How often serve calls are looked at, besides Ray's report of their end.
 CHECK_S = 1.0
 # How long a caller waits for the lane's thread to drop a request.
@@ -123,7 +120,7 @@ class Lane:
 
         It leaves out lost workers, and those that another thread restarts: their first call lets them serve the lane.
         """
-        _raise_file_limit(len(self._site.members().members))
+        raise_file_limit(len(self._site.members().members))
         with self._order:
             # Another thread may have started sessions with its first calls, also after a restart.
             for member in self._site.members().members:
@@ -496,12 +493,3 @@ def find_ended(streams: Sequence[ObjectRefGenerator]) -> dict[int, BaseException
         except Exception as error:  # noqa: BLE001  whatever ended the call
             outcomes[position[ref]] = error
     return outcomes
-
-
-def _raise_file_limit(count: int) -> None:
-    """Raise the soft limit of open files, if the connections with so many workers need that and it is possible."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, count + SPARE_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -57,7 +57,7 @@ class TestOpening:
             assert resources.published[-1] is True
         assert resources.published[-1] is False
 
-    def test_interrupted_opening(self, sender):
+    def test_interrupted_opening(self, sender, eventually):
         """Ctrl-C while the state is published leaves no lane open."""
         resources = Resources()
 
@@ -68,7 +68,7 @@ class TestOpening:
         resources.publish = publish
         with pytest.raises(KeyboardInterrupt):
             open_lane(sender, resources, 5).__enter__()
-        assert sender.transport is None
+        assert eventually(lambda: sender.transport is None)
 
 
 class TestKeys:
