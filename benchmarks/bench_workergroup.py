@@ -21,6 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fairlead_inspect._remote.ring import CALL, CALLS_FILE, make_ring, start_rings
 from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
@@ -32,7 +33,6 @@ from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import Record
-from fairlead_workergroup._remote.ring import CALL, CALLS_FILE, make_ring
 from fairlead_workergroup._start.worker_class import Method
 
 WORKERS = 8
@@ -208,6 +208,7 @@ def _start_rows() -> Iterator[Row]:
 def _record_rows() -> Iterator[Row]:
     """Measure the cost of a worker's record at each call."""
     record = Record(["__init__", "step"])
+    record.extend([ray.cloudpickle.dumps(start_rings)])  # as with fairlead-inspect installed
 
     def call() -> None:
         record.end(record.begin(1))

@@ -14,13 +14,14 @@ import ray
 from rich.console import Console, RenderableType
 
 import fairlead_workergroup
+from fairlead_inspect._diagnosis import diagnose
+from fairlead_inspect._groups import SeenGroup, look_at_groups
+from fairlead_inspect._stacks import fold_stacks
+from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks, draw_status
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup._inspect.diagnosis import diagnose
-from fairlead_workergroup._inspect.groups import SeenGroup, find_group, look_at_groups
-from fairlead_workergroup._inspect.stacks import fold_stacks
-from fairlead_workergroup._inspect.tables import draw_findings, draw_groups, draw_stacks, draw_status
+from fairlead_workergroup.spi import find_group
 from fairlead_workergroup.testing import hang
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -52,7 +53,7 @@ class Trainer:
 def save(name: str, drawn: RenderableType, width: int) -> None:
     console = Console(record=True, width=width, file=io.StringIO())
     console.print(drawn)
-    console.save_svg(str(FOLDER / f"{name}.svg"), title=f"python -m fairlead_workergroup {name}", unique_id=name)
+    console.save_svg(str(FOLDER / f"{name}.svg"), title=f"python -m fairlead_inspect {name}", unique_id=name)
     print(f"wrote {FOLDER / name}.svg")
 
 

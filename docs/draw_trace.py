@@ -23,6 +23,7 @@ def run_job(trace: Path) -> None:
     """Run a job of eight workers, of which rank 5 is slow and rank 2 is lost, and write its trace."""
     import ray
 
+    from fairlead_inspect import trace as write_trace
     from fairlead_placement import RayVirtualCluster, init_ray
     from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, current_worker, report_progress, spi
@@ -60,7 +61,7 @@ def run_job(trace: Path) -> None:
             call.result()
         for step in range(6, 9):
             group.call("forward", step, folder).result()
-        group.trace(trace)
+        write_trace(group, trace)
     ray.shutdown()
 
 

@@ -90,6 +90,7 @@ def test_few_blocks_are_not_run():
 RUN_ELSEWHERE = {
     "README.md": "integration-tests/test_readme.py",
     "packages/batching/README.md": "packages/batching/tests/unit/test_docs.py",
+    "packages/inspect/README.md": "packages/inspect/tests/ray/test_readme.py",
     "packages/lane/README.md": "packages/lane/tests/ray/test_readme.py",
     "packages/placement/README.md": "packages/placement/tests/ray/test_docs.py",
     "packages/sharding/README.md": "packages/sharding/tests/unit/test_docs.py",

@@ -38,16 +38,12 @@ from fairlead_workergroup import (
     Shard,
     StartPhase,
     StartReport,
-    StragglerReport,
     StuckWorker,
-    Watch,
-    WorkerEvent,
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
     WorkerStartError,
     WorkerStatus,
-    WorkerTiming,
     WorkerUsage,
     current_worker,
     recursive_merge_options,
@@ -55,7 +51,6 @@ from fairlead_workergroup import (
     spi,
     testing,
 )
-from fairlead_workergroup.otel import export_spans
 from fairlead_workergroup.torch import (
     GradientBytes,
     axis_group,
@@ -194,8 +189,6 @@ def attach(group: RayWorkerGroup) -> None:
     assert_type(handle.map("step", range(3)), ResultStream[Any])
     assert_type(handle.explain("step", [1]), CallExplanation)
     assert_type(handle.status(stuck_after_s=10.0), list[WorkerStatus])
-    assert_type(export_spans(group), int)
-    assert_type(export_spans(handle, None), int)
 
 
 async def call_functions(group: RayWorkerGroup) -> None:
@@ -338,34 +331,6 @@ def watch(group: RayWorkerGroup) -> None:
         assert_type(one.running_s, float)
         assert_type(one.since_progress_s, float)
 
-    def on_event(event: WorkerEvent) -> None:
-        assert_type(
-            event.kind,
-            Literal[
-                "worker-started",
-                "call-slow",
-                "worker-stuck",
-                "worker-dead",
-                "worker-restarted",
-                "resized",
-                "replaced",
-                "standby-ready",
-            ],
-        )
-        assert_type(event.rank, int)
-        assert_type(event.coords, Mapping[str, int])
-        assert_type(event.node_id, str)
-        assert_type(event.pid, int)
-        assert_type(event.incarnation, int)
-        assert_type(event.method, str | None)
-        assert_type(event.message, str)
-        assert_type(event.time, float)
-        assert_type(event.stuck, StuckWorker | None)
-
-    with group.watch(5, 300, on_event, slow_after_s=60) as watch:
-        assert_type(watch, Watch)
-    group.watch(on_event=print).close()
-
 
 def start(group: RayWorkerGroup) -> None:
     report = group.start_report
@@ -384,23 +349,6 @@ def start(group: RayWorkerGroup) -> None:
     assert_type(report[name], StartPhase)
     report["start"]  # type: ignore[index]
     report.seconds = 1.0  # type: ignore[misc]
-
-
-def trace(group: RayWorkerGroup) -> None:
-    assert_type(group.trace("trace.json"), None)
-    report = group.stragglers()
-    assert_type(report, StragglerReport)
-    assert_type(group.stragglers("step"), StragglerReport)
-    assert_type(report.timings, tuple[WorkerTiming, ...])
-    assert_type(report.stragglers, tuple[WorkerTiming, ...])
-    assert_type(report.undecidable, tuple[str, ...])
-    timing = report.timings[0]
-    assert_type((timing.rank, timing.calls), tuple[int, int])
-    assert_type(timing.coords, Mapping[str, int])
-    assert_type(timing.method, str)
-    assert_type(timing.median_s, float)
-    assert_type(timing.ratios, Mapping[str, float])
-    assert_type(timing.slow, tuple[str, ...])
 
 
 def faults(group: RayWorkerGroup) -> None:
@@ -584,6 +532,74 @@ def write_transport(site: spi.Site, carrier: spi.Transport, ref: ObjectRef[int])
     assert_type(spi.borrow(b"", b"", b""), Any)
 
 
+def extend_groups(group: RayWorkerGroup, handle: GroupHandle) -> None:
+    observer = spi.CallObserver()
+    assert_type(observer.begin("step", 1.0, []), int)
+    observer.end([1], failed=True)
+    observer.mark("a loss")
+    observer.explain(KeyError())
+    spi.observe_calls(handle, observer)
+    spi.on_worker_start(group, lambda on_call, on_step: None)
+    assert_type(spi.task_of_future(object()), bytes)
+    unsubscribe = spi.subscribe(group, lambda notice: assert_type(notice, spi.Notice), lambda within_s: None)
+    unsubscribe()
+    notice = spi.Notice("resized", -1, "text")
+    assert_type((notice.kind, notice.rank, notice.message), tuple[str, int, str])
+    workers = spi.observe_workers(group)
+    assert_type(workers, spi.Observer)
+    assert_type((workers.name, workers.connected), tuple[str, bool])
+    assert_type(workers.members, spi.Snapshot)
+    assert_type(workers.read_status(spi.STUCK_AFTER_S), list[WorkerStatus])
+    assert_type(workers.read_usage(), list[WorkerUsage])
+    assert_type(workers.find_stuck(spi.check_seconds("timeout_s", 1), dump_stacks=True), list[StuckWorker])
+    assert_type(workers.find_causes([], within_s=1.0), Mapping[int, WorkerFailure])
+    assert_type(spi.record_html(notice), str)
+
+
+def look_at_other_groups(handle: GroupHandle) -> None:
+    group = spi.publication_of(handle)()
+    assert_type(group, spi.RegisteredGroup)
+    assert_type(spi.find_groups(), list[spi.RegisteredGroup])
+    assert_type(spi.find_group("policy"), spi.RegisteredGroup)
+    assert_type(
+        (group.group_id, group.name, group.label, group.class_name, group.namespace), tuple[str, str, str, str, str]
+    )
+    assert_type((group.shape, group.sharding), tuple[Mapping[str, int], NamedSharding])
+    assert_type(
+        (group.layout, group.driver, group.methods), tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+    )
+    assert_type((group.created, group.epoch, group.publication), tuple[float, int, int])
+    assert_type((group.settled, group.lane), tuple[bool, bool])
+    assert_type(list(group.agents), list[str])
+    worker = group.members[0]
+    assert_type(worker, spi.RegisteredWorker)
+    assert_type((worker.rank, worker.pid, worker.started, worker.tied_rank), tuple[int, int, int, int])
+    assert_type((worker.incarnation, worker.restarts), tuple[int, int])
+    assert_type((worker.name, worker.node_id, worker.address), tuple[str, str, str])
+    assert_type((worker.actor_id, worker.actor_name, worker.mark), tuple[str, str, str])
+    assert_type(worker.coords, Mapping[str, int])
+    processes = [(worker.pid, worker.started)]
+    rows = spi.look_from_outside([(worker.pid, worker.started, worker.mark)], 10.0, False)
+    state: spi.State = spi.state_of(False, rows[0])
+    assert_type(state, spi.State)
+    assert_type(spi.find_innermost(rows[0]["stacks"]), str)
+    assert_type(spi.find_method_frames(""), tuple[tuple[str, str, str], ...])
+    assert_type(spi.look_at_process(1, spi.start_tick(1), "host"), str)
+    assert_type(spi.read_records(processes, methods=True), list[dict[str, Any] | None])
+    file, page = spi.make_memory_file("name", 8)
+    assert_type((file, page[0]), tuple[int, int])
+    assert_type(spi.open_memory_file(1, "name"), int | None)
+    evidence = spi.Evidence("node", "gone", "node-lost", "Its node is lost.")
+    assert_type((evidence.text, evidence.at), tuple[str, float])
+    assert_type((evidence.exit_code, evidence.signal), tuple[int | None, int | None])
+    assert (evidence.source, evidence.says, evidence.kind) == ("node", "gone", "node-lost")
+    verdict = spi.decide(spi.WorkerProcess(0), [evidence])
+    assert_type((verdict.is_lost, verdict.cause), tuple[bool, str])
+    assert_type(spi.alive_nodes(), frozenset[str])
+    assert_type(spi.process_is_alive("id"), bool | None)
+    assert_type(spi.read_deaths(["01"]), dict[str, dict[str, str]])
+
+
 def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: WorkerStatus) -> None:
     RayWorkerGroup(slots)  # type: ignore[call-arg]
     RayWorkerGroup(8, Worker)  # type: ignore[arg-type]
@@ -598,7 +614,6 @@ def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: Work
     group.with_options(lr=0.1)  # type: ignore[call-arg]
     group.at(dp=0).with_options(lr=0.1)  # type: ignore[call-arg]
     group.map("step", 3)  # type: ignore[arg-type]
-    group.watch(on_event=lambda: None)  # type: ignore[misc, arg-type]
     Shard([1, 2], 0)  # type: ignore[arg-type]
     PerWorker(3)  # type: ignore[arg-type]
     made.result("1")  # type: ignore[arg-type]

@@ -135,9 +135,9 @@ def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
             pid = driver.step()
             driver.step()
             with stop_process(pid):
-                why = hosts.run("fairlead_workergroup", "why", "--after", "1", "--json")
-                stacks = hosts.run("fairlead_workergroup", "stacks", "--json")
-                trace = hosts.run("fairlead_workergroup", "trace", "-o", str(tmp_path / "trace.json"))
+                why = hosts.run("fairlead_inspect", "why", "--after", "1", "--json")
+                stacks = hosts.run("fairlead_inspect", "stacks", "--json")
+                trace = hosts.run("fairlead_inspect", "trace", "-o", str(tmp_path / "trace.json"))
     for done, status in ((why, 1), (stacks, 0), (trace, 0)):
         assert (done.returncode, done.stderr) == (status, "")
         assert "secret" not in done.stdout

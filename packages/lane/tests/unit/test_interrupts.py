@@ -200,8 +200,8 @@ class TestTurns:
         sender.roster.snapshot = lambda: now
         sender.roster.check_connected = lambda: None
         launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-        counters, log = SimpleNamespace(add=lambda **counts: None), SimpleNamespace(begin=lambda *entry: 0)
-        return Sender(sender.roster, launcher, sender.membership, counters, log, lambda error: None, None)
+        counters = SimpleNamespace(add=lambda **counts: None)
+        return Sender(sender.roster, launcher, sender.membership, counters, None, None)
 
     @pytest.fixture
     def order(self) -> Order:

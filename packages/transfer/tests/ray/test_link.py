@@ -3,7 +3,6 @@
 
 import contextlib
 import gc
-import json
 import os
 import threading
 import time
@@ -73,19 +72,6 @@ def test_send(groups, transport):
             assert set(report.seconds) >= {"collect", "stage", "move", "commit"}
         assert link.versions() == dict.fromkeys(range(4), 2)
         assert link.version == 2
-
-
-def test_trace(groups, tmp_path):
-    """A transfer is a span in the traces of both groups, beside their calls."""
-    policy, generation = groups
-    with Link(policy, generation, source="weights", target="weights") as link:
-        link.send(77, timeout=60)
-    for group in groups:
-        group.trace(tmp_path / "trace.json")
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        (span,) = [one for one in events if one["ph"] == "X" and one["name"] == "transfer of version 77"]
-        assert (span["cat"], span["args"]) == ("transfer", {"workers": 0, "failed": False})
-        assert span["dur"] > 0
 
 
 def test_colocated(groups):

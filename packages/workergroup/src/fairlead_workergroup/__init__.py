@@ -25,10 +25,8 @@ from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle
-from ._inspect.stragglers import StragglerReport, WorkerTiming
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
-from ._observe.status import StuckWorker, WorkerEvent, WorkerStatus, WorkerUsage
-from ._observe.watch import Watch
+from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._start.options import recursive_merge_options
 from ._start.report import StartPhase, StartReport
 from .exceptions import (
@@ -73,16 +71,12 @@ __all__ = [
     "Shard",
     "StartPhase",
     "StartReport",
-    "StragglerReport",
     "StuckWorker",
-    "Watch",
-    "WorkerEvent",
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",
     "WorkerStartError",
     "WorkerStatus",
-    "WorkerTiming",
     "WorkerUsage",
     "current_worker",
     "recursive_merge_options",

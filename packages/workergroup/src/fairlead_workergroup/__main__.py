@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fairlead_workergroup`: looks at the groups of a cluster while their drivers and workers hang."""
+"""`python -m fairlead_workergroup`: says where its commands are."""
 
 import sys
 
-from ._inspect.command import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit("The commands are in fairlead-inspect: pip install fairlead-inspect, then python -m fairlead_inspect.")

@@ -49,8 +49,8 @@ class CurrentWorker:
     def waiting(self) -> Iterator[None]:
         """Mark a block in which this worker waits for other workers, such as a collective.
 
-        Workers that wait for each other take equally long, whichever of them is slow. `RayWorkerGroup.stragglers`
-        subtracts the time in these blocks, and `python -m fairlead_workergroup why` knows who waits for whom. The
+        Workers that wait for each other take equally long, whichever of them is slow. `fairlead_inspect.stragglers`
+        subtracts the time in these blocks, and `python -m fairlead_inspect why` knows who waits for whom. The
         helpers of `fairlead_workergroup.torch` mark their own collectives. It takes about two microseconds.
         """
         record = getattr(sys.modules.get("_fairlead_worker"), "record", None)

@@ -57,17 +57,11 @@ NEVER = Deadline()
 
 @dataclass(frozen=True)
 class Operation:
-    """A change of a group, which waits for calls and for other threads before it begins an epoch.
+    """A change of a group, which waits for calls and for other threads before it begins an epoch."""
 
-    Attributes:
-        what: its description, for errors.
-        deadline: when these waits end.
-        began: when it was requested, by `now`.
-    """
-
-    what: str
-    deadline: Deadline
-    began: float = field(default_factory=now)
+    what: str  # its description, for errors
+    deadline: Deadline  # when these waits end
+    began: float = field(default_factory=now)  # when it was requested, by `now`
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
         """Return the error of a wait that has taken too long."""

@@ -3,7 +3,6 @@
 
 import math
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn
@@ -23,7 +22,7 @@ from ._calls.overlapping import OverlappingCalls
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
 from ._calls.route import serving_handles, use_transport
-from ._calls.sender import Sender
+from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import Compression, check_compression
 from ._deadline import check_timeout
@@ -33,10 +32,6 @@ from ._elastic.drain import DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
 from ._handle import GroupHandle, GroupIdentity, attach
-from ._inspect.groups import find_own_group
-from ._inspect.observed import ObservedGroup
-from ._inspect.timeline import read_timeline
-from ._inspect.trace import TraceSaver
 from ._lifecycle.crew import Crew
 from ._lifecycle.delivery import Delivery
 from ._lifecycle.launcher import GroupSpec, Launcher
@@ -48,9 +43,10 @@ from ._membership.machine import Membership
 from ._membership.operations import Restart, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
+from ._observe.extensions import extend
 from ._observe.memory import MemoryLimit, parse_memory
-from ._observe.observer import Observer
-from ._observe.requests import RequestLog
+from ._observe.observer import ObservedGroup, Observer
+from ._observe.publications import find_own_group
 from ._observe.statistics import Counters, GroupStatistics
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
@@ -183,8 +179,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._counters = Counters()
         resources = self._resources
         self._observer = Observer(self._roster)
-        self._read_timeline = lambda: read_timeline(find_own_group(resources.registration))
-        self._watches = weakref.WeakSet()
         facts = {
             "communication_backend": getattr(cluster, "communication_backend", None),
             "gradient_compression": compression,
@@ -209,17 +203,17 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         hooks = Hooks(on_restart, on_resize, on_handover, float(start_timeout_s), delivery)
         crew = Crew(self._launcher, self._standbys, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
-        self._teardown = Teardown(self._launcher, self._membership, self._watches)
+        self._teardown = Teardown(self._launcher, self._membership)
         self._sender = hooks.sender = Sender(
             self._roster,
             self._launcher,
             self._membership,
             self._counters,
-            RequestLog(token),
-            save_trace=TraceSaver(self._read_timeline).save_for,
+            read_group=lambda: find_own_group(resources.registration),
             call_timeout_s=call_timeout_s,
             overlapping=overlapping,
         )
+        set_sender(self, self._sender)
         sharding = self.sharding_annotations
         self._own_target = Target(self._sender, Mesh(sharding), sharding, map_options)
         self._classic_futures = ClassicFutures(self._sender)
@@ -228,6 +222,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
             self._resources.claim_slots([place.slot for place in places])
+            extend(self, token)
             self._launcher.prepare(places)
             hooks.check()
             self._standbys.reserve(slots)
@@ -330,7 +325,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Args:
             name: the name of the group; if no group has that name, at least the first six digits of its id, as
-                `python -m fairlead_workergroup groups` shows them.
+                `python -m fairlead_inspect groups` shows them.
             address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to,
                 or else for "auto".
 

@@ -3,10 +3,9 @@
 
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import ray
@@ -18,28 +17,19 @@ from fairlead_sharding import NamedSharding
 
 from ._calls.map import MapOptions
 from ._calls.plan import Mesh
-from ._calls.sender import Order, Request, Sender
+from ._calls.sender import Order, Request, Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._deadline import Deadline
-from ._inspect.groups import (
-    ANSWER_S,
-    RegisteredGroup,
-    RegisteredWorker,
-    find_group,
-    look_at_groups,
-    read_group,
-)
-from ._inspect.timeline import Timeline, read_timeline
-from ._inspect.trace import TraceSaver
 from ._membership.gate import Gate
 from ._membership.judge import Evidence, Judge, decide
 from ._membership.model import Member, Place, Snapshot
 from ._membership.operations import RestartPolicy
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
-from ._observe.observer import STUCK_AFTER_S, check_seconds
+from ._observe.extensions import extend
+from ._observe.observer import STUCK_AFTER_S, Observer
+from ._observe.publications import ANSWER_S, RegisteredGroup, RegisteredWorker, find_group, read_group
 from ._observe.registration import KEY
-from ._observe.requests import RequestLog
 from ._observe.statistics import Counters
 from ._observe.status import WorkerStatus
 from ._ray_private import actor_id_of
@@ -66,21 +56,13 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class GroupIdentity:
-    """What finds a group from any process that can reach its cluster.
+    """What finds a group from any process that can reach its cluster."""
 
-    Attributes:
-        name: the name of the group.
-        group_id: identifies it among all groups.
-        job_id: Ray's id of the job that made it.
-        session: Ray's name of the session of its cluster.
-        address: the address of the cluster.
-    """
-
-    name: str
-    group_id: str
-    job_id: str
-    session: str
-    address: str
+    name: str  # the name of the group
+    group_id: str  # identifies it among all groups
+    job_id: str  # Ray's id of the job that made it
+    session: str  # Ray's name of the session of its cluster
+    address: str  # the address of the cluster
 
     @classmethod
     def here(cls, name: str, group_id: str, job_id: str) -> "GroupIdentity":
@@ -186,26 +168,22 @@ class GroupHandle(TypedCalls):
             ValueError: `stuck_after_s` is not a positive number.
             WorkerGroupError: the group has ended.
         """
-        check_seconds("stuck_after_s", stuck_after_s)
-        self._identity.connect()
+        sender = self._connect()
         with head_deadline(HEAD_S):
-            group = self._identity.read(within_s=SETTLED_S)
-            (seen,) = look_at_groups([group], stuck_after_s=stuck_after_s)
-        names = {member.rank: member.name for member in group.members}
-        shared = {one.name for one in fields(WorkerStatus)} - {"name"}
-        return [
-            WorkerStatus(name=names.get(one.rank, ""), **{name: getattr(one, name) for name in shared})
-            for one in seen.workers
-        ]
+            sender.read_again(SETTLED_S)
+            return Observer(sender.roster).read_status(stuck_after_s)
 
     def _connect(self) -> "_ClientSender":
         """Return the sender of this process, which is made at the first use."""
         with self._lock:
-            if self._sender is None or not self._sender.roster.connected:
-                self._identity.connect()
-                with head_deadline(HEAD_S):
-                    self._sender = _make_sender(self._identity, self._identity.read(within_s=SETTLED_S))
-            return self._sender
+            if (sender := self._sender) is not None and sender.roster.connected:
+                return sender
+            self._identity.connect()
+            with head_deadline(HEAD_S):
+                self._sender = sender = _make_sender(self._identity, self._identity.read(within_s=SETTLED_S))
+            set_sender(self, sender)
+        extend(self, self.group_id)
+        return sender
 
 
 def attach(name: str, address: str | None) -> GroupHandle:
@@ -239,16 +217,11 @@ class _NoChanges:
 
 @dataclass(eq=False, repr=False)
 class _ClientSender(Sender):
-    """The sender of a process that has not made the group.
-
-    Attributes:
-        identity: the group.
-        group: the group as it was read last.
-    """
+    """The sender of a process that has not made the group."""
 
     is_owner: ClassVar[bool] = False
-    identity: GroupIdentity = field(kw_only=True)
-    group: RegisteredGroup = field(kw_only=True)
+    identity: GroupIdentity = field(kw_only=True)  # the group
+    group: RegisteredGroup = field(kw_only=True)  # the group as it was read last
     _renewing: threading.Lock = field(default_factory=threading.Lock)
     _complete_until: float = 0.0
 
@@ -296,6 +269,11 @@ class _ClientSender(Sender):
                     "would wait until the lane is closed. Make the call after that."
                 )
 
+    def read_again(self, within_s: float) -> None:
+        """Read the group as it is published now."""
+        with self._renewing:
+            self.adopt(self.identity.read(within_s=within_s))
+
     def adopt(self, group: RegisteredGroup) -> None:
         """Take over the members of a group as they are published."""
         now = self.roster.snapshot()
@@ -321,10 +299,6 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding, own=False)
     roster.judge = Judge(RayWitnesses(roster))
-
-    def read() -> Timeline:
-        return read_timeline(identity.read(within_s=SETTLED_S))
-
     described: Any = _Described(WorkerClass.from_dict(group.methods))
     no_changes: Any = _NoChanges()
     sender = _ClientSender(
@@ -332,9 +306,7 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
         described,
         no_changes,
         Counters(),
-        # Readers of the timeline find the calls of the process that made the group by the id alone.
-        RequestLog(f"of-a-client-{uuid.uuid4().hex}"),
-        save_trace=TraceSaver(read).save_for,
+        read_group=lambda: identity.read(within_s=SETTLED_S),
         call_timeout_s=None,
         identity=identity,
         group=group,
@@ -367,7 +339,7 @@ def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, han
     process = replace(process, pid=row.pid, started=row.started, actor_id=row.actor_id)
     cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"
     lost = decide(process, [Evidence("actor-state", "gone", text=cause)]).failure() if handle is None else None
-    return Member(place, process, handle, row.incarnation, row.restarts, failure=lost)
+    return Member(place, process, handle, row.incarnation, row.restarts, failure=lost, restarting=not row.pid)
 
 
 def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> dict[str, Any]:

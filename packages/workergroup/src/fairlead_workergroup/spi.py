@@ -2,52 +2,99 @@
 """The interface for packages that are built on fairlead-workergroup, besides the names that users need.
 
 These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
-moment, send a function to single workers, collect what they reply by a deadline, and show that in the trace.
+moment, send a function to single workers, and collect what they reply by a deadline. Extensions, as fairlead-inspect is
+one, also observe the calls and changes of groups, run code in their workers, and look at groups of other processes. The
+entry point group `fairlead_workergroup.extensions` names their functions `extend(group, group_id)`, which get each
+group before its workers start, and each handle.
 """
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from ._calls.route import Site
+from ._calls.sender import Sender, find_sender
+from ._display import record_html
 from ._group import RayWorkerGroup
-from ._membership.model import Member, Resize, Snapshot, WorkerProcess
-from ._membership.roster import Roster, direct, find_worker
-from ._observe.evidence import judge_errors
+from ._handle import GroupHandle
+from ._head import alive_nodes, process_is_alive
+from ._membership.judge import Evidence, decide
+from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
+from ._membership.roster import direct
+from ._observe.evidence import judge_errors, read_deaths
+from ._observe.extensions import CallObserver
+from ._observe.observer import STUCK_AFTER_S, Observer, check_seconds
+from ._observe.publications import RegisteredGroup, RegisteredWorker, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers
-from ._observe.requests import find_log
+from ._observe.status import State, state_of
+from ._observe.stuck import find_innermost, find_method_frames
 from ._ray_private import actor_id_of, ownership_of
+from ._remote.outside import look_at_process, look_from_outside
+from ._remote.process import make_memory_file, open_memory_file, start_tick
+from ._remote.progress import read_records
 from ._remote.references import borrow, dump
 from ._transport.base import Transport
+from ._transport.futures import task_of_future
 from ._transport.messages import Message, MessageStream
 from ._world import OneTimeEvent
-from .exceptions import LateWorker, WorkerFailure, WorkerGroupError
+from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
+    "CallObserver",
+    "Evidence",
     "Member",
     "Message",
     "MessageStream",
+    "Notice",
+    "Observer",
     "OneTimeEvent",
+    "RegisteredGroup",
+    "RegisteredWorker",
     "Reply",
     "Resize",
+    "STUCK_AFTER_S",
     "Site",
     "Snapshot",
+    "State",
     "Transport",
     "WorkerProcess",
     "actor_id_of",
+    "alive_nodes",
     "borrow",
     "cancel",
+    "check_seconds",
     "collect",
+    "decide",
     "dump",
+    "find_group",
+    "find_groups",
+    "find_innermost",
+    "find_method_frames",
+    "look_at_process",
+    "look_from_outside",
+    "make_memory_file",
+    "observe_calls",
+    "observe_workers",
+    "on_worker_start",
+    "open_memory_file",
     "ownership_of",
+    "process_is_alive",
+    "publication_of",
+    "read_deaths",
     "read_members",
+    "read_records",
+    "record_html",
     "record_span",
     "send_function",
+    "start_tick",
+    "state_of",
     "stream_function",
+    "subscribe",
+    "task_of_future",
 ]
 
 # How long the nodes may take to say what late workers do. The caller's deadline has passed by then.
@@ -78,13 +125,13 @@ class Reply:
         return self.error is None and self.failure is None and self.late is None
 
 
-def read_members(group: RayWorkerGroup) -> Snapshot:
+def read_members(group: RayWorkerGroup | GroupHandle) -> Snapshot:
     """Return the members of a group as they are now.
 
     Raises:
         WorkerGroupError: the group, or its Ray, has been shut down.
     """
-    return _roster(group).check_alive()
+    return _sender(group).roster.check_alive()
 
 
 def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_within_s: float | None = None) -> Any:
@@ -185,11 +232,74 @@ def record_span(name: str, *groups: RayWorkerGroup) -> Iterator[None]:
     Raises:
         WorkerGroupError: a group, or its Ray, has been shut down.
     """
-    logs = {group_id: find_log(group_id) for group_id in dict.fromkeys(group.handle().group_id for group in groups)}
-    with contextlib.ExitStack() as spans:
-        for log in filter(None, logs.values()):
-            spans.enter_context(log.span(name))
+    senders = dict.fromkeys(_sender(group) for group in groups)
+    for sender in senders:
+        sender.roster.check_alive()
+    began, failed = time.monotonic(), True
+    spans = {sender.observed: sender.observed.begin(name, began, ()) for sender in senders}
+    try:
         yield
+        failed = False
+    finally:
+        for observed, number in spans.items():
+            observed.end([number], failed=failed)
+
+
+def observe_calls(group: RayWorkerGroup | GroupHandle, observer: CallObserver) -> None:
+    """Let an observer see the calls that this process makes with a group. It must not refer to the group.
+
+    Raises:
+        ValueError: they are observed already.
+    """
+    _sender(group).observed.observe(observer)
+
+
+def on_worker_start(group: RayWorkerGroup, function: Callable[[list[Any], list[Any]], object]) -> None:
+    """Run a function in each worker that a group starts from now on, before the class of the user is imported.
+
+    It gets two lists, and may add functions to them. Those of the first are called when a method has ended, with the
+    number of the call, the number of the method, start and end by `time.monotonic`, the seconds in
+    `current_worker().waiting()`, whether it failed, and the id of the task. Those of the second are called with the
+    time and the step of each report of a step. The function is pickled here, and needs nothing of its package in the
+    workers if that is registered with `ray.cloudpickle.register_pickle_by_value`.
+    """
+    _sender(group).launcher.on_start += (ray.cloudpickle.dumps(function),)
+
+
+def observe_workers(group: RayWorkerGroup) -> Observer:
+    """Return what looks at the workers of a group without keeping the group alive."""
+    return Observer(_sender(group).roster)
+
+
+def subscribe(
+    group: RayWorkerGroup, listener: Callable[[Notice], object], close: Callable[[float], object]
+) -> Callable[[], None]:
+    """Let a listener hear of resizes, replacements and standbys of a group; return the function that ends that.
+
+    Neither function may wait for the group. `close` is called when the group begins to end, with the seconds that it
+    may take.
+    """
+    watchers, watcher = _sender(group).roster.watchers, (listener, close)
+    watchers.append(watcher)
+
+    def unsubscribe() -> None:
+        with contextlib.suppress(ValueError):  # it has been called before
+            watchers.remove(watcher)
+
+    return unsubscribe
+
+
+def publication_of(group: RayWorkerGroup | GroupHandle) -> Callable[[], RegisteredGroup]:
+    """Return the function that reads what a group publishes for other processes; it does not keep the group alive."""
+    sender = _sender(group)
+    sender.roster.check_connected()
+    return sender.read_group
+
+
+def _sender(group: RayWorkerGroup | GroupHandle) -> Sender:
+    if isinstance(group, GroupHandle):
+        _ = group.epoch  # this connects the handle to the group
+    return find_sender(group)
 
 
 def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
@@ -198,15 +308,7 @@ def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
     except ray.exceptions.RayTaskError as error:
         return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
     except ray.exceptions.RayError as error:
-        roster = _roster(group)
+        roster = _sender(group).roster
         lost = judge_errors(roster.judge, {worker: error})
         roster.note(lost)
         return Reply(worker, failure=lost[0].failure()) if lost else Reply(worker, error=error)
-
-
-def _roster(group: RayWorkerGroup) -> Roster:
-    workers = group.workers
-    found = find_worker(actor_id_of(workers[0])) if workers else None
-    if found is None:
-        raise WorkerGroupError(f"{group!r}: it has been shut down; make a new group")
-    return found[0]

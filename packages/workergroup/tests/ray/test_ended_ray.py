@@ -77,7 +77,6 @@ def check_requests(ended, *, anew):
         group.get_worker_status,
         group.get_resource_usage,
         group.detect_stuck_workers,
-        group.watch,
         group.restart_failed_workers,
         answered.result,
         answered.outcomes,

@@ -3,10 +3,7 @@
 
 import asyncio
 import gc
-import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -198,13 +195,7 @@ class TestOtherProcesses:
         ray.kill(controller)
 
     def test_inspection(self, pair, tmp_path, eventually):
-        """While a call hangs in a lane, its worker is named as without one, from this process and from another one."""
-
-        def run(*arguments):
-            command = [sys.executable, "-m", "fairlead_workergroup", *arguments, "--group", "pair"]
-            env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-            return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-
+        """While a call hangs in a lane, its worker is named as without one."""
         with pair.lane():
             call = pair.call("wait_for", str(tmp_path / "go"))
             try:
@@ -212,17 +203,6 @@ class TestOtherProcesses:
                 assert [one.method for one in pair.get_worker_status()] == ["wait_for"] * 2
                 assert eventually(lambda: [one.rank for one in pair.detect_stuck_workers(0.5)] == [0, 1])
                 assert "in wait_for" in pair.detect_stuck_workers(0.5)[0].stacks
-                pair.trace(tmp_path / "trace.json")
-                events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-                running = [one["name"] for one in events if one["ph"] == "X" and one["args"].get("running")]
-                assert running == ["wait_for"] * 2
-                # All at once: each takes seconds, mostly for the start of Ray.
-                looks = [run("status", "--json"), run("why", "--after", "0.5", "--json"), run("stacks", "--json")]
-                status, why, stacks = [json.loads(one.communicate(timeout=120)[0]) for one in looks]
-                assert [(one["state"], one["method"]) for one in status["workers"]] == [("busy", "wait_for")] * 2
-                (found,) = why["groups"][0]["findings"]
-                assert (found["kind"], found["ranks"], found["method"]) == ("stuck", [0, 1], "wait_for")
-                assert any(one["ranks"] == [0, 1] and "in wait_for" in one["stacks"] for one in stacks["stacks"])
                 assert not call.wait(timeout=0)
             finally:
                 (tmp_path / "go").touch()

@@ -20,7 +20,7 @@ NAMES = [module.name for module in pkgutil.walk_packages(fairlead_workergroup.__
 MODULES = sorted(name.removeprefix("fairlead_workergroup.") for name in NAMES)
 
 # What modules for an extra need.
-NEEDS = {"torch": "torch", "otel": "opentelemetry.sdk"}
+NEEDS = {"torch": "torch"}
 
 
 def test_import_starts_nothing():

@@ -24,9 +24,9 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
     current_worker,
+    spi,
 )
 from fairlead_workergroup._display import Bar
-from fairlead_workergroup._inspect.groups import find_groups
 from fairlead_workergroup._lifecycle import delivery, launcher
 from fairlead_workergroup._observe import memory, query
 from fairlead_workergroup.testing import kill
@@ -149,23 +149,24 @@ def test_grow_and_shrink(cluster):
 
 
 def test_event_and_registration(cluster, eventually):
-    """A watch reports each resize, and the agents know the members of now, for those who look from outside."""
+    """Subscribers hear of each resize, and the agents know the members of now, for those who look from outside."""
     events = []
 
     def registered():
-        (found,) = [one for one in find_groups() if one.name == "elastic"]
+        (found,) = [one for one in spi.find_groups() if one.name == "elastic"]
         return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
 
-    with make(cluster, name_prefix="elastic") as group, group.watch(0.2, on_event=events.append):
-        for epoch, size in enumerate((3, 1), 1):
+    with make(cluster, name_prefix="elastic") as group:
+        unsubscribe = spi.subscribe(group, events.append, lambda within_s: None)
+        for epoch, size in enumerate((3, 1, 2), 1):
             group.resize(dp=size)
             now = epoch, {"dp": size}, {(one.rank, one.pid) for one in group.get_worker_status()}
             assert eventually(lambda now=now: registered() == now, 60), registered()
-        assert eventually(lambda: [event.kind for event in events].count("resized") == 2, 60)
-        time.sleep(0.5)  # for an event that there must not be, such as the death of a rank that left
-    texts = ["resized: resized from dp=2 to dp=3 in epoch 1", "resized: resized from dp=3 to dp=1 in epoch 2"]
-    seen = [(event.kind, event.rank, event.message) for event in events if event.kind != "worker-started"]
-    assert seen == [("resized", -1, text) for text in texts]
+            if epoch == 2:
+                unsubscribe()
+                unsubscribe()
+    texts = ["resized from dp=2 to dp=3 in epoch 1", "resized from dp=3 to dp=1 in epoch 2"]
+    assert events == [spi.Notice("resized", -1, text) for text in texts]
 
 
 def test_one_deadline(group, monkeypatch):

@@ -8,13 +8,11 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, NodeAgent, RayVirtualCluster
-from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import (
     GroupHandle,
@@ -25,7 +23,6 @@ from fairlead_workergroup import (
     _handle,
     _head,
 )
-from fairlead_workergroup._inspect import command
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.phases import Phase
@@ -58,11 +55,6 @@ def call_in_lane(group):
         return group.call("rank", timeout=ANSWER_S).result()
 
 
-def watch(group):
-    with group.watch(interval_s=0.01):
-        return group.get_worker_status()
-
-
 def run_classic(name, *args):
     return lambda group: group.get_all_worker_results(getattr(group, name)("echo", *args))
 
@@ -88,7 +80,7 @@ HANDLE = {
 }
 
 
-def make_group_calls(trace):
+def make_group_calls():
     statuses = ["idle", "idle"]
     return {
         **CALLS,
@@ -123,9 +115,6 @@ def make_group_calls(trace):
         "standby_metadata": READ,
         "start_report": READ,
         "statistics": (lambda group: group.statistics().calls >= 0, True),
-        "stragglers": (lambda group: group.stragglers(), HeadTimeoutError),
-        "trace": (lambda group: group.trace(trace), HeadTimeoutError),
-        "watch": (lambda group: [one.state for one in watch(group)], statuses),
         "worker_metadata": READ,
         "workers": READ,
         "world_size": READ,
@@ -134,11 +123,6 @@ def make_group_calls(trace):
 
 # These end a group or keep others from calling it, so that each has a group of its own.
 ALONE = ("lane", "shutdown")
-COMMANDS = (["groups"], ["status"], ["top", "-n", "1"], ["stacks"], ["trace", "-o", "trace"], ["why"])
-
-
-def run_commands():
-    return [command.main(one) for one in COMMANDS]
 
 
 def bind(uses, subject):
@@ -163,7 +147,7 @@ def came_as(outcome, expected):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Give everything `LIMIT_S`, and let the commands use the Ray of this process."""
+    """Give everything `LIMIT_S`."""
     for module, name in (
         (placement_head, "LEAST_S"),
         (placement_head, "ALIVE_S"),
@@ -172,13 +156,11 @@ def impatient(monkeypatch):
         (_handle, "HEAD_S"),
     ):
         monkeypatch.setattr(module, name, LIMIT_S)
-    monkeypatch.setattr(terminal, "attach_to", lambda *_, **__: None)
-    monkeypatch.setattr(terminal, "os", SimpleNamespace(_exit=lambda status: None))
 
 
 @pytest.mark.usefixtures("local_ray", "impatient")
-def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process, tmp_path, capsys, caplog):
-    """Every public method of a group, a view and a handle, and every command, returns or raises in time.
+def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process, caplog):
+    """Every public method of a group, a view and a handle returns or raises in time.
 
     Calls work, because they go to the workers; so do looks at the workers, which the agents of their nodes answer.
     Changes raise an error with nothing changed. `shutdown` reports False, and the processes have ended.
@@ -199,22 +181,20 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         (agent,) = {NodeAgent(slot.node_id).run(os.getpid) for slot in slots}
         pids = [pid for one in (alone, forced, cleaned) for pid in one.call("pid").result()]
         uses = {
-            **bind({**make_group_calls(tmp_path / "trace.json"), **dict.fromkeys(ALONE, READ)}, group),
+            **bind({**make_group_calls(), **dict.fromkeys(ALONE, READ)}, group),
             **bind(HANDLE, handle),
             **bind(VIEW, group.at(worker=slice(0, 2))),
             "fresh handle": (lambda: fresh.call("rank"), HeadTimeoutError),
             "constructor": (lambda: RayWorkerGroup(slots[6:7], Worker, start_timeout_s=LIMIT_S), HeadTimeoutError),
-            "commands": (run_commands, [3] * len(COMMANDS)),
         }
         assert isinstance(handle, GroupHandle)
         assert isinstance(group.at(worker=0), GroupView)
         with stop_process(head):
-            answered = {name for name, (_, expected) in uses.items() if not raises(expected)} - {"commands"}
+            answered = {name for name, (_, expected) in uses.items() if not raises(expected)}
             functions = {name: function for name, (function, _) in uses.items()}
             outcomes = call_in_time({name: functions[name] for name in functions.keys() - answered}, LIMIT_S)
             outcomes |= call_in_time({name: functions[name] for name in answered}, ANSWER_S)
             assert {name: one for name, one in outcomes.items() if not came_as(one, uses[name][1])} == {}
-            assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(COMMANDS)
             assert call_in_time({"lane": lambda: call_in_lane(alone)}, ANSWER_S) == {"lane": [0]}
             ends = call_in_time(
                 {
@@ -257,9 +237,29 @@ def test_death_that_the_head_does_not_report(stop_process):
 DEADLINE_S, CALL_S = 120.0, 10.0
 
 
+@contextlib.contextmanager
+def looking(group):
+    """Let a thread look at the workers again and again, as a watch does."""
+    done = threading.Event()
+
+    def look():
+        while not done.is_set():
+            with contextlib.suppress(HeadTimeoutError):
+                group.get_worker_status()
+            done.wait(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 @pytest.mark.usefixtures("local_ray")
 def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_process):
-    """While the watches of a group wait for a silent head, calls do not wait for them, with and without a lane.
+    """While background threads of a group wait for a silent head, calls do not wait for them, with and without a lane.
 
     The pauses let the lane's own thread take the socket, as a call begins.
     """
@@ -269,13 +269,13 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, on_drain="replace") as group,
-        group.watch(interval_s=0.01),
+        looking(group),
         contextlib.ExitStack() as lane,
     ):
         lane.enter_context(group.lane(ANSWER_S))
         group.call("rank").result()
         with stop_process(head):
-            # The look of each watch has sent a request.
+            # Both threads have sent a request.
             assert eventually(lambda: [one.name for one in threading.enumerate()].count("fairlead-head") == 2)
             took = []
             for number in range(2000):

@@ -19,6 +19,7 @@ from fairlead_workergroup import (
     WorkerFailureError,
     WorkerStartError,
     current_worker,
+    spi,
 )
 from fairlead_workergroup._lifecycle import standbys
 from fairlead_workergroup._lifecycle.launcher import Launcher
@@ -103,8 +104,8 @@ def test_take_over(cluster, eventually):
     builder = RayWorkerBuilder(Worker, [7])
     with (
         RayWorkerGroup(cluster, builder, workers_per_node=[2], standby=1) as group,
-        group.watch(0.2, on_event=events.append),
     ):
+        spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.standby == 1, 60)
         assert [one["bundle_index"] for one in group.standby_metadata] == [2]
         console = Console(width=120)
@@ -173,8 +174,8 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path):
     options = {"on_handover": "save", "on_restart": "load", "env_vars": {"FAIL_TO_SAVE": str(tmp_path / "full")}}
     with (
         RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], standby=1, **options) as group,
-        group.watch(0.2, on_event=events.append),
     ):
+        spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.standby == 1, 60)
         group.call("add", 5).result()
         before = [pid for pid, _ in group.call("pid").result()]

@@ -182,7 +182,7 @@ def test_dead_worker(cluster):
         assert states(group) == ["idle", "dead"]
         assert group.worker_metadata[1]["state"] == "dead"
         assert [usage.rank for usage in group.get_resource_usage()] == [0]
-    for ask in (group.get_worker_status, group.get_resource_usage, group.detect_stuck_workers, group.watch):
+    for ask in (group.get_worker_status, group.get_resource_usage, group.detect_stuck_workers):
         with pytest.raises(WorkerGroupError, match="has been shut down; make a new group"):
             ask()
 

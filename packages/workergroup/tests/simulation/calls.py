@@ -24,7 +24,6 @@ from fairlead_workergroup._start.worker_class import Method
 
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
-from .seam import NoLog
 
 
 def make_places(ray: PretendedRay, each: int) -> list[Place]:
@@ -70,8 +69,8 @@ def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> S
     nothing: Any = SimpleNamespace()
     membership = Membership(roster, crew, nothing, nothing)
     launcher: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-    log: Any = NoLog()
-    return Sender(roster, launcher, membership, Counters(), log, lambda error: None, None)
+    read_group: Any = None
+    return Sender(roster, launcher, membership, Counters(), read_group, None)
 
 
 def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:

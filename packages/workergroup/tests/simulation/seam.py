@@ -40,19 +40,6 @@ class NoBar:
         pass
 
 
-class NoLog:
-    """A log of calls that notes nothing, in place of `RequestLog`, which needs memory that agents read."""
-
-    def begin(self, method: str, began: float, futures: Sequence[Any]) -> int:
-        return 0
-
-    def end(self, entries: Sequence[int], *, failed: bool = False, ended: float | None = None) -> None:
-        pass
-
-    def mark(self, name: str) -> None:
-        pass
-
-
 def _wait_until(world: SimulatedWorld, is_true: Callable[[], bool], seconds: float) -> bool:
     """Ask again and again until a condition holds, as `wait_until` does; the question may be a point itself."""
     deadline = world.now() + seconds
@@ -118,13 +105,13 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         f"{ours}._start.launch.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.
         f"{ours}._start.environment.known_actor_environments": dict,
-        # What a group publishes for other processes, and its log of calls, which these read.
+        # What a group publishes for other processes, and the extensions that are installed.
         "ray.get_runtime_context": lambda: CONTEXT,
         f"{ours}._observe.registration.publish": lambda key, version, data: None,
         f"{ours}._observe.registration.withdraw": lambda key, nodes: None,
         # It has a lock that is held while processes end, which is a wait.
         f"{ours}._group.Resources": lambda *args: Resources(*args, _ending=world.mutex(reentrant=True)),
-        f"{ours}._group.RequestLog": lambda token: NoLog(),
+        f"{ours}._group.extend": lambda group, group_id: None,
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Terminals.

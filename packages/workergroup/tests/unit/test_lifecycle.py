@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens at the start and at the end of a group, without Ray."""
 
-import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -16,13 +14,9 @@ from fairlead_workergroup import WorkerStartError
 from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.teardown import Teardown
-from fairlead_workergroup._observe import requests
-from fairlead_workergroup._remote.outside import read_requests
-from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
 from fairlead_workergroup._start.report import StartClock
-from fairlead_workergroup._transport.messages import Message
 
 
 class Answer(Future):
@@ -190,7 +184,7 @@ def test_an_interrupt_while_a_watch_closes():
         raise KeyboardInterrupt
 
     held = SimpleNamespace(
-        roster=SimpleNamespace(begin_end=lambda: None, end=lambda: None),
+        roster=SimpleNamespace(begin_end=lambda: None, end=lambda: None, watchers=[(None, close)]),
         give_back=lambda: ended.append("workers"),
         join_threads=lambda: None,
         gave_all_back=True,
@@ -198,7 +192,7 @@ def test_an_interrupt_while_a_watch_closes():
     membership = SimpleNamespace(gate=SimpleNamespace(wake=lambda: None), join=lambda deadline: True)
     launcher = SimpleNamespace(resources=held, release=lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        Teardown(launcher, membership, [SimpleNamespace(close=close)]).run(None, 30.0, force=False)
+        Teardown(launcher, membership).run(None, 30.0, force=False)
     assert ended == ["workers"]
 
 
@@ -232,44 +226,3 @@ def test_threads_of_a_group(monkeypatch, caplog):
     held.gave_all_back = True
     held.join_threads()
     assert held.gave_all_back
-
-
-def requests_of(group):
-    """Return the entries of the log of a group, as an agent reads them."""
-    return read_requests(os.getpid(), start_tick(os.getpid()), socket.gethostname(), group)
-
-
-def test_a_repetition_ends_in_the_log():
-    """A call that is repeated on some of its workers is a second entry, which ends when the call ends."""
-    first, second, again = (Message(None, name.ljust(24)) for name in (b"first", b"second", b"again"))
-    log = requests.RequestLog("test")
-    lost = log.begin("train", 1.0, [first, second])
-    log.end([lost], failed=True)
-    repeated = log.begin("train", 1.0, [again])
-    log.end([lost, repeated])
-    began, other = requests_of("test")
-    assert [(entry[2], entry[3], entry[5]) for entry in (began, other)] == [
-        (True, 2, [b"first   ", b"second  "]),
-        (False, 1, [b"again   "]),
-    ]
-    assert began[0] < began[1] <= other[1]
-
-
-def test_a_moment_in_the_log():
-    """Something that has gone wrong has one time, which tells it from a call; a call without workers has no entry."""
-    log = requests.RequestLog("moments")
-    log.end([log.begin("train", 1.0, [])])
-    log.mark("rank 1 lost: killed")
-    ((began, ended, failed, workers, method, _),) = requests_of("moments")
-    assert 0 < began == ended
-    assert (failed, workers, method) == (True, 0, "rank 1 lost: killed")
-
-
-def test_an_entry_that_was_replaced():
-    """The end of a call whose entry has been overwritten by later calls is not noted; that of the latest is."""
-    log = requests.RequestLog("replaced")
-    entries = [log.begin(f"step_{at}", 1.0, [Message(None, bytes(24))]) for at in range(requests.KEPT + 2)]
-    log.end(entries[:3])
-    shown = requests_of("replaced")
-    assert len(shown) == requests.KEPT
-    assert [entry[4] for entry in shown if entry[1]] == ["step_2"]

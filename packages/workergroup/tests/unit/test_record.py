@@ -53,6 +53,85 @@ def read(record):
     return read_record(record._file)
 
 
+@pytest.fixture(params=[Record, OverlappingRecord])
+def extended(request, monkeypatch):
+    """A record with an extension, and what the extension was told of calls and of steps."""
+    calls, steps = [], []
+
+    def start(on_call, on_step):
+        on_call.append(lambda *call: calls.append(call))
+        on_step.append(lambda *step: steps.append(step))
+
+    for made in make_record(monkeypatch, request.param(["__init__", "work"])):
+        monkeypatch.setattr(ray.cloudpickle, "loads", lambda function: function)
+        made.extend([start])
+        yield made, calls, steps
+
+
+def test_extension(extended):
+    """An extension is told of each method that has ended, with its start, and of each step."""
+    record, calls, steps = extended
+    first = record.begin(1)
+    record.progress(7)
+    record.end(first)
+    record.end(record.begin(0), failed=True)
+    assert [(number, method, failed, task) for number, method, *_, failed, task in calls] == [
+        (1, 1, False, b"t" * 24),
+        (2, 0, True, b"t" * 24),
+    ]
+    assert calls[0][2] <= steps[0][0] <= calls[0][3] <= calls[1][2] <= calls[1][3]
+    assert [step for _, step in steps] == [7]
+
+
+@pytest.mark.parametrize("extended", [OverlappingRecord], indirect=True)
+def test_extension_of_overlapping_methods(extended):
+    """Of methods that overlap, each is told with its own start."""
+    record, calls, _ = extended
+    first = record.begin(1)
+    second = record.begin(0)
+    record.end(first)
+    record.end(second, failed=True)
+    assert [(number, method, failed) for number, method, *_, failed, _ in calls] == [(1, 1, False), (2, 0, True)]
+    assert calls[0][2] <= calls[1][2]
+
+
+def test_extension_knows_waits(extended):
+    """Time in `waiting` is told with the call, once also when threads wait at the same time."""
+    record, calls, _ = extended
+    key = record.begin(1)
+    record.wait_begins()
+    thread = threading.Thread(target=lambda: (record.wait_begins(), record.wait_ends()))
+    thread.start()
+    thread.join()
+    record.wait_ends()
+    record.end(key)
+    ((_, _, start, end, waited, _, _),) = calls
+    assert 0 < waited < end - start
+
+
+def test_extensions_that_fail(extended, monkeypatch, caplog):
+    """An extension that fails in a worker is reported once, and methods and other extensions go on."""
+    record, calls, _ = extended
+    failed = []
+
+    def fail(*call):
+        failed.append(call)
+        raise KeyError(call)
+
+    def start(on_call, on_step):
+        on_call.insert(0, fail)
+
+    def fail_to_start(on_call, on_step):
+        raise ImportError("no module")
+
+    record.extend([fail_to_start, start])
+    for _ in range(3):
+        record.end(record.begin(1))
+    assert (len(failed), len(calls)) == (1, 3)
+    assert caplog.text.count("An extension failed in this worker.") == 2
+    assert "no module" in caplog.text
+
+
 def test_content(record):
     """It shows an idle worker, a busy one, its progress, and an idle one again; times are seconds before now."""
     assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)

@@ -151,11 +151,7 @@ async def serve_overlapping(
     find: Callable[[str], Callable[..., Any]],
     name_task: Callable[[Callable[[], bytes] | None], None],
 ) -> AsyncIterator[Any]:
-    """Run the calls that arrive by a lane at the same time, until the driver ends it; see `serve`.
-
-    Yields:
-        The answers that the driver gets through the object store.
-    """
+    """Run the calls that arrive by a lane at the same time, until the driver ends it, as `serve` does."""
     running: contextvars.ContextVar[bytes] = contextvars.ContextVar("fairlead_lane_task", default=b"")
     loop = asyncio.get_running_loop()
     connection = Connection(config, waits=False)

@@ -37,23 +37,19 @@ class Attempts:
     """The requests of one call.
 
     Attributes:
-        owner: the group, which stays alive as long as a caller waits for the call.
-        sent: the futures of the requests, or a future of them for a call that had to wait.
-        returned: the ranks that return a result, in the order of the results.
-        fetched_at: the positions of the workers whose results have been fetched.
         cancelled: the ranks that had not finished when the call was cancelled; empty if it was not cancelled.
-        items: references to the items of generators that have arrived, by position.
+        items: references to items that have arrived, by position.
         is_single: whether the result is one worker's value, and not a list.
     """
 
     sender: Sender
-    owner: object
+    owner: object  # it stays alive as long as a caller waits for the call
     order: Order
-    sent: Sent | Future[Sent]
-    returned: list[int]
+    sent: Sent | Future[Sent]  # the futures of the requests, or a future of them for a call that had to wait
+    returned: list[int]  # the ranks that return a result, in the order of the results
     options: CallOptions
     submit_s: float = 0.0
-    fetched_at: set[int] = field(default_factory=set)
+    fetched_at: set[int] = field(default_factory=set)  # the positions of the workers whose results have been fetched
     cancelled: tuple[int, ...] = ()
     items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)
     attempt: int = 0
@@ -172,11 +168,7 @@ class Attempts:
         return self.sender.cancel({self.ranks[at]: self.futures[at] for at in pending}, self.method.name, force=force)
 
     def repeat(self, attempt: int, deadline: Deadline | None = None) -> bool:
-        """Repeat an attempt on the workers that were lost, or on all workers if all were restarted.
-
-        Returns:
-            Whether there is another attempt, of this thread or of another one.
-        """
+        """Repeat an attempt on lost workers, or on all if all were restarted; return whether there is another one."""
         self.check_open()
         self.wait_until_sent(Deadline.after(0.0))
         if not self.options.retries:
@@ -217,7 +209,7 @@ class Attempts:
             requests=[requests[at] for at in lost],
             deadline=limit,
         )
-        with self.sender.traced():
+        with self.sender.explained():
             sent = self.sender.send(again)
         self._repeated_in = sent.epoch
         self.entries.append(sent.entry)

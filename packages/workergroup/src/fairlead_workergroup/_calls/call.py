@@ -100,7 +100,7 @@ def dispatch(
         sender.counters.add(calls=1, puts=stored.puts)
     except (CallTimeoutError, WorkerFailureError) as error:
         if blocking:
-            sender.save_trace(error)
+            sender.observed.explain(error)
         raise
     return Execution(sender, owner, order, sent, recipients.returned, options)
 

@@ -39,7 +39,7 @@ class Execution(Attempts):
             except WorkerFailureError as error:
                 # A restart takes seconds.
                 if not await on.apart(self.repeat, attempt, deadline):
-                    await on.apart(self.sender.save_trace, error)
+                    await on.apart(self.sender.observed.explain, error)
                     raise
             except Refused:
                 await on.apart(self.follow, attempt, deadline)
@@ -73,7 +73,7 @@ class Execution(Attempts):
 
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of the workers."""
-        self.sender.log.end(self.entries)
+        self.sender.observed.end(self.entries)
         if self.options.discard:
             return None
         return values[0] if self.is_single else values
@@ -194,14 +194,14 @@ class Execution(Attempts):
         if type(error) is CallTimeoutError:  # that of a worker arrives as an instance of a class that Ray derives
             return error
         self.check_open()
-        self.sender.log.end(self.entries, failed=True)
+        self.sender.observed.end(self.entries, failed=True)
         failure = explain_failure(self._ends(), error, self.sender)
         if self._retrieved_attempt != self.attempt:
             self._retrieved_attempt = self.attempt
             retrieve_late(self.futures, self)
         # An error that may be hidden by a repetition gets its trace when it is raised after all.
         if isinstance(failure, WorkerFailureError) and not self.options.retries:
-            self.sender.save_trace(failure)
+            self.sender.observed.explain(failure)
         return failure
 
     def _ends(self) -> list[ObjectRef[Any]]:
@@ -223,7 +223,7 @@ class Execution(Attempts):
             return Deadline()
         late = self._late_error(pending)
         if deadline.passed:
-            self.sender.save_trace(late)
+            self.sender.observed.explain(late)
             raise late
         logger.warning("%s", late)
         return deadline

@@ -26,19 +26,13 @@ PAUSE_S, MOST_REFUSALS = 0.01, 9
 
 @dataclass(eq=False)
 class Follower:
-    """Repeats a call with the same values, planned for the group as it is then.
+    """Repeats a call with the same values, planned for the group as it is then."""
 
-    Attributes:
-        columns: the arguments as they were sent; the last ones are the keyword arguments `names`.
-        replan: returns the recipients on the present axes of the group, and these axes; None for the same ones.
-        was_ahead: whether workers have refused the call because they were in a later epoch, which may happen once.
-    """
-
-    columns: Sequence[Column]
+    columns: Sequence[Column]  # the arguments as they were sent; the last ones are the keyword arguments `names`
     names: Sequence[str]
     recipients: Recipients
-    replan: Callable[[], tuple[Recipients, NamedSharding]] | None
-    was_ahead: bool = False
+    replan: Callable[[], tuple[Recipients, NamedSharding]] | None  # the recipients and axes of now; None for the same
+    was_ahead: bool = False  # whether workers in a later epoch have refused it, which may happen once
 
     def follow(self, call: Execution, limit: Deadline) -> bool:
         """Repeat a call; return True."""
@@ -60,7 +54,7 @@ class Follower:
             found, sharding = self.replan()
             order = order._replace(ranks=found.called, sharding=sharding)
         requests = make_requests(order.method, found, self.columns, self.names)
-        with call.sender.traced():
+        with call.sender.explained():
             sent = call.sender.send(order._replace(requests=requests, deadline=limit))
         call.begin_again(order, found.returned, sent)
         return True

@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import threading
+import weakref
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,9 @@ from .._membership.machine import Membership
 from .._membership.model import Member, Snapshot
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
+from .._observe.extensions import ObservedCalls
+from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
-from .._observe.requests import RequestLog
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
@@ -54,30 +56,22 @@ class Order(NamedTuple):
     """A call that is ready to be sent, now or later.
 
     Attributes:
-        requests: the request to each of them; a list if the call may be repeated.
-        stored: the number of values that were stored for the call, and their bytes.
-        sources: the calls whose results are arguments of this one.
         sharding: the axes that the call was planned on; None if its ranks were given by number.
-        obstacle: why a lane cannot carry the call; empty if it can.
-        has_answers: whether answers that are not in the object store are arguments of the call.
-        passes: whether the call belongs to the change of membership that is under way.
-        encoded: the requests as the transport sends them, if it does.
-        follow: repeats a call that all of its workers have refused, as `Follower.follow` does; None in the process that
-            made the group, whose calls run in the epoch in which they are sent.
+        follow: as `Follower.follow`; None in the process that made the group.
     """
 
     method: Method
     ranks: Sequence[int]
-    requests: Iterable[Request]
+    requests: Iterable[Request]  # the request to each of them; a list if the call may be repeated
     began: float
     deadline: Deadline
-    stored: tuple[int, int]
-    sources: Sequence[Source]
+    stored: tuple[int, int]  # the number of values that were stored for the call, and their bytes
+    sources: Sequence[Source]  # the calls whose results are arguments of this one
     sharding: NamedSharding | None = None
-    obstacle: str = ""
-    has_answers: bool = False
-    passes: bool = False
-    encoded: Sequence[Any] = ()
+    obstacle: str = ""  # why a lane cannot carry the call; empty if it can
+    has_answers: bool = False  # whether answers that are not in the object store are arguments of the call
+    passes: bool = False  # whether the call belongs to the change of membership that is under way
+    encoded: Sequence[Any] = ()  # the requests as the transport sends them, if it does
     follow: Callable[[Any, Deadline], bool] | None = None
 
 
@@ -131,27 +125,20 @@ class _Queue:
 
 @dataclass(eq=False, repr=False)
 class Sender:
-    """Sends requests to the workers of a group.
-
-    Attributes:
-        save_trace: adds a trace of the group to an error, if that is wanted.
-        transport: carries the calls that it can; None if all go by Ray.
-        users_of_transport: how many blocks have opened it and not closed it.
-        is_owner: whether this process has made the group.
-    """
+    """Sends requests to the workers of a group."""
 
     roster: Roster
     launcher: Launcher
     membership: Membership
     counters: Counters
-    log: RequestLog
-    save_trace: Callable[[BaseException], None]
+    read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
+    observed: ObservedCalls = field(default_factory=ObservedCalls)  # the observer of the calls
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
-    transport: Transport | None = None
-    users_of_transport: int = 0
-    is_owner: ClassVar[bool] = True
+    transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
+    users_of_transport: int = 0  # how many blocks have opened it and not closed it
+    is_owner: ClassVar[bool] = True  # whether this process has made the group
 
     @property
     def policy(self) -> RestartPolicy:
@@ -231,7 +218,7 @@ class Sender:
         futures = self._send(now, order)
         if self.launcher.worker_class.concurrent:
             self.overlapping.note(futures)
-        entry = self.log.begin(order.method.name, order.began, futures)
+        entry = self.observed.begin(order.method.name, order.began, futures) if futures else 0
         by_lane = len(futures) if futures and is_message(futures[0]) else 0
         self.counters.add(requests=len(futures), lane_requests=by_lane)
         return Sent(futures, now.epoch, entry)
@@ -260,12 +247,12 @@ class Sender:
             raise self.unsent_error(order, reason) from None
 
     @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """Save a trace, if that is wanted, with an error about workers that is raised to the caller in this block."""
+    def explained(self) -> Iterator[None]:
+        """Let the observer add to an error about workers that is raised to the caller in this block."""
         try:
             yield
         except (CallTimeoutError, WorkerFailureError) as error:
-            self.save_trace(error)
+            self.observed.explain(error)
             raise
 
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
@@ -282,7 +269,7 @@ class Sender:
                 raise self.unsent_error(order)
             return self.send(order)
 
-        return self.queue.add(self.traced()(send_later))
+        return self.queue.add(self.explained()(send_later))
 
     def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
@@ -295,7 +282,7 @@ class Sender:
         lost = self.roster.note(verdicts)
         for failure in lost:
             if failure.rank not in known:
-                self.log.mark(f"rank {failure.rank} lost: {failure.kind}")
+                self.observed.mark(f"rank {failure.rank} lost: {failure.kind}")
         return WorkerFailureError(tuple(lost), self.membership.remedy(lost))
 
     def is_lost(self, ref: ObjectRef[Any]) -> bool:
@@ -323,6 +310,19 @@ class Sender:
             killed = Evidence("user", "gone", "cancelled", cause)
             self.roster.note([self.roster.judge.tell(now[rank].process, killed) for rank in running])
         return running
+
+
+_senders: weakref.WeakKeyDictionary[object, Sender] = weakref.WeakKeyDictionary()
+
+
+def set_sender(group: object, sender: Sender) -> None:
+    """Note the sender of a group or handle, which must not refer to it."""
+    _senders[group] = sender
+
+
+def find_sender(group: object) -> Sender:
+    """Return the sender of a group or handle."""
+    return _senders[group]
 
 
 def check_epoch(order: Order, now: Snapshot) -> None:

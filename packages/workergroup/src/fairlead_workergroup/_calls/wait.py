@@ -56,13 +56,9 @@ class Inbox(Generic[T]):
 
 
 class Waiter:
-    """Waits by blocking the thread.
+    """Waits by blocking the thread."""
 
-    Attributes:
-        blocks: whether it blocks the thread.
-    """
-
-    blocks: bool = True
+    blocks: bool = True  # whether it blocks the thread
 
     async def sent(self, sending: concurrent.futures.Future[Any], seconds: float | None) -> None:
         """Wait until a call has been sent, or could not be."""

@@ -59,6 +59,7 @@ class Launcher:
 
     def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters, clock: StartClock) -> None:
         self.spec = spec
+        self.on_start: tuple[bytes, ...] = ()  # see `spi.on_worker_start`
         self._clock = clock
         self.resources = resources
         self._roster = resources.roster
@@ -88,6 +89,7 @@ class Launcher:
                 timeout_s=self._time_left(deadline),
                 concurrent=spec.concurrent,
             )
+        described = dataclasses.replace(described, on_start=self.on_start)
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding, python)
 

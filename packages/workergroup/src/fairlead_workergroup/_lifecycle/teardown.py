@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a group, which several threads may ask for at once."""
 
+import logging
 import threading
-from collections.abc import Iterable
 
 from .._deadline import Deadline
 from .._head import REQUEST_S
 from .._membership.gate import wait_for_event
 from .._membership.machine import Membership
-from .._observe.watch import CLOSE_S, Watch
 from .._world import world
 from .launcher import Launcher
 from .resources import JOIN_S
 from .shutdown import wait_for_cleanup
 
-# A look of a watch that is under way has at least this time to end.
-WATCHED_S = 2.0
+logger = logging.getLogger(__name__)
+
+# A watcher that is looking at the workers has at least, and at most, this time to end.
+WATCHED_S, MOST_WATCHED_S = 2.0, 25.0
 # After Ctrl-C in a shutdown, the rest has this time.
 INTERRUPTED_S = 10.0
 
 
 class Teardown:
-    """End a group once, its watches first, on a thread of its own, which runs to the end if a caller is interrupted."""
+    """End a group once, after its watchers, on a thread of its own, which goes on if a caller is interrupted."""
 
-    def __init__(self, launcher: Launcher, membership: Membership, watches: Iterable[Watch]) -> None:
+    def __init__(self, launcher: Launcher, membership: Membership) -> None:
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
         self._membership = membership
-        self._watches = watches
         self._begun = threading.Lock()
         # Set when no cleanup is waited for any more, and when everything has ended.
         self._is_forced = threading.Event()
@@ -45,8 +45,11 @@ class Teardown:
             self._roster.begin_end()
             if force:
                 self._is_forced.set()
-            for watch in list(self._watches):
-                watch.close(max(WATCHED_S, deadline.left(at_most=CLOSE_S) or 0.0))
+            for _, close in list(self._roster.watchers):
+                try:
+                    close(max(WATCHED_S, deadline.left(at_most=MOST_WATCHED_S) or 0.0))
+                except Exception:
+                    logger.warning("A watcher of %r cannot be closed.", self._roster, exc_info=True)
             self._begin(cleanup_method, deadline, force=force)
             if not wait_for_event(self._ended, deadline):  # its cleanup is over, or that of another thread takes longer
                 self._is_forced.set()

@@ -27,12 +27,22 @@ NOTICED_S = 2.0
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one source says about one process."""
+    """The statement of one source about one process.
+
+    Attributes:
+        source: the source.
+        says: "alive", "gone", or "silent" if it did not answer, or if its answer fits both.
+        kind: of the loss, for "gone"; None stands for "killed".
+        text: the cause, or why there is no answer.
+        exit_code: of the process, if that is known.
+        signal: the signal that ended it, if that is known.
+        at: when it was said.
+    """
 
     source: Source
-    says: Says  # "silent" if the source did not answer, or if its answer fits both a dead and a living process
-    kind: FailureKind | None = None  # of the loss, for "gone"; None stands for "killed"
-    text: str = ""  # the cause, or why there is no answer
+    says: Says
+    kind: FailureKind | None = None
+    text: str = ""
     exit_code: int | None = None
     signal: int | None = None
     at: float = field(default_factory=now)

@@ -141,10 +141,16 @@ class Member:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that happened to the membership, for those who watch it."""
+    """Something that happened to the membership, for those who watch it.
 
-    kind: str  # "resized", "replaced" or "standby-ready"
-    rank: int  # -1 if it is not about one rank
+    Attributes:
+        kind: "resized", "replaced" or "standby-ready".
+        rank: the rank; -1 if it is not about one rank.
+        message: the event as text.
+    """
+
+    kind: str
+    rank: int
     message: str
 
 

@@ -99,13 +99,9 @@ class HookCall(Protocol):
 
 
 class Hooks(Protocol):
-    """The methods of the user's class that run when the membership changes.
+    """The methods of the user's class that run when the membership changes."""
 
-    Attributes:
-        timeout_s: how long each of them may take.
-    """
-
-    timeout_s: float
+    timeout_s: float  # how long each of them may take
 
     def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> Sequence[HookCall]:
         """Send `on_restart` to ranks, with what was handed over by rank; do not wait."""

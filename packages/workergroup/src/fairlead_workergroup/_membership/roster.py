@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one owner of the members of a group: each change is one transition to another snapshot."""
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,8 @@ from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
 from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess
+
+logger = logging.getLogger(__name__)
 
 Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
 _NO_DETOUR = nullcontext()
@@ -41,7 +44,8 @@ class Roster:
         # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
         self.detour: Detour | None = None
         self._made_on = connection()
-        self._notices: list[Notice] = []
+        # Those who watch the group: each with its listener, and what closes it within some seconds.
+        self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
         self._lock = world().lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
@@ -230,12 +234,13 @@ class Roster:
             self._change(changed, restarts=self._now.restarts + (together and bool(counted)))
 
     def report(self, notice: Notice) -> None:
-        """Note a change for those who watch the group."""
-        self._notices.append(notice)
-
-    def notices_since(self, count: int) -> list[Notice]:
-        """Return what was noted after the first `count`."""
-        return self._notices[count:]
+        """Tell those who watch the group of a change. One that fails is reported, and does not watch any more."""
+        for watcher in list(self.watchers):
+            try:
+                watcher[0](notice)
+            except Exception:
+                self.watchers[:] = [one for one in self.watchers if one is not watcher]
+                logger.warning("A listener failed at %s, and hears of no more changes.", notice, exc_info=True)
 
     def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
         """Show states that were observed from outside, except of workers that were replaced since `seen`."""

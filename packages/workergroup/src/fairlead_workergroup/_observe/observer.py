@@ -2,15 +2,16 @@
 """Observation of the workers of a group while they work or hang, with one request to each node and none to workers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fairlead_placement.spi import choose_alive, group_pairs, usage_on_nodes
 
 from .._display import Records
-from .._membership.model import WorkerProcess
+from .._membership.model import Snapshot, WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
+from ..exceptions import WorkerFailure
 from .evidence import weigh_answers
 from .query import ANSWER_S, HEAD_S, ask_nodes, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
@@ -26,7 +27,22 @@ class Observer:
     """Observe the workers of a group; `RayWorkerGroup` documents what each method returns."""
 
     def __init__(self, roster: Roster) -> None:
-        self.roster = roster
+        self._roster = roster
+
+    @property
+    def name(self) -> str:
+        """The name of the group."""
+        return self._roster.name_prefix
+
+    @property
+    def members(self) -> Snapshot:
+        """The members as they are now."""
+        return self._roster.snapshot()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the Ray that the group was made on is still the one of this process."""
+        return self._roster.connected
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -34,7 +50,7 @@ class Observer:
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
-        now = self.roster.check_alive()
+        now = self._roster.check_alive()
         living = set(choose_alive({process.node_id for process in now.processes}, timeout_s=HEAD_S))
         there = [one.process for one in now.members if one.process.node_id in living and one.failure is None]
         pids = group_pairs((process.node_id, process.pid) for process in there)
@@ -55,10 +71,15 @@ class Observer:
         statuses, stuck = self._look(check_seconds("timeout_s", timeout_s), dump=dump_stacks)
         return Records(add_odd_ranks(stuck, {status.rank: status for status in statuses}))
 
+    def find_causes(self, workers: Iterable[WorkerProcess], *, within_s: float) -> Mapping[int, WorkerFailure]:
+        """Ask all sources why workers were lost, so that the next call knows it; return the losses by rank."""
+        self._roster.note(self._roster.judge.ask(workers, look="all", within_s=within_s).values())
+        return self._roster.snapshot().lost
+
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the snapshot before the requests: the next look reports a worker that is replaced meanwhile.
-        now = self.roster.check_alive()
-        dead, judge = set(now.lost), self.roster.judge
+        now = self._roster.check_alive()
+        dead, judge = set(now.lost), self._roster.judge
         asked = [
             member.process for member in now.members if member.rank not in dead and member.rank not in now.restarting
         ]
@@ -91,10 +112,66 @@ class Observer:
             )
             for member in now.members
         ]
-        self.roster.show_states(states, now)
+        self._roster.show_states(states, now)
         return statuses, [
             _stuck(process, rows[process.rank]) for process in now.processes if states[process.rank] == "stuck"
         ]
+
+
+class ObservedGroup:
+    """The members of a group that report what its workers do, while they work or hang; the group sets the observer."""
+
+    _observer: Observer
+
+    def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
+        """Return what each worker does, by rank, and show the states in `worker_metadata` and the cluster's grid.
+
+        The records of the workers are read on their nodes, with one request a node, so that this works while workers
+        are busy or hang. Ray reports which workers are dead.
+
+        Args:
+            stuck_after_s: a busy worker is "stuck" after this many seconds without progress.
+
+        Returns:
+            The status of each worker, by rank.
+
+        Raises:
+            ValueError: `stuck_after_s` is not a positive number.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        return self._observer.read_status(stuck_after_s)
+
+    def get_resource_usage(self) -> list[WorkerUsage]:
+        """Return the resources that the workers' processes use, measured on their nodes with one request a node.
+
+        Returns:
+            The usage by rank, without workers whose process is gone or whose node does not answer.
+
+        Raises:
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        return self._observer.read_usage()
+
+    def detect_stuck_workers(self, timeout_s: float = STUCK_AFTER_S, dump_stacks: bool = True) -> list[StuckWorker]:
+        """Return the living workers without progress for `timeout_s` seconds, whether they are busy or stopped.
+
+        Progress is the start or end of a method, an item of a generator, or `report_progress`. When most of the group
+        waits at one place, the notes name the ranks that are not there.
+
+        Args:
+            timeout_s: the seconds without progress.
+            dump_stacks: make the stuck workers write their Python stacks, which works while they hang in native code
+                and hold the GIL. The signal for this (SIGRTMIN+5) makes a sleep or a poll in native code return early,
+                with EINTR, so only stuck workers get it.
+
+        Returns:
+            The stuck workers, by rank.
+
+        Raises:
+            ValueError: `timeout_s` is not a positive number.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        return self._observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
 
 
 def _stuck(worker: WorkerProcess, row: Mapping[str, Any]) -> StuckWorker:

@@ -117,47 +117,6 @@ class StuckWorker:
         )
 
 
-@dataclass(frozen=True)
-class WorkerEvent:
-    """Something that happened to one worker.
-
-    Attributes:
-        kind: "worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted" or "replaced"; or about
-            the group: "resized" or "standby-ready".
-        rank: its number in the group; -1 for an event of the group.
-        coords: its coordinates, by axis.
-        node_id: Ray's id of its node.
-        pid: its process there.
-        incarnation: how often its rank was started before.
-        method: the method that it ran; None if it ran none.
-        message: the event as a line for people.
-        time: when the watch saw the event, in seconds since the epoch by the clock of this machine.
-        stuck: the details of a "worker-stuck" event, with stacks; None for other events.
-    """
-
-    kind: Literal[
-        "worker-started",
-        "call-slow",
-        "worker-stuck",
-        "worker-dead",
-        "worker-restarted",
-        "resized",
-        "replaced",
-        "standby-ready",
-    ]
-    rank: int
-    coords: Mapping[str, int] = field(hash=False)
-    node_id: str
-    pid: int
-    incarnation: int
-    method: str | None
-    message: str
-    time: float
-    stuck: StuckWorker | None = None
-
-    _repr_html_ = record_html
-
-
 def state_of(dead: bool, row: Mapping[str, Any]) -> State:
     """Return the state of a worker from what `look` says of it; an empty row is one that is not known."""
     if dead:

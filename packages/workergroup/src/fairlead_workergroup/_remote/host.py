@@ -57,6 +57,7 @@ class WorkerHost:
     """Hold one instance of the user's class. `host_class` adds a method for each of its public methods."""
 
     _fairlead_methods: tuple[str, ...] = ("__init__",)
+    _fairlead_on_start: tuple[bytes, ...] = ()
     _fairlead_instance: Any = None
     _fairlead_record: Record
     _fairlead_function_plain: Callable[..., Any]
@@ -87,6 +88,7 @@ class WorkerHost:
             self._fairlead_page = mark_tree(facts["tree"])
             start_reaper(facts["tree"])
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
+        self._fairlead_record.extend(self._fairlead_on_start)
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
         published.__dict__.update(facts=facts, record=self._fairlead_record)
@@ -399,14 +401,21 @@ def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpressure: Mapping[str, int]) -> type:
+def host_class(
+    name: str,
+    kinds: Mapping[str, str],
+    *,
+    concurrent: bool,
+    backpressure: Mapping[str, int],
+    on_start: tuple[bytes, ...] = (),
+) -> type:
     """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
     There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
     and because arguments inside a container are serialised as separate objects, which makes every call slower.
 
     Unless they are `concurrent`, one method runs at a time, whatever its kind. `backpressure` has how many items a
-    generator method may be ahead of its reader.
+    generator method may be ahead of its reader. `on_start` are the functions of extensions, pickled.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)
@@ -421,7 +430,7 @@ def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool, backpre
     for method, function in members.items():
         function.__name__ = method
         function.__qualname__ = f"{WorkerHost.__name__}.{method}"
-    return type(name, (base,), {"_fairlead_methods": names, **members})
+    return type(name, (base,), {"_fairlead_methods": names, "_fairlead_on_start": on_start, **members})
 
 
 def _delegate(path: str, kind: str, number: int) -> Any:

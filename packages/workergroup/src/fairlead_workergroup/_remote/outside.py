@@ -3,23 +3,11 @@
 
 import os
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from .process import Process, process_state, read_marks, read_processes, start_tick
-from .progress import look, read_method_names, record_file, try_read
-from .ring import (
-    CALL,
-    CALLS_FILE,
-    REQUEST,
-    REQUESTS_FILE,
-    STEP,
-    STEPS_FILE,
-    TASK_BYTES,
-    TASKS,
-    read_ring,
-)
+from .progress import look
 
 # A process, and what the identity of the worker begins with, which finds the process while it is not known.
 Registered = tuple[int, int, str]
@@ -67,46 +55,3 @@ def _resident(pid: int) -> int:
 def look_at_process(pid: int, started: int, host: str) -> str:
     """Return the letter of the state of a process that is said to be on this machine; "" if it is not."""
     return process_state(pid) if host == socket.gethostname() and start_tick(pid) == started else ""
-
-
-def read_timelines(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
-    """Return the calls, steps and running call of workers, by this machine's monotonic clock; None if one has ended."""
-    return [_read_timeline(process) for process in processes]
-
-
-def _read_timeline(process: Process) -> dict[str, Any] | None:
-    with record_file(process) as file:
-        if file is None or (record := try_read(file)) is None:
-            return None
-        names = read_method_names(file)
-    now = time.monotonic()
-    method = record["method"]
-    return {
-        "calls": [
-            (number, names[at], began, ended, waited, bool(failed), task)
-            for number, at, began, ended, waited, failed, task in read_ring(process[0], CALLS_FILE, CALL)
-        ],
-        "steps": read_ring(process[0], STEPS_FILE, STEP),
-        "running": None
-        if method is None
-        else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES]),
-    }
-
-
-def read_requests(pid: int, started: int, host: str, group: str) -> list[tuple[Any, ...]]:
-    """Return the latest calls of a driver on this machine: start, end or 0, failed, workers, method, tasks."""
-    if host != socket.gethostname() or start_tick(pid) != started:
-        return []
-    return [
-        (began, ended, bool(failed), count, method.rstrip(b"\0").decode(errors="ignore"), _split_tasks(tasks, count))
-        for began, ended, failed, count, method, tasks in read_ring(pid, REQUESTS_FILE + group, REQUEST)
-    ]
-
-
-def _split_tasks(tasks: bytes, count: int) -> list[bytes]:
-    return [tasks[at * TASK_BYTES : (at + 1) * TASK_BYTES] for at in range(min(count, TASKS))]
-
-
-def read_clock() -> float:
-    """Return the monotonic clock of this machine."""
-    return time.monotonic()

@@ -9,6 +9,7 @@ the system reuses pids.
 import contextlib
 import fcntl
 import json
+import logging
 import operator
 import os
 import struct
@@ -20,7 +21,6 @@ from typing import Any
 import ray
 
 from .process import Process, make_memory_file, open_memory_file, open_process, process_state, start_tick
-from .ring import CALL, CALLS_FILE, STEP, STEPS_FILE, make_ring
 from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
@@ -67,14 +67,23 @@ class Record:
         self._version = 0
         # Bound methods: a lookup by the format's text would cost every call half as much again.
         self._pack = struct.Struct(STATE).pack_into
-        self._finished = make_ring(CALLS_FILE, CALL)
-        self._steps = make_ring(STEPS_FILE, STEP)
+        # What extensions have added: called with each method that has ended, and with each step.
+        self._on_call: list[Callable[..., object]] = []
+        self._on_step: list[Callable[..., object]] = []
         # How many threads wait for other workers, since when the first of them does, and how long they did before.
         self._waiting = 0
         self._waiting_since = 0.0
         self._waited = 0.0
         self._now: Running = NOTHING
         self._write(time.monotonic())
+
+    def extend(self, pickled: Sequence[bytes]) -> None:
+        """Call the functions of `spi.on_worker_start`. One that fails is reported, and the worker starts without it."""
+        for one in pickled:
+            try:
+                ray.cloudpickle.loads(one)(self._on_call, self._on_step)
+            except Exception:
+                logging.getLogger("fairlead_workergroup").warning("An extension failed in this worker.", exc_info=True)
 
     def begin(self, method: int) -> int:
         """Record that a method starts, by its index, and return a key for `end`; raise if its task was cancelled."""
@@ -97,7 +106,7 @@ class Record:
         method, started, task, calls, waited = self._now
         self._now = NOTHING
         ended = time.monotonic()
-        self._finished(calls, method, started, ended, self._waited - waited, failed, task)
+        _notify(self._on_call, calls, method, started, ended, self._waited - waited, failed, task)
         self._write(ended)
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
@@ -127,7 +136,7 @@ class Record:
             if not NO_STEP < step < -NO_STEP:
                 raise ValueError(f"a step must fit in 64 bits, got {step}")
             self._step = step
-            self._steps(time.monotonic(), step)
+            _notify(self._on_step, time.monotonic(), step)
         if message is None:
             self._write(time.monotonic())
             return
@@ -203,6 +212,16 @@ class OverlappingRecord(Record):
         self._write(time.monotonic())
 
 
+def _notify(listeners: list[Callable[..., object]], *values: Any) -> None:
+    """Call the functions of extensions; one that fails is reported, and not called again."""
+    for one in tuple(listeners):
+        try:
+            one(*values)
+        except Exception:
+            listeners[:] = [other for other in listeners if other is not one]
+            logging.getLogger("fairlead_workergroup").warning("An extension failed in this worker.", exc_info=True)
+
+
 def read_running_task() -> bytes:
     """Return the id of the task that Ray runs here."""
     return bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
@@ -241,14 +260,8 @@ def read_record(file: int) -> dict[str, Any]:
         "calls": calls,
         "task": b"" if method == IDLE else task,
         "waiting": bool(waiting),
-        "dump_signal": about["dump_signal"],
+        **about,
     }
-
-
-def read_method_names(file: int) -> list[str]:
-    """Return the names of a worker's methods, by the index that entries of its ring have."""
-    names: list[str] = _read_about(file)["methods"]
-    return names
 
 
 def _read_about(file: int) -> Any:
@@ -294,12 +307,18 @@ def record_file(process: Process) -> Iterator[int | None]:
             os.close(file)
 
 
-def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
-    """Return the record of each worker; None if the worker has ended, or its record could not be read."""
+def read_records(processes: Sequence[Process], methods: bool = False) -> list[dict[str, Any] | None]:
+    """Return the record of each worker; None if the worker has ended, or its record could not be read.
+
+    With `methods`, a record has the names of all methods, by the numbers that functions of `on_call` get.
+    """
     records: list[dict[str, Any] | None] = []
     for process in processes:
         with record_file(process) as file:
-            records.append(None if file is None else try_read(file))
+            record = None if file is None else try_read(file)
+            if record is not None and not methods:
+                del record["methods"]
+            records.append(record)
     return records
 
 

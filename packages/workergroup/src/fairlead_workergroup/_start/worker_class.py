@@ -74,6 +74,7 @@ class WorkerClass:
     concurrent: bool = False  # whether its async methods overlap
     cls: type | None = None
     full_names: Mapping[str, str] = field(default_factory=dict)  # `module.Class.method` of each method's function
+    on_start: tuple[bytes, ...] = ()  # functions that run in each worker before the class is loaded, pickled
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a process without the class needs to call its methods, as plain data."""
@@ -113,7 +114,8 @@ class WorkerClass:
         """The generated Ray actor class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
         limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
+        hosted = host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits, on_start=self.on_start)
+        return ray.remote(hosted)
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function."""

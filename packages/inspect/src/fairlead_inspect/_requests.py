@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The latest calls of this process, in memory that the agent of its node can read even while it is stopped."""
+
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fairlead_workergroup.spi import make_memory_file, task_of_future
+
+from ._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
+from ._timeline import Timeline
+from ._trace import TraceSaver
+
+
+class RequestLog(TraceSaver):
+    """Write the ring of the calls of one group, given by its id, and save its timeline with errors."""
+
+    def __init__(self, group: str, read: Callable[[], Timeline]) -> None:
+        super().__init__(read)
+        self._layout = struct.Struct(REQUEST)
+        file, self._page = make_memory_file(REQUESTS_FILE + group, KEPT * self._layout.size)
+        weakref.finalize(self, os.close, file)
+        self._writing = threading.Lock()
+        self._written = 0
+
+    def begin(self, name: str, began: float, futures: Sequence[Any]) -> int:
+        """Note a call made at a moment of `time.monotonic`, or another span without futures; return its number."""
+        tasks = [task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]]
+        return self._add(began, len(futures), name, b"".join(tasks))
+
+    def mark(self, name: str) -> None:
+        """Note something that has gone wrong, at this moment."""
+        now = time.monotonic()
+        self.end([self._add(now, 0, name)], failed=True, ended=now)
+
+    def end(self, entries: Sequence[int], *, failed: bool = False, ended: float | None = None) -> None:
+        """Note that the caller has the results of the call of these entries, or its error. The first note holds."""
+        moment = time.monotonic() if ended is None else ended
+        with self._writing:
+            for number in entries:
+                at = number % KEPT * self._layout.size
+                kept, _, ended_before = struct.unpack_from("=qdd", self._page, at)
+                # A later entry may have taken its place.
+                if number and kept == number and not ended_before:
+                    struct.pack_into("=dq", self._page, at + struct.calcsize("=qd"), moment, failed)
+
+    def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> int:
+        """Write an entry that has no end yet, and return its number."""
+        with self._writing:
+            self._written = number = self._written + 1
+            at, text = number % KEPT * self._layout.size, name.encode()
+            self._layout.pack_into(self._page, at, number, began, 0.0, False, workers, text, tasks, number)
+        return number

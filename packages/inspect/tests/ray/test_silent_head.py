@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's head (GCS) does not answer: every function and every command returns or raises in time."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from fairlead_inspect import _command, stragglers, trace, watch
+from fairlead_placement import HeadTimeoutError, RayVirtualCluster
+from fairlead_placement import _terminal as terminal
+from fairlead_placement._nodes import head as placement_head
+from fairlead_workergroup import RayWorkerGroup, _handle, _head
+
+# The limit of everything that has none of its own, and of everything that the workers' agents answer.
+LIMIT_S, ANSWER_S = 1.0, 60.0
+COMMANDS = (["groups"], ["status"], ["top", "-n", "1"], ["stacks"], ["trace", "-o", "trace"], ["why"])
+
+
+def states(group):
+    with watch(group, interval_s=0.01):
+        return [one.state for one in group.get_worker_status()]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_every_function(monkeypatch, call_in_time, stop_process, tmp_path, capsys):
+    """What needs the head raises in time; a watch goes on, because the agents of the nodes answer it."""
+    for module, name in (
+        (placement_head, "LEAST_S"),
+        (placement_head, "ALIVE_S"),
+        (placement_head, "HEAD_S"),
+        (_head, "REQUEST_S"),
+        (_handle, "HEAD_S"),
+    ):
+        monkeypatch.setattr(module, name, LIMIT_S)
+    # The commands use the Ray of this process.
+    monkeypatch.setattr(terminal, "attach_to", lambda *_, **__: None)
+    monkeypatch.setattr(terminal, "os", SimpleNamespace(_exit=lambda status: None))
+    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, "collections.Counter") as group,
+        stop_process(head),
+    ):
+        outcomes = call_in_time(
+            {
+                "stragglers": lambda: stragglers(group),
+                "trace": lambda: trace(group, tmp_path / "trace.json"),
+                "handle": lambda: trace(group.handle(), tmp_path / "trace.json"),
+            },
+            LIMIT_S,
+        )
+        assert all(isinstance(one, HeadTimeoutError) for one in outcomes.values()), outcomes
+        assert call_in_time({"watch": lambda: states(group)}, ANSWER_S) == {"watch": ["idle", "idle"]}
+        commands = {str(one): lambda one=one: _command.main(one) for one in COMMANDS}
+        assert set(call_in_time(commands, ANSWER_S).values()) == {3}
+        assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(COMMANDS)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as a whole: its version, its entry point, its examples, and what its modules import."""
+
+import ast
+import doctest
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairlead_inspect
+
+FOLDER = Path(fairlead_inspect.__file__).parent
+MODULES = sorted(FOLDER.rglob("*.py"))
+# What code that is shipped by value may import, besides itself: `spi` for functions that are shipped by value too.
+SHIPPED = {*sys.stdlib_module_names, "ray", "fairlead_workergroup.spi"}
+
+
+def test_version_equals_that_of_the_distribution():
+    """The literal version and the installed metadata agree."""
+    assert fairlead_inspect.__version__ == importlib.metadata.version("fairlead-inspect")
+
+
+def test_entry_point():
+    """The distribution names the extension that keeps the timelines."""
+    (entry,) = importlib.metadata.entry_points(group="fairlead_workergroup.extensions", name="timeline")
+    assert entry.load() is importlib.import_module("fairlead_inspect._extension").extend
+
+
+def test_import_is_light():
+    """The import starts no Ray, and loads neither the command line nor OpenTelemetry."""
+    code = (
+        "import sys, fairlead_inspect._extension, ray; "
+        "sys.exit(ray.is_initialized() or bool({'fairlead_inspect._command', 'opentelemetry.sdk'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: f"{module.parent.name}/{module.name}")
+def test_modules(module):
+    """Files are licensed and short; what runs in workers imports the standard library, Ray, and names at the top."""
+    text = module.read_text(encoding="utf-8")
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    assert len(text.splitlines()) <= 500
+    if module.parent.name != "_remote":
+        return
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert all(node in tree.body for node in imports)
+    for node in imports:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.module
+            continue
+        names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        assert {name if name in SHIPPED else name.partition(".")[0] for name in names} <= SHIPPED
+
+
+def test_examples_in_docstrings():
+    """The examples in docstrings print what they show."""
+    attempted = 0
+    for source in MODULES:
+        parts = source.relative_to(FOLDER).with_suffix("").parts
+        if parts[-1] in ("otel", "__main__"):
+            continue
+        name = ".".join(["fairlead_inspect", *(part for part in parts if part != "__init__")])
+        results = doctest.testmod(importlib.import_module(name))
+        assert results.failed == 0, source.name
+        attempted += results.attempted
+    assert attempted > 2

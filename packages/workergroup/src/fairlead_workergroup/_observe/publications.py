@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of all jobs as they are published at the node agents, read from any process of the cluster."""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fairlead_placement.spi import Agent, read_boards
+from fairlead_sharding import NamedSharding
+
+from .._head import find_agents
+from ..exceptions import WorkerGroupError
+from .registration import KEY, SCHEMA, Registration
+
+# Agents answer in milliseconds; those of a node that hangs do not.
+ANSWER_S = 5.0
+# How many digits of an id are shown. Fewer of them may belong to any group.
+SHOWN_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class RegisteredWorker:
+    """One worker of a group, as its group has published it.
+
+    Attributes:
+        rank: its number in the group.
+        name: its name.
+        coords: its coordinates, by axis.
+        node_id: Ray's id of its node.
+        address: the address of its node.
+        pid: its process; 0 until it has started.
+        started: the start tick of the process.
+        incarnation: how often its rank has been started before.
+        restarts: how often of these because it was lost.
+        actor_id: Ray's id of its actor; empty before there is one.
+        mark: finds its process while it starts.
+        actor_name: the name of its actor.
+        tied_rank: its number in its tied group.
+    """
+
+    rank: int
+    name: str
+    coords: Mapping[str, int]
+    node_id: str
+    address: str
+    pid: int
+    started: int
+    incarnation: int
+    restarts: int
+    actor_id: str
+    mark: str
+    actor_name: str = ""
+    tied_rank: int = 0
+
+
+@dataclass(frozen=True)
+class RegisteredGroup:
+    """A group, as it has published itself.
+
+    Attributes:
+        group_id: identifies it among all groups.
+        name: its name.
+        class_name: the name of its workers' class.
+        shape: the sizes of its axes.
+        layout: the axes as plain data, as in `NamedSharding.to_dict`.
+        created: in seconds since the epoch by its driver's clock.
+        namespace: Ray's namespace of its actors.
+        epoch: the number of changes of membership so far.
+        driver: the `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started` of its process.
+        members: its workers by ascending rank, without those of lost nodes.
+        agents: the agent of each of its nodes, by Ray's id of the node.
+        publication: the number of the latest publication.
+        settled: whether all nodes have that publication, and every rank is among its members.
+        lane: whether the workers serve only their driver at present.
+        methods: the class as plain data; empty if the driver's node did not answer.
+    """
+
+    group_id: str
+    name: str
+    class_name: str
+    shape: Mapping[str, int]
+    layout: Mapping[str, Any]
+    created: float
+    namespace: str
+    epoch: int
+    driver: Mapping[str, Any]
+    members: tuple[RegisteredWorker, ...]
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    publication: int = 0
+    settled: bool = True
+    lane: bool = False
+    methods: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def sharding(self) -> NamedSharding:
+        """The axes over its ranks."""
+        return NamedSharding.from_dict(self.layout)
+
+    @property
+    def label(self) -> str:
+        """The name, with enough of the id to tell it from other groups of that name."""
+        return f"{self.name} ({self.group_id[:SHOWN_DIGITS]})"
+
+
+def find_groups() -> list[RegisteredGroup]:
+    """Return every group of every job, in the order in which they were made."""
+    return merge_boards(read_boards(find_agents(), timeout_s=ANSWER_S))
+
+
+def find_group(name: str | None) -> RegisteredGroup:
+    """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits."""
+    groups = find_groups()
+    chosen = [one for one in groups if name in (None, one.name)]
+    if not chosen and len(name or "") >= SHOWN_DIGITS:
+        chosen = [one for one in groups if one.group_id.startswith(name or "")]
+    if len(chosen) == 1:
+        return chosen[0]
+    labels = ", ".join(one.label for one in groups)
+    if not groups:
+        raise WorkerGroupError("No worker group is registered on this cluster.")
+    if not chosen:
+        raise WorkerGroupError(f"There is no group {name!r}. These are there: {labels}.")
+    raise WorkerGroupError(f"Choose one of several groups (--group), by its name or the id in brackets: {labels}.")
+
+
+def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGroup | None:
+    """Return a group as it is published now; None if no agent of its job has it.
+
+    It waits up to `within_s` for the latest publication on all of its nodes, and then takes what each node has.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        agents = [agent for agent in find_agents() if agent.job_id == job_id]
+        groups = merge_boards(read_boards(agents, timeout_s=ANSWER_S))
+        found = next((one for one in groups if one.group_id == group_id), None)
+        if (found is not None and found.settled) or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.05)
+
+
+def find_own_group(registration: Registration | None) -> RegisteredGroup:
+    """Return a group of this process, as it has published itself last."""
+    published = {} if registration is None else registration.published
+    job = next((value["driver"]["job_id"] for value in published.values()), "")
+    agents = {agent.node_id: agent for agent in find_agents() if agent.job_id == job}
+    values = {agents[node_id]: value for node_id, value in published.items() if node_id in agents}
+    if registration is None or not values:
+        raise WorkerGroupError("The group is not registered, because none of the agents of its nodes is there.")
+    return merge_boards({agent: {registration.key: value} for agent, value in values.items()})[0]
+
+
+def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[RegisteredGroup]:
+    """Return the groups from what is published at each agent. Pure.
+
+    The nodes of a group may have received different versions: of each worker the latest is taken.
+    """
+    found: dict[str, list[tuple[Agent, dict[str, Any]]]] = {}
+    for agent, board in boards.items():
+        for key, value in board.items() if not isinstance(board, Exception) else ():
+            if key.startswith(KEY) and value.get("schema") == SCHEMA:
+                found.setdefault(key, []).append((agent, value))
+    groups = []
+    for published in found.values():
+        published.sort(key=lambda one: one[1]["publication"])
+        members = {row["rank"]: RegisteredWorker(**row) for _, value in published for row in value["members"]}
+        latest = published[-1][1]
+        size = math.prod(latest["shape"].values())  # a node may not have heard yet that its ranks have left
+        groups.append(
+            RegisteredGroup(
+                group_id=latest["id"],
+                class_name=latest["class"],
+                members=tuple(members[rank] for rank in sorted(members) if rank < size),
+                agents={agent.node_id: agent for agent, _ in published},
+                settled=len({value["publication"] for _, value in published}) == 1 and len(members) == size,
+                methods=next((value["methods"] for _, value in published if "methods" in value), {}),
+                **{name: latest[name] for name in _PUBLISHED},
+            )
+        )
+    return sorted(groups, key=lambda one: (one.created, one.group_id))
+
+
+# The fields of a group that are published by their own names.
+_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "lane")
