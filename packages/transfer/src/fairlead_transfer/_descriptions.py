@@ -13,42 +13,25 @@ from .exceptions import LayoutMismatchError, Mismatch
 
 
 class Described(NamedTuple):
-    """What one rank says of one tensor; the order is that of `describe` in the workers.
+    """What one rank says of one tensor; the order is that of `describe` in the workers."""
 
-    Attributes:
-        name: the tensor.
-        library: "numpy" or "torch".
-        dtype: the name of its dtype.
-        itemsize: bytes of one element.
-        shape: the global shape.
-        offsets: where the rank's box begins.
-        sizes: of the box.
-        device: where it lies.
-    """
-
-    name: str
-    library: str
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    device: str
+    name: str  # the tensor
+    library: str  # "numpy" or "torch"
+    dtype: str  # the name of its dtype
+    itemsize: int  # bytes of one element
+    shape: tuple[int, ...]  # the global shape
+    offsets: tuple[int, ...]  # where the rank's box begins
+    sizes: tuple[int, ...]  # of the box
+    device: str  # where it lies
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tensors travel, under which names, and in which dtype.
+    """Which tensors travel, under which names, and in which dtype."""
 
-    Attributes:
-        rename: from a name in the source to the name in the target.
-        dtype: the dtype in which floating-point tensors travel; None for that of the source.
-        exclude: patterns of names that are left out on both sides.
-    """
-
-    rename: Callable[[str], str]
-    dtype: str | None
-    exclude: tuple[str, ...]
+    rename: Callable[[str], str]  # from a name in the source to the name in the target
+    dtype: str | None  # the dtype in which floating-point tensors travel; None for that of the source
+    exclude: tuple[str, ...]  # patterns of names that are left out on both sides
 
     def excludes(self, name: str) -> bool:
         """Return whether a name is left out."""
@@ -61,21 +44,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of one side, by the name in the target.
+    """The tensors of one side, by the name in the target."""
 
-    Attributes:
-        layouts: the boxes of all ranks.
-        dtypes: their dtypes.
-        own_names: their names on this side.
-        library: what they are tensors of: "numpy" or "torch".
-        devices: of the first tensor of each rank.
-    """
-
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    own_names: dict[str, str] = field(default_factory=dict)
-    library: str = "numpy"
-    devices: dict[int, str] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)  # the boxes of all ranks
+    dtypes: dict[str, str] = field(default_factory=dict)  # their dtypes
+    own_names: dict[str, str] = field(default_factory=dict)  # their names on this side
+    library: str = "numpy"  # what they are tensors of: "numpy" or "torch"
+    devices: dict[int, str] = field(default_factory=dict)  # of the first tensor of each rank
 
 
 # The dtypes in which floating-point tensors can travel, and the bytes of an element.

@@ -50,15 +50,10 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Sets:
-    """Numbered sets of ranks, one after the other in one array.
+    """Numbered sets of ranks, one after the other in one array."""
 
-    Attributes:
-        begins: where each set begins in `ranks`, and the end of the last one.
-        ranks: the ranks of all sets.
-    """
-
-    begins: Ints
-    ranks: Ints
+    begins: Ints  # where each set begins in `ranks`, and the end of the last one
+    ranks: Ints  # the ranks of all sets
 
     @property
     def lengths(self) -> Ints:

@@ -24,38 +24,23 @@ FITS = {
 
 @dataclass(frozen=True)
 class Route:
-    """A plan and the orders that carry it out.
+    """A plan and the orders that carry it out."""
 
-    Attributes:
-        plan: who sends which piece to whom.
-        orders: for the workers.
-        sources: the source ranks that take part.
-        targets: the target ranks that take part.
-    """
-
-    plan: TransferPlan
-    orders: Orders
-    sources: frozenset[int]
-    targets: frozenset[int]
+    plan: TransferPlan  # who sends which piece to whom
+    orders: Orders  # for the workers
+    sources: frozenset[int]  # the source ranks that take part
+    targets: frozenset[int]  # the target ranks that take part
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What the source ranks keep of a version until the next one.
+    """What the source ranks keep of a version until the next one."""
 
-    Attributes:
-        version: which one.
-        route: by which it was staged.
-        replies: of the source ranks, which say where it is.
-        processes: of the source ranks.
-        described: the descriptions by the target ranks at that time.
-    """
-
-    version: int
-    route: Route
-    replies: Mapping[int, Any]
-    processes: Mapping[int, tuple[int, int]]
-    described: Mapping[int, Any]
+    version: int  # which one
+    route: Route  # by which it was staged
+    replies: Mapping[int, Any]  # of the source ranks, which say where it is
+    processes: Mapping[int, tuple[int, int]]  # of the source ranks
+    described: Mapping[int, Any]  # the descriptions by the target ranks at that time
 
 
 class Router:

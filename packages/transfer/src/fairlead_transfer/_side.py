@@ -47,25 +47,15 @@ class EndState:
 
 @dataclass
 class Side:
-    """The ends of a link in the workers of one group.
+    """The ends of a link in the workers of one group."""
 
-    Attributes:
-        name: "source" or "target"; "replica" for target ranks that send.
-        group: the workers.
-        link: the id of the link.
-        method: the method that returns the tensors; None if tensors are applied by a method.
-        ends: what is known of the ends, by rank.
-        members: the group's members at the last look.
-        version: the roster's version at the last look.
-    """
-
-    name: SideName
-    group: RayWorkerGroup
-    link: str
-    method: str | None
-    ends: dict[int, EndState] = field(default_factory=dict)
-    members: tuple[Member, ...] = ()
-    version: int = -1
+    name: SideName  # "source" or "target"; "replica" for target ranks that send
+    group: RayWorkerGroup  # the workers
+    link: str  # the id of the link
+    method: str | None  # the method that returns the tensors; None if tensors are applied by a method
+    ends: dict[int, EndState] = field(default_factory=dict)  # what is known of the ends, by rank
+    members: tuple[Member, ...] = ()  # the group's members at the last look
+    version: int = -1  # the roster's version at the last look
     _code: Any = None
 
     def look(self) -> list[int]:

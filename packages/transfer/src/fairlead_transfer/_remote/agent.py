@@ -80,17 +80,11 @@ def dense(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 class Run(NamedTuple):
-    """A part of a tensor in a process's memory.
+    """A part of a tensor in a process's memory."""
 
-    Attributes:
-        device: "cpu" or "cuda:0".
-        address: of its first element.
-        strides: in bytes.
-    """
-
-    device: str
-    address: int
-    strides: tuple[int, ...]
+    device: str  # "cpu" or "cuda:0"
+    address: int  # of its first element
+    strides: tuple[int, ...]  # in bytes
 
 
 class Agent:

@@ -19,37 +19,22 @@ CLOSE_S = 0.1
 
 
 class Inbox(NamedTuple):
-    """What a target rank reads from a source rank, kept from one send to the next.
+    """What a target rank reads from a source rank, kept from one send to the next."""
 
-    Attributes:
-        key: what it was made for.
-        owner: of the registered memory.
-        buffer: where the bytes go; None if they go straight into tensors.
-        handles: the transfers.
-        views: the parts.
-    """
-
-    key: Any
-    owner: str
-    buffer: Any
-    handles: list[Any]
-    views: list[Any]
+    key: Any  # what it was made for
+    owner: str  # of the registered memory
+    buffer: Any  # where the bytes go; None if they go straight into tensors
+    handles: list[Any]  # the transfers
+    views: list[Any]  # the parts
 
 
 class Outbox(NamedTuple):
-    """What a source rank lets others read, kept from one send to the next.
+    """What a source rank lets others read, kept from one send to the next."""
 
-    Attributes:
-        key: what it was made for.
-        runs: where each block is.
-        packed: the numbers of the blocks that are copied first.
-        views: where they are copied to.
-    """
-
-    key: Any
-    runs: list[Run]
-    packed: list[int]
-    views: list[Any]
+    key: Any  # what it was made for
+    runs: list[Run]  # where each block is
+    packed: list[int]  # the numbers of the blocks that are copied first
+    views: list[Any]  # where they are copied to
 
 
 class Nixl:

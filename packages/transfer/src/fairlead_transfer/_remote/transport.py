@@ -10,41 +10,24 @@ import ray
 
 
 class Block(NamedTuple):
-    """A part of a tensor that a source rank stages.
+    """A part of a tensor that a source rank stages."""
 
-    Attributes:
-        tensor: all that this rank holds of the tensor.
-        box: the part of it.
-        dtype: in which it travels.
-        sizes: of the box.
-        offset: where it begins in the channel, in bytes.
-    """
-
-    tensor: Any
-    box: tuple[slice, ...]
-    dtype: str
-    sizes: tuple[int, ...]
-    offset: int
+    tensor: Any  # all that this rank holds of the tensor
+    box: tuple[slice, ...]  # the part of it
+    dtype: str  # in which it travels
+    sizes: tuple[int, ...]  # of the box
+    offset: int  # where it begins in the channel, in bytes
 
 
 class Wanted(NamedTuple):
-    """A part of a block that a target rank fetches.
+    """A part of a block that a target rank fetches."""
 
-    Attributes:
-        block: the number of the block in its channel.
-        offset: where the block begins in the channel, in bytes.
-        sizes: of the block.
-        dtype: in which it travels.
-        inside: the part of the block; None for all of it.
-        device: of the tensor that it is for, or "cpu".
-    """
-
-    block: int
-    offset: int
-    sizes: tuple[int, ...]
-    dtype: str
-    inside: tuple[slice, ...] | None
-    device: str
+    block: int  # the number of the block in its channel
+    offset: int  # where the block begins in the channel, in bytes
+    sizes: tuple[int, ...]  # of the block
+    dtype: str  # in which it travels
+    inside: tuple[slice, ...] | None  # the part of the block; None for all of it
+    device: str  # of the tensor that it is for, or "cpu"
 
 
 class Blocked(Exception):
