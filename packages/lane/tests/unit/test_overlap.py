@@ -39,7 +39,7 @@ class Connection:
         return [self.readable]
 
     def look(self, *, waits: bool = False) -> bool:
-        assert time.monotonic() < self.deadline, "a call has not been answered"
+        assert time.monotonic() < self.deadline, f"a call has not been answered, and these have: {self.answers}"
         return False
 
     def take(self) -> tuple | None:
