@@ -90,7 +90,7 @@ MINIMUM = (0, 8, 0)
 LINES = 50
 TAIL_BYTES = 1 << 16
 # Seconds between two looks at the output of a command that runs.
-SHOW_S = 0.2
+SHOW_S = 0.05
 
 
 class Deadline:
