@@ -197,6 +197,7 @@ def test_trace_of_a_loss(local_ray, tmp_path, gate, monkeypatch):
 def test_handle(group, tmp_path, gate, monkeypatch):
     """A handle gives the same trace, and its errors save one; its own calls are not in it."""
     handle = pickle.loads(pickle.dumps(group.handle()))
+    group.call("work", 0.0).result()
 
     def find_requests(subject):
         events = read_trace(subject, tmp_path)["traceEvents"]
