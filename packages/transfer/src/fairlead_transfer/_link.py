@@ -229,9 +229,9 @@ class Link:
         """Return what each target rank holds, without a request to it.
 
         Returns:
-            By rank: the version; None for nothing that this link has sent and that is still there, as after a restart,
-            or after another link of this process has sent into the same tensors; "torn" if some tensors
-            are of another version than others; "committing" for a rank that has not confirmed a decided version.
+            By rank: the version. None if the rank holds nothing that this link has sent: after a restart, or after
+            another link of this process has sent into the same tensors. "torn" if some tensors are of another version
+            than others, and "committing" if the rank has not confirmed a decided version.
 
         Raises:
             WorkerGroupError: the target group has been shut down.
