@@ -42,6 +42,7 @@ from fairlead_placement import (
 from fairlead_placement.spi import (
     Agent,
     ErrorWithFields,
+    OneTimeEvent,
     Output,
     Rounds,
     SlotClaim,
@@ -356,6 +357,9 @@ def look_from_outside() -> None:
     assert_type(group_pairs((agent.node_id, agent) for agent in agents), dict[str, list[Agent]])
     assert_type(run_in_thread("lengths", len, "abc"), Future[int])
     assert_type(wait_until(agents.copy, 5.0, longest_s=1.0), bool)
+    event = OneTimeEvent()
+    event.set()
+    assert_type((event.is_set(), event.wait(1.0)), tuple[bool, bool])
 
 
 def show() -> int:

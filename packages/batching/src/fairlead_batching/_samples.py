@@ -45,7 +45,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     def __init__(self, data: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None, /, **kw: Any) -> None:
         super().__init__(data, **kw)
-        self.plan = PartPlan()
+        self.plan: PartPlan = PartPlan()
         self.padding: BoolArray | None = data.padding if isinstance(data, Samples) else None
         self.meta: dict[str, Any] = dict(data.meta) if isinstance(data, Samples) else {}
         self._views = False

@@ -23,13 +23,12 @@ import ray
 from ray import ObjectRefGenerator
 
 from fairlead_placement import PlacementError
-from fairlead_placement.spi import block_shutdown, never_connect
+from fairlead_placement.spi import OneTimeEvent, block_shutdown, never_connect
 from fairlead_workergroup.exceptions import LaneError, WorkerGroupError, format_ranks
 from fairlead_workergroup.spi import (
     Member,
     Message,
     MessageStream,
-    OneTimeEvent,
     Site,
     Snapshot,
     actor_id_of,

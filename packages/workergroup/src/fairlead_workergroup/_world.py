@@ -9,14 +9,13 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import ray
 
-from fairlead_placement.spi import run_in_thread
+from fairlead_placement.spi import OneTimeEvent, run_in_thread
 
 
 class Event(Protocol):
@@ -58,40 +57,6 @@ class World(Protocol):
 
     def get(self, refs: Sequence[Any], *, timeout: float | None) -> list[Any]:
         """Return values as `ray.get` does."""
-
-
-class OneTimeEvent:
-    """An event of threads, of which Ctrl-C may interrupt any operation.
-
-    A wait for `threading.Event` that is interrupted when it ends raises RuntimeError for a lock that it does not have.
-    """
-
-    def __init__(self) -> None:
-        self._has_happened = False
-        # A taken lock for each thread that waits. Single operations of the deque are all that threads share.
-        self._waiting: deque[threading.Lock] = deque()
-
-    def set(self) -> None:
-        """Note that the event has happened."""
-        self._has_happened = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._waiting.popleft().release()
-
-    def is_set(self) -> bool:
-        """Return whether the event has happened."""
-        return self._has_happened
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event has happened; return whether it has within the time."""
-        mine = threading.Lock()
-        mine.acquire()
-        self._waiting.append(mine)
-        if not self._has_happened:  # otherwise nobody may release the lock any more
-            mine.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-        with contextlib.suppress(ValueError):  # it is not there after the event
-            self._waiting.remove(mine)
-        return self._has_happened
 
 
 class RealWorld:

@@ -40,7 +40,6 @@ from ._remote.references import borrow, dump
 from ._transport.base import Transport
 from ._transport.futures import task_of_future
 from ._transport.messages import Message, MessageStream
-from ._world import OneTimeEvent
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "MessageStream",
     "Notice",
     "Observer",
-    "OneTimeEvent",
     "RegisteredGroup",
     "RegisteredWorker",
     "Reply",

@@ -19,7 +19,7 @@ def test_interrupted_waits(interrupter):
             threading.Timer(0.002, event.set).start()
             with (
                 contextlib.suppress(KeyboardInterrupt),
-                interrupter(signal.SIGINT, ("_world.py", "threading.py"), moments) as interruption,
+                interrupter(signal.SIGINT, ("background.py", "threading.py"), moments) as interruption,
             ):
                 assert event.wait(20)
             assert other.submit(event.wait, 20).result(30)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs functions on background threads, for as long as their callers wait, and longer."""
+"""Runs functions on background threads, for as long as their callers wait, and longer; and events to wait for."""
 
 import collections
+import contextlib
 import functools
 import os
 import queue
@@ -18,6 +19,40 @@ _T = TypeVar("_T")
 IDLE_KEPT = 4
 
 
+class OneTimeEvent:
+    """An event of threads, of which Ctrl-C may interrupt any operation.
+
+    A wait for `threading.Event` that is interrupted when it ends raises RuntimeError for a lock that it does not have.
+    """
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        # A taken lock for each thread that waits. Single operations of the deque are all that threads share.
+        self._waiting: collections.deque[threading.Lock] = collections.deque()
+
+    def set(self) -> None:
+        """Note that the event has happened."""
+        self._has_happened = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiting.popleft().release()
+
+    def is_set(self) -> bool:
+        """Return whether the event has happened."""
+        return self._has_happened
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event has happened; return whether it has within the time."""
+        mine = threading.Lock()
+        mine.acquire()
+        self._waiting.append(mine)
+        if not self._has_happened:  # otherwise nobody may release the lock any more
+            mine.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        with contextlib.suppress(ValueError):  # it is not there after the event
+            self._waiting.remove(mine)
+        return self._has_happened
+
+
 class Job(Generic[_T]):
     """A function on a background thread. `over` is set once it has returned and its thread holds no references.
 
@@ -29,7 +64,7 @@ class Job(Generic[_T]):
         self.future: Future[_T] = Future()
         self._function: Callable[[], _T] | None = function
         self.began = time.monotonic()
-        self.over = threading.Event()
+        self.over = OneTimeEvent()
 
     def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
         """Return what the function returns.
