@@ -4,6 +4,7 @@
 import collections
 import os
 import signal
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -52,7 +53,11 @@ def test_interrupted(in_time, monkeypatch, eventually):
     answer, undone, now = threading.Event(), [], [0.0]
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
+    def is_waiting():
+        return sys._current_frames()[threading.main_thread().ident].f_code is background.OneTimeEvent.wait.__code__
+
     def interrupt():
+        assert eventually(is_waiting)
         now[0] = 0.0 if in_time else 61.0
         os.kill(os.getpid(), signal.SIGINT)
         return answer.wait(0.2 if in_time else 60) or "value"
@@ -130,12 +135,12 @@ def test_the_error(monkeypatch):
 
 
 def test_threads_are_used_again():
-    """Functions that follow each other run on one thread, and a thread holds nothing of a function that is over."""
+    """Functions that follow each other share threads, and a thread holds nothing of a function that is over."""
 
     class Value:
         pass
 
-    first, *others = [call_within(20, threading.get_ident) for _ in range(5)]
-    assert others == [first] * 4
+    # The thread of an earlier test may become idle between two of them.
+    assert len({call_within(20, threading.get_ident) for _ in range(10)}) <= 2
     value = weakref.ref(call_within(20, Value))
     assert value() is None

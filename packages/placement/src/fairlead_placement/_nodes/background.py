@@ -4,6 +4,7 @@
 import collections
 import contextlib
 import functools
+import math
 import os
 import queue
 import threading
@@ -17,6 +18,8 @@ from .._ray_private import never_connect
 _T = TypeVar("_T")
 # A thread that has nothing to do waits for the next function, unless so many do.
 IDLE_KEPT = 4
+# A signal such as Ctrl-C is handled within this time.
+SIGNAL_S = 0.5
 
 
 class OneTimeEvent:
@@ -43,11 +46,13 @@ class OneTimeEvent:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event has happened; return whether it has within the time."""
+        ends = math.inf if timeout is None else time.monotonic() + timeout
         mine = threading.Lock()
         mine.acquire()
         self._waiting.append(mine)
-        if not self._has_happened:  # otherwise nobody may release the lock any more
-            mine.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        # A signal that comes just before a wait does not end it. Python handles it after the wait.
+        while not self._has_happened and (left := ends - time.monotonic()) > 0:
+            mine.acquire(timeout=min(left, SIGNAL_S))
         with contextlib.suppress(ValueError):  # it is not there after the event
             self._waiting.remove(mine)
         return self._has_happened
