@@ -4,7 +4,7 @@
 These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
 moment, send a function to single workers, and collect what they reply by a deadline. Extensions, as fairlead-inspect is
 one, also observe the calls and changes of groups, run code in their workers, and look at groups of other processes. The
-entry point group `fairlead_workergroup.extensions` names their functions `extend(group, group_id)`, which get each
+entry point group ``fairlead_workergroup.extensions`` names their functions `extend(group, group_id)`, which get each
 group before its workers start, and each handle.
 """
 

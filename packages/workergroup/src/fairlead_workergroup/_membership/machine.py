@@ -53,7 +53,9 @@ class Membership:
         try:
             change = self.begin(operation, deadline)
             if not change.wait(deadline):
-                if self.withdraw(operation):
+                with self._lock:  # if nothing is before it, its thread is about to take it, and will see the deadline
+                    is_next = self._running is None and change in [*self._queue][:1]
+                if not is_next and self.withdraw(operation):
                     raise change.late_error(
                         "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
                     )
