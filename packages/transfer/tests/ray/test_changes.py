@@ -184,7 +184,7 @@ def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
 
 def inspect(*arguments):
     """Run the command line in another process; return its exit status and what it prints."""
-    command = [sys.executable, "-m", "fairlead_workergroup", *arguments, "--group", "policy", "--json"]
+    command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--group", "policy", "--json"]
     env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout, done.stderr

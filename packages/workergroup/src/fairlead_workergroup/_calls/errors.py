@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Ray knows within a moment that a process has ended.
 KNOWN_S = 5.0
 # Packages whose frames say nothing about the user's error.
-INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
+INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_lane", "fairlead_placement", "fairlead_workergroup", "ray"})
 LOOK_EVERY_S = 0.5
 # How long the exit of the interpreter waits for a look.
 EXIT_S = 5.0
