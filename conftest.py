@@ -558,3 +558,17 @@ def store_used() -> Callable[[], int]:
         return int(reply.store_stats.object_store_bytes_used)
 
     return count
+
+
+@pytest.fixture(scope="session")
+def wait_until_running(eventually: Callable[..., bool]) -> Callable[..., None]:
+    """Return a function that waits until the given ranks of a group run a method."""
+
+    def wait(group: Any, method: str, *ranks: int) -> None:
+        def methods() -> list[str | None]:
+            statuses = group.get_worker_status()
+            return [statuses[rank].method for rank in ranks]
+
+        assert eventually(lambda: methods() == [method] * len(ranks), 60), methods()
+
+    return wait

@@ -158,20 +158,6 @@ def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
             group.shutdown()  # the lane would wait for methods that a test has left running
 
 
-@pytest.fixture(scope="session")
-def wait_until_running(eventually: Callable[..., bool]) -> Callable[..., None]:
-    """Return a function that waits until the given ranks of a group run a method."""
-
-    def wait(group: "RayWorkerGroup", method: str, *ranks: int) -> None:
-        def methods() -> list[str | None]:
-            statuses = group.get_worker_status()
-            return [statuses[rank].method for rank in ranks]
-
-        assert eventually(lambda: methods() == [method] * len(ranks), 60), methods()
-
-    return wait
-
-
 @pytest.fixture(scope="module")
 def lasting(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
     """Yield the group that `make_lasting` of a module starts, for tests that change it and leave it usable.

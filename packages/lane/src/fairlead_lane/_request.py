@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a call as messages, and the reasons why a call has to leave the lane."""
+"""The requests of a call as messages."""
 
 import pickle
 from collections.abc import Iterable, Iterator, Sequence

@@ -73,7 +73,7 @@ class Lane:
     """The messages between the driver and the workers of a group.
 
     Args:
-        site: what the lane knows of the group.
+        site: the group, as far as the lane needs it.
         router: the sockets; the lane calls `release` when it has closed them.
         code: the pickled function by which a worker serves the lane, or a reference to it.
         node_id: the node of the driver.

@@ -347,7 +347,7 @@ class Attempt:
             mine = None if known else orders.source[rank]
             return self._epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
 
-        # While no method runs that may change the tensors: what is staged is one state of them.
+        # No method may change the tensors while they are staged, so that a version is one state of them.
         within_s = self._left_alone()
         requests = self._source.ask(sorted(route.sources), "source", arguments, alone_within_s=within_s)
         staged = {rank: ref for rank, (_, ref) in requests.items()}

@@ -146,7 +146,7 @@ def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running
 
 
 class Observed(spi.CallObserver):
-    """Notes what it is told."""
+    """Records what the group reports."""
 
     def __init__(self):
         self.told = []

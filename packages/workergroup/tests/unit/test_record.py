@@ -55,7 +55,7 @@ def read(record):
 
 @pytest.fixture(params=[Record, OverlappingRecord])
 def extended(request, monkeypatch):
-    """A record with an extension, and what the extension was told of calls and of steps."""
+    """A record with an extension, and the calls and steps that it has reported to the extension."""
     calls, steps = [], []
 
     def start(on_call, on_step):
@@ -69,7 +69,7 @@ def extended(request, monkeypatch):
 
 
 def test_extension(extended):
-    """An extension is told of each method that has ended, with its start, and of each step."""
+    """A record reports to an extension each method that has ended, with its start, and each step."""
     record, calls, steps = extended
     first = record.begin(1)
     record.progress(7)
@@ -85,7 +85,7 @@ def test_extension(extended):
 
 @pytest.mark.parametrize("extended", [OverlappingRecord], indirect=True)
 def test_extension_of_overlapping_methods(extended):
-    """Of methods that overlap, each is told with its own start."""
+    """A record reports each of several overlapping methods with its own start."""
     record, calls, _ = extended
     first = record.begin(1)
     second = record.begin(0)
@@ -96,7 +96,7 @@ def test_extension_of_overlapping_methods(extended):
 
 
 def test_extension_knows_waits(extended):
-    """Time in `waiting` is told with the call, once also when threads wait at the same time."""
+    """A record reports the time in `waiting` with the call, and only once if threads wait at the same time."""
     record, calls, _ = extended
     key = record.begin(1)
     record.wait_begins()

@@ -54,7 +54,7 @@ class Membership:
             change = self.begin(operation, deadline)
             if not change.wait(deadline):
                 with self._lock:  # if nothing is before it, its thread is about to take it, and will see the deadline
-                    is_next = self._running is None and change in [*self._queue][:1]
+                    is_next = self._running is None and bool(self._queue) and self._queue[0] is change
                 if not is_next and self.withdraw(operation):
                     raise change.late_error(
                         "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
