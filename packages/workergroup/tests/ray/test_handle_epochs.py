@@ -83,10 +83,17 @@ def publish_epoch(group):
     registration.publish()
 
 
-def begin_epoch(group):
-    """Begin an epoch of a group as a restart does."""
+def begin_epoch(group, *views):
+    """Begin an epoch of a group, on the workers of the views, as a restart does."""
     publish_epoch(group)
-    return group.call(set_epoch, group.epoch)
+    for one in views or [group]:
+        one.call(set_epoch, group.epoch).result()
+
+
+def wait_and_set_epoch(worker, gate, epoch):
+    """Begin an epoch at the end of a method, so that it begins between this method and the next one."""
+    worker.wait_for(gate)
+    set_epoch(worker, epoch)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-turn", "overlapping"])
@@ -143,7 +150,7 @@ def test_repeated(group, way):
     """In whatever way results are taken, a call that all workers have refused runs once, in the new epoch."""
     for method in ("take", "count", "take_soon", "count_soon"):
         group.call("take_runs").result()
-        call = group.handle().call(method, Acting(lambda: begin_epoch(group).result()), timeout=60)
+        call = group.handle().call(method, Acting(lambda: begin_epoch(group)), timeout=60)
         ways = dict(consume(call))
         if way not in ways:
             continue  # only for generators
@@ -200,7 +207,7 @@ def test_repeated_requests(group):
     handle = group.handle()
 
     def acting():
-        return Acting(lambda: begin_epoch(group).result())
+        return Acting(lambda: begin_epoch(group))
 
     def pair(worker, *values):
         return worker.rank, values, sys.modules["_fairlead_worker"].facts["epoch"]
@@ -302,12 +309,14 @@ def test_running(group, rank_ahead, gate):
         gate.touch()
 
 
-def test_busy(group, gate):
+def test_busy(group, gate, wait_until_running):
     """A worker that is busy with a call of the owner is waited for when the others have refused a call."""
     handle = group.handle()
     handle.call("take").result()
-    busy = group.at(dp=0, tp=0).call("wait_for", gate)
-    value = Acting(lambda: begin_epoch(group))
+    # Ray does not keep the order of two requests to a worker whose methods overlap, so the order is made here.
+    busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.epoch + 1)
+    wait_until_running(group, "<function>", 0)
+    value = Acting(lambda: begin_epoch(group, group.at(dp=0, tp=1), group.at(dp=1)))
     timer = threading.Timer(2.0, gate.touch)
     timer.start()
     group.at(dp=1).call("take_runs").result()
@@ -317,15 +326,21 @@ def test_busy(group, gate):
     assert group.at(dp=1).call("take_runs").result() == [1, 1]
 
 
-def test_admission(group, gate):
+def test_admission(group, gate, wait_until_running, eventually):
     """A method that overlaps with others is refused if the epoch changes after its arrival and before it starts."""
     if not group._launcher.worker_class.concurrent:
         pytest.skip("only for methods that overlap")
     handle = group.handle()
     handle.call("take").result()
+
+    def has_gate(worker):
+        return worker._fairlead_run.remote("take_runs", lambda host: host._fairlead_gate is not None)
+
     running = group.call("wait_soon_for", gate)
+    wait_until_running(group, "wait_soon_for", *range(4))
     pickled = ray.cloudpickle.dumps(set_epoch)
     ends = [one._fairlead_function_alone.remote(60.0, "set_epoch", pickled, group.epoch + 1) for one in group.workers]
+    assert eventually(lambda: all(ray.get([has_gate(one) for one in group.workers], timeout=30)), 30)
     call = handle.call("take_soon")
     time.sleep(0.5)
     publish_epoch(group)
