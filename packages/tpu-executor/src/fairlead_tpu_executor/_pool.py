@@ -19,7 +19,8 @@ from fairlead_placement.spi import SlotClaim, claim_slots, release_when_dropped
 from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
 from ._health import gone_nodes, silent_nodes
-from ._reserve.reservation import Reservation, Snapshot
+from ._reserve.leases import Held
+from ._reserve.reservation import Reservation
 from ._run.attempt import HostCall, cancel, watch
 from ._run.retry import Backoff, RetryBudget, retry
 from ._run.targets import Target, make_slots, make_targets, start_actor, submit
@@ -97,6 +98,7 @@ class SlicePool(ClosesOnExit):
             config = TpuAcceleratorConfig(tpu_type, 1 if num_slices is None else num_slices, **options)
         self.config: AcceleratorConfigType = config
         self._reservation = Reservation(config)
+        # Whoever uses the slices has it: one run, or one change of their number, at a time.
         self._turn = threading.Lock()
         self._running = ""
         self._counts = PoolStatistics()
@@ -117,8 +119,7 @@ class SlicePool(ClosesOnExit):
             PoolBusyError: something runs here, and the time to queue is over.
             HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
         """
-        with self._take_turn("reserve"):
-            self._reservation.ensure()
+        self._reserve()
         return self
 
     def scale(self, num_slices: int | Sequence[int]) -> "SlicePool":
@@ -134,13 +135,14 @@ class SlicePool(ClosesOnExit):
                 f"A pool on {self.config.kind} hosts is one group of workers: give worker_count, not a size."
             )
         with self._take_turn("scale"):
-            self._reservation.resize(sizes)
+            self._reservation.sizes = sizes
+            self._reservation.ensure()
         return self
 
     @property
     def slices(self) -> tuple[SliceInfo, ...]:
         """The slices that are held, in order; none before the first use."""
-        return self._reservation.slices
+        return self._reservation.held.slices
 
     def slots(self) -> tuple[Slot, ...]:
         """Return every host as a slot of fairlead-placement, in the order of slices and TPU worker ids.
@@ -150,8 +152,7 @@ class SlicePool(ClosesOnExit):
         Raises:
             Exception: the errors of `reserve`.
         """
-        self.reserve()
-        return self._make_slots(self._reservation.snapshot())
+        return self._make_slots(self._reserve())
 
     def statistics(self) -> PoolStatistics:
         """Return counts of what the pool has done so far."""
@@ -208,8 +209,7 @@ class SlicePool(ClosesOnExit):
         work = self.checked(function)
         payload = work.put(args, kwargs)
         epoch = self._reservation.epoch
-        self.reserve()
-        targets = make_targets(work, self.config, self._reservation.snapshot())
+        targets = make_targets(work, self.config, self._reserve())
         self._reservation.check_open(epoch)
         return self._start_all(targets, lambda target: submit(target, payload, raw=True), _cancel)
 
@@ -241,8 +241,7 @@ class SlicePool(ClosesOnExit):
         """
         work = self.checked(cls, of_class=True)
         payload = work.put(args, kwargs)
-        self.reserve()
-        held = self._reservation.snapshot()
+        held = self._reserve()
         claim = claim_slots(self._make_slots(held), f"instances of {work.name}")
         try:
             targets = make_targets(work, self.config, held)
@@ -286,6 +285,10 @@ class SlicePool(ClosesOnExit):
             came = retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s, find_lost=find_lost)
             return list(came.result)
 
+    def _reserve(self) -> Held:
+        with self._take_turn("reserve"):
+            return self._reservation.ensure()
+
     @contextlib.contextmanager
     def _take_turn(self, name: str) -> Iterator[None]:
         """Wait until nothing else runs in the pool, within the time to queue."""
@@ -322,8 +325,7 @@ class SlicePool(ClosesOnExit):
     def _attempt(self, work: Work, payload: Any, epoch: int, first_hosts: bool, number: int) -> JobStatus:
         reservation, head = self._reservation, self._reservation.head
         reservation.check_open(epoch, f"{work.name} ran")
-        reservation.ensure(epoch)
-        held = reservation.snapshot()
+        held = reservation.ensure(epoch)
         info = JobInfo(work.name, "running", self.config.kind, held.slices, number)
         claim = claim_slots(self._make_slots(held), f"run of {work.name}")
         began = time.monotonic()
@@ -371,7 +373,7 @@ class SlicePool(ClosesOnExit):
             undo=lambda started: [end(one) for of_slice in started for one in of_slice],
         )
 
-    def _make_slots(self, held: Snapshot) -> tuple[Slot, ...]:
+    def _make_slots(self, held: Held) -> tuple[Slot, ...]:
         rows = self._reservation.head.call(ray.nodes)
         return make_slots(self.config, held, {row["NodeID"]: row.get("Labels") or {} for row in rows})
 

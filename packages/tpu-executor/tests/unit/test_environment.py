@@ -15,8 +15,7 @@ from fairlead_tpu_executor import (
     initialize_jax,
     testing,
 )
-from fairlead_tpu_executor._reserve.leases import Lease, Ports, megascale_port
-from fairlead_tpu_executor._reserve.reservation import Snapshot
+from fairlead_tpu_executor._reserve.leases import Held, Lease, megascale_port
 from fairlead_tpu_executor._run import targets
 from fairlead_tpu_executor._run.targets import host_environment
 
@@ -24,10 +23,17 @@ SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 
 
-def environment(config, count, at=0, worker=0, megascale=None):
-    addresses = ["10.0.0.1:1400", "10.0.0.3:1500"]
+def hold(count, megascale=None):
+    """Return what a pool holds: slices, a port for each, and the port of the coordinator of all of them."""
     leases = tuple(Lease(one, None) for one in SLICES[:count])
-    return host_environment(config, Snapshot(leases, addresses, megascale), at, worker)
+    addresses = (("10.0.0.1", 1400), ("10.0.0.3", 1500))
+    ports = {(lease, None): PortLease(*address, "n", "id") for lease, address in zip(leases, addresses, strict=False)}
+    more = {} if megascale is None else {(leases[0], megascale[1]): PortLease(*megascale, "n", "id")}
+    return Held(leases, ports | more)
+
+
+def environment(config, count, at=0, worker=0, megascale=None):
+    return host_environment(config, hold(count, megascale), at, worker)
 
 
 def test_one_slice():
@@ -53,7 +59,7 @@ def test_slices_are_counted_once(monkeypatch):
     counted = []
     count = SliceInfo.num_hosts.fget
     monkeypatch.setattr(SliceInfo, "num_hosts", property(lambda one: counted.append(one) or count(one)))
-    many = Snapshot(tuple(Lease(SLICES[0], None) for _ in range(100)), ("10.0.0.1:1400",) * 100, None)
+    many = Held(hold(1).leases * 100, hold(1).ports)
     config = TpuAcceleratorConfig("v4-16", 100)
     found = [host_environment(config, many, at, worker) for at in range(100) for worker in range(2)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
@@ -70,7 +76,7 @@ def test_remote_functions_are_made_once():
 
 def test_two_slices():
     """Each host has the coordinator of all slices and that of its own slice."""
-    found = environment(TpuAcceleratorConfig("v4-16", 2), 2, at=1, megascale="10.0.0.1:8081")
+    found = environment(TpuAcceleratorConfig("v4-16", 2), 2, at=1, megascale=("10.0.0.1", 8081))
     assert {name: found[name] for name in MEGASCALE} == {
         "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1:8081",
         "MEGASCALE_NUM_SLICES": "2",
@@ -84,7 +90,7 @@ def test_two_slices():
 def test_one_cluster_over_all_slices():
     """All hosts of all slices have the coordinator of slice 0, the number of hosts, and an index in their order."""
     config = TpuAcceleratorConfig("v4-16", 2)
-    found = [environment(config, 2, at, worker, megascale="m:1") for at in (0, 1) for worker in (0, 1)]
+    found = [environment(config, 2, at, worker, megascale=("m", 1)) for at in (0, 1) for worker in (0, 1)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == ["0", "1", "2", "3"]
     assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"4"}
     assert {one["EXECUTOR_JOB_COORDINATOR_ADDRESS"] for one in found} == {"10.0.0.1:1400"}
@@ -92,11 +98,11 @@ def test_one_cluster_over_all_slices():
 
 def test_addresses_of_ipv6():
     """An IPv6 address stands in brackets, which separates it from the port."""
-    held = (PortLease("fd00::1", 1400, "n0", "id"), PortLease("fd00::1", 8081, "n0", "id"))
-    ports = Ports()
-    ports._held = {("lease", None): held[0], ("lease", 8081): held[1]}
-    assert (ports.coordinator("lease"), ports.megascale) == ("[fd00::1]:1400", "[fd00::1]:8081")
-    assert environment(TpuAcceleratorConfig("v4-16", 2), 2, megascale=ports.megascale)["MEGASCALE_PORT"] == "8081"
+    (lease,) = hold(1).leases
+    ports = {(lease, port): PortLease("fd00::1", port or 1400, "n0", "id") for port in (None, 8081)}
+    found = host_environment(TpuAcceleratorConfig("v4-16", 2), Held((lease,), ports), 0, 0)
+    assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "[fd00::1]:1400"
+    assert (found["MEGASCALE_COORDINATOR_ADDRESS"], found["MEGASCALE_PORT"]) == ("[fd00::1]:8081", "8081")
 
 
 def test_layers():

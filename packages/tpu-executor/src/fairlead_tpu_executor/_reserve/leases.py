@@ -2,9 +2,10 @@
 """Whole slices taken from Ray and given back, and their ports."""
 
 import contextlib
-import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from .._accelerators.slices import SliceInfo
 from .._health import gone_nodes
 
 RETURN_TIMEOUT_S = 15.0
+_RELEASE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,34 @@ class Lease:
             local_rank=0,
             **more,
         )
+
+
+@dataclass(frozen=True)
+class Held:
+    """The slices of a pool and their ports at one time. A change makes a new value."""
+
+    leases: tuple[Lease, ...] = ()
+    # By slice and requested port; None is any port, for the coordinator of the slice.
+    ports: Mapping[tuple[Lease, int | None], PortLease] = field(default_factory=dict)
+
+    @cached_property
+    def slices(self) -> tuple[SliceInfo, ...]:
+        """The slices, without their placement groups."""
+        return tuple(lease.slice for lease in self.leases)
+
+    @cached_property
+    def first_hosts(self) -> tuple[int, ...]:
+        """The number of hosts before each slice, and at the end the number of all hosts."""
+        return tuple(itertools.accumulate((each.num_hosts for each in self.slices), initial=0))
+
+    def coordinator(self, at: int) -> str:
+        """Return the `host:port` on worker 0 of slice number `at`. An IPv6 address stands in brackets."""
+        return self.ports[self.leases[at], None].host_port
+
+    @cached_property
+    def megascale(self) -> PortLease | None:
+        """The port of the coordinator of all slices; None with one slice."""
+        return next((port for (_, requested), port in self.ports.items() if requested is not None), None)
 
 
 def explain_busy(config: AcceleratorConfigType, one: SliceInfo, nodes: Mapping[str, Node]) -> str:
@@ -94,9 +124,6 @@ def find_lost(leases: Sequence[Lease], quarantined: Collection[str]) -> list[Lea
     ]
 
 
-_RELEASE_S = 10.0
-
-
 def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
     """Return the port of the coordinator of several slices.
 
@@ -110,47 +137,45 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
     return int(text)
 
 
-class Ports:
-    """Ports that are held as long as the slices, so that an attempt does not wait for them."""
+def hold_ports(held: Held, megascale: int | None) -> Held:
+    """Lease the ports that the slices need, release all others, and return what is held then; after an error none is.
 
-    def __init__(self) -> None:
-        # By slice and requested port; None is any port, for the coordinator of the slice.
-        self._held: dict[tuple[Lease, int | None], PortLease] = {}
-        # A second thread comes here when Ray's head answers a request that the pool no longer waits for.
-        self._lock = threading.Lock()
+    `megascale` is the port of the coordinator of all slices, None for no coordinator.
+    """
+    needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in held.leases]
+    needed += [] if megascale is None else [(held.leases[0], megascale)]
+    ports = {key: held.ports[key] for key in needed if key in held.ports}
+    try:
+        _release(port for key, port in held.ports.items() if key not in ports)
+        new = [lease for lease in held.leases if (lease, None) not in ports]
+        for lease, (port,) in zip(new, lease_ports([lease.slot(0) for lease in new]), strict=True):
+            ports[lease, None] = port
+        if megascale is not None and needed[-1] not in ports:
+            ports[needed[-1]] = _lease_port(held.leases[0].slot(0), megascale)
+    except BaseException:
+        _release(ports.values())
+        raise
+    return Held(held.leases, ports)
 
-    def update(self, leases: Sequence[Lease], megascale: int | None) -> None:
-        """Hold what these slices need, and release everything else.
 
-        If a port is taken, `PortUnavailableError` says what to do. `megascale` is the port of the coordinator of all
-        slices; None for no coordinator.
-        """
-        with self._lock:
-            needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in leases]
-            if megascale is not None:
-                needed.append((leases[0], megascale))
-            old = [self._held.pop(key) for key in list(self._held) if key not in needed]
-            # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
-            with contextlib.suppress(PlacementError):
-                release_ports(old, timeout_s=_RELEASE_S)
-            new = [lease for lease in leases if (lease, None) not in self._held]
-            ports = lease_ports([lease.slot(0) for lease in new])
-            self._held |= {(lease, None): port for lease, (port,) in zip(new, ports, strict=True)}
-            if megascale is not None and needed[-1] not in self._held:
-                self._held[needed[-1]] = _lease_port(leases[0].slot(0), megascale)
+def release_ports_of(held: Held) -> None:
+    """Release all ports. Can be repeated."""
+    _release(held.ports.values())
 
-    def coordinator(self, lease: Lease) -> str:
-        """Return the `host:port` that the hosts of a slice use. An IPv6 address stands in brackets."""
-        return self._held[lease, None].host_port
 
-    @property
-    def megascale(self) -> str | None:
-        """The `host:port` of the coordinator of all slices; None with one slice."""
-        return next((held.host_port for (_, port), held in self._held.items() if port is not None), None)
+def give_back_all(held: Held) -> bool:
+    """Release all ports and return all slices; False if Ray did not have the resources in time."""
+    try:
+        release_ports_of(held)
+    finally:
+        returned = give_back(held.leases)
+    return returned
 
-    def release(self) -> None:
-        """Release all ports. Can be repeated."""
-        self.update([], None)
+
+def _release(ports: Iterable[PortLease]) -> None:
+    # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
+    with contextlib.suppress(PlacementError):
+        release_ports(list(ports), timeout_s=_RELEASE_S)
 
 
 def _lease_port(slot: Slot, port: int) -> PortLease:

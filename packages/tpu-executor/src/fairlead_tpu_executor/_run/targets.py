@@ -18,7 +18,7 @@ from fairlead_placement.spi import number_slots
 from .. import _host, _ray_private
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
-from .._reserve.reservation import Snapshot
+from .._reserve.leases import Held
 from .work import Work, split_startup_variables
 
 # The hosts need not have fairlead-tpu-executor.
@@ -51,7 +51,7 @@ class Target:
         return self.slice.node_ids[self.worker]
 
 
-def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> list[list[Target]]:
+def make_targets(work: Work, config: AcceleratorConfigType, held: Held) -> list[list[Target]]:
     """Return every host as a target for some work, a list per slice."""
     runtime_env = work.runtime_env(config)
     tpu = config if isinstance(config, TpuAcceleratorConfig) else None
@@ -72,9 +72,7 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Snapshot) -> l
     return targets
 
 
-def make_slots(
-    config: AcceleratorConfigType, held: Snapshot, labels: Mapping[str, Mapping[str, str]]
-) -> tuple[Slot, ...]:
+def make_slots(config: AcceleratorConfigType, held: Held, labels: Mapping[str, Mapping[str, str]]) -> tuple[Slot, ...]:
     """Return every host as a slot, in the order of slices and TPU worker ids. `labels` are those of each node."""
     return number_slots(
         lease.slot(
@@ -91,15 +89,15 @@ def make_slots(
     )
 
 
-def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, worker: int) -> dict[str, str | None]:
+def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker: int) -> dict[str, str | None]:
     """Return the variables of worker `worker` of slice number `at`, by name; None marks a variable to remove."""
     slices, one = held.slices, held.slices[at]
     ours: dict[str, str | None] = {
         ENV_CALL_INDEX: str(worker),
         ENV_CALL_SLICE: str(at),
         "EXECUTOR_NUM_HOSTS": str(one.num_hosts),
-        "EXECUTOR_COORDINATOR_ADDRESS": held.coordinators[at],
-        ENV_JOB_COORDINATOR_ADDRESS: held.coordinators[0],
+        "EXECUTOR_COORDINATOR_ADDRESS": held.coordinator(at),
+        ENV_JOB_COORDINATOR_ADDRESS: held.coordinator(0),
         ENV_PROCESS_COUNT: str(held.first_hosts[-1]),
         ENV_PROCESS_INDEX: str(held.first_hosts[at] + worker),
     }
@@ -112,8 +110,8 @@ def host_environment(config: AcceleratorConfigType, held: Snapshot, at: int, wor
             **dict.fromkeys(_MEGASCALE),
         }
     if held.megascale is not None:
-        port = held.megascale.rpartition(":")[2]
-        ours |= dict(zip(_MEGASCALE, (held.megascale, str(len(slices)), port, str(at)), strict=True))
+        values = (held.megascale.host_port, str(len(slices)), str(held.megascale.port), str(at))
+        ours |= dict(zip(_MEGASCALE, values, strict=True))
     return {**split_startup_variables(config.env_vars)[0], **ours}
 
 
