@@ -6,24 +6,24 @@ import functools
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import SlotClaim, claim_slots, release_when_dropped
+from fairlead_placement.spi import SlotClaim, claim_slots, group_pairs, release_when_dropped
 
 from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
 from ._health import gone_nodes, silent_nodes
 from ._reserve.leases import Held
 from ._reserve.reservation import Reservation
-from ._run.attempt import HostCall, cancel, watch
+from ._run.attempt import run_once
 from ._run.retry import Backoff, RetryBudget, retry
-from ._run.targets import Target, make_slots, make_targets, start_actor, submit
+from ._run.targets import Target, cancel_task, make_slots, make_targets, start_actor, submit
 from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, StartFailures, judge
 from ._run.work import Class, Function, Work, inspect_work
 from .exceptions import PoolBusyError
@@ -45,6 +45,16 @@ class PoolStatistics:
     failures: int = 0
     preemptions: int = 0
     reservations: int = 0
+
+
+@dataclass(frozen=True)
+class RunScope:
+    """What all attempts of a run have in common. Closing the pool ends the epoch, and with it the run."""
+
+    work: Work
+    payload: Any
+    epoch: int
+    first_hosts: bool
 
 
 class ClosesOnExit:
@@ -101,7 +111,7 @@ class SlicePool(ClosesOnExit):
         # Whoever uses the slices has it: one run, or one change of their number, at a time.
         self._turn = threading.Lock()
         self._running = ""
-        self._counts = PoolStatistics()
+        self._counts: Counter[str] = Counter()
         # By the name of the function.
         self._start_failures: defaultdict[str, StartFailures] = defaultdict(StartFailures)
         release_when_dropped(self, self._reservation.describe_leak, self._reservation.give_back)
@@ -152,11 +162,13 @@ class SlicePool(ClosesOnExit):
         Raises:
             Exception: the errors of `reserve`.
         """
-        return self._make_slots(self._reserve())
+        held = self._reserve()
+        rows = self._reservation.head.call(ray.nodes)
+        return make_slots(self.config, held, {row["NodeID"]: row.get("Labels") or {} for row in rows})
 
     def statistics(self) -> PoolStatistics:
         """Return counts of what the pool has done so far."""
-        return replace(self._counts, reservations=self._reservation.taken)
+        return PoolStatistics(**self._counts, reservations=self._reservation.taken)
 
     def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every host, repeat it as the budgets allow, and return its results.
@@ -193,8 +205,8 @@ class SlicePool(ClosesOnExit):
         Raises:
             Exception: the errors of `run`, except those of the function and of lost slices.
         """
-        with self._begin_run(function, args, kwargs) as attempt:
-            return attempt(1)
+        with self._begin_run(function, args, kwargs) as scope:
+            return self._attempt(scope, 1)
 
     def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
@@ -211,7 +223,7 @@ class SlicePool(ClosesOnExit):
         epoch = self._reservation.epoch
         targets = make_targets(work, self.config, self._reserve())
         self._reservation.check_open(epoch)
-        return self._start_all(targets, lambda target: submit(target, payload, raw=True), _cancel)
+        return self._start_all(targets, lambda target: submit(target, payload, raw=True), cancel_task)
 
     def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
         """Wait for references that `submit` returned, and return their values in the order of `run`.
@@ -242,7 +254,7 @@ class SlicePool(ClosesOnExit):
         work = self.checked(cls, of_class=True)
         payload = work.put(args, kwargs)
         held = self._reserve()
-        claim = claim_slots(self._make_slots(held), f"instances of {work.name}")
+        claim = self._claim(held, f"instances of {work.name}")
         try:
             targets = make_targets(work, self.config, held)
             return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill), claim
@@ -280,10 +292,53 @@ class SlicePool(ClosesOnExit):
         config = self.config
         healthy_s = math.inf if config.healthy_after_s is None else config.healthy_after_s
         budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
-        with self._begin_run(function, args, kwargs, first_hosts=first_hosts) as attempt:
-            find_lost = functools.partial(self._find_lost_slices, self._reservation.epoch)
-            came = retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s, find_lost=find_lost)
-            return list(came.result)
+        with self._begin_run(function, args, kwargs, first_hosts=first_hosts) as scope:
+            attempt = functools.partial(self._attempt, scope)
+            find_lost = functools.partial(self._find_lost_slices, scope)
+            return list(retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s, find_lost=find_lost).result)
+
+    @contextlib.contextmanager
+    def _begin_run(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
+    ) -> Iterator[RunScope]:
+        """Check a function, and wait for its turn."""
+        work = self.checked(function)
+        with self._take_turn(work.name):
+            yield RunScope(work, work.put(args, kwargs), self._reservation.epoch, first_hosts)
+
+    def _attempt(self, scope: RunScope, number: int) -> JobStatus:
+        config, reservation, name = self.config, self._reservation, scope.work.name
+        reservation.check_open(scope.epoch, f"{name} ran")
+        held = reservation.ensure(scope.epoch)
+        claim = self._claim(held, f"run of {name}")
+        began = time.monotonic()
+        try:
+            targets = make_targets(scope.work, config, held, first_hosts=scope.first_hosts)
+            reservation.check_open(scope.epoch, f"{name} started")
+            self._counts["attempts"] += 1
+            calls, errors = run_once(targets, scope.payload, reservation.head, grace_s=config.grace_s)
+        finally:
+            claim.release()
+        info = JobInfo(name, "succeeded", config.kind, held.slices, number, time.monotonic() - began)
+        gone = reservation.head.call(gone_nodes, {target.node_id for target in targets}) if errors else frozenset()
+        shared = self._start_failures[name].add(errors, gone, info.seconds)
+        if not errors:
+            values = group_pairs((call.target.at, call.value) for call in calls).values()
+            return JobSucceeded(info, arrange(values, config.flatten))
+        verdict = judge(errors, gone, accelerators=isinstance(config, TpuAcceleratorConfig), shared=shared)
+        reservation.release(shared)
+        reservation.quarantine(verdict.quarantine)
+        self._counts["preemptions" if verdict.kind == "infrastructure" else "failures"] += 1
+        return verdict.status(info)
+
+    def _find_lost_slices(self, scope: RunScope, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
+        """Return those slices that have lost a host. The next attempt does not use them."""
+        self._reservation.check_open(scope.epoch)
+        nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
+        gone, silent = self._reservation.head.call(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
+        # For some time Ray still regards a silent host as alive.
+        self._reservation.quarantine(dict.fromkeys(silent - gone, "silent"))
+        return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
 
     def _reserve(self) -> Held:
         with self._take_turn("reserve"):
@@ -304,87 +359,28 @@ class SlicePool(ClosesOnExit):
             self._running = ""
             self._turn.release()
 
-    def _find_lost_slices(self, epoch: int, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
-        """Return those slices that have lost a host. The next attempt does not use them."""
-        self._reservation.check_open(epoch)
-        nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
-        gone, silent = self._reservation.head.call(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
-        # For some time Ray still regards a silent host as alive.
-        self._reservation.quarantine(dict.fromkeys(silent - gone, "silent"))
-        return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
-
-    @contextlib.contextmanager
-    def _begin_run(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
-    ) -> Iterator[Callable[[int], JobStatus]]:
-        """Check a function, wait for its turn, and give a function that runs one attempt by its number."""
-        work = self.checked(function)
-        with self._take_turn(work.name):
-            yield functools.partial(self._attempt, work, work.put(args, kwargs), self._reservation.epoch, first_hosts)
-
-    def _attempt(self, work: Work, payload: Any, epoch: int, first_hosts: bool, number: int) -> JobStatus:
-        reservation, head = self._reservation, self._reservation.head
-        reservation.check_open(epoch, f"{work.name} ran")
-        held = reservation.ensure(epoch)
-        info = JobInfo(work.name, "running", self.config.kind, held.slices, number)
-        claim = claim_slots(self._make_slots(held), f"run of {work.name}")
-        began = time.monotonic()
-        calls: list[HostCall] = []
-
-        def start_call(target: Target) -> HostCall:
-            calls.append(HostCall(target, submit(target, payload)))
-            return calls[-1]
-
-        def submit_again(call: HostCall) -> Any:
-            return head.call(functools.partial(submit, call.target, payload, dedicated=True), undo=_cancel)
-
-        try:
-            targets = [
-                [target for target in of_slice if target.worker == 0 or not first_hosts]
-                for of_slice in make_targets(work, self.config, held)
-            ]
-            reservation.check_open(epoch, f"{work.name} started")
-            self._count(attempts=1)
-            self._start_all(targets, start_call, lambda call: _cancel(call.ref))
-            errors = watch(calls, submit_again, head, grace_s=self.config.grace_s)
-        finally:
-            try:
-                cancel(calls, head)
-            finally:
-                claim.release()
-        info = replace(info, seconds=time.monotonic() - began)
-        gone = head.call(gone_nodes, {call.target.node_id for call in calls}) if errors else frozenset()
-        shared = self._start_failures[work.name].add(errors, gone, info.seconds)
-        if not errors:
-            nested = [[call.value for call in calls if call.target.at == at] for at in range(len(held.slices))]
-            return JobSucceeded(replace(info, state="succeeded"), arrange(nested, self.config.flatten))
-        verdict = judge(errors, gone, accelerators=isinstance(self.config, TpuAcceleratorConfig), shared=shared)
-        reservation.release(shared)
-        reservation.quarantine(verdict.quarantine)
-        self._count(**{"preemptions" if verdict.kind == "infrastructure" else "failures": 1})
-        return verdict.status(info)
-
-    def _start_all(
-        self, targets: Sequence[Sequence[Target]], start: Callable[[Target], Any], end: Callable[[Any], object]
-    ) -> list[list[Any]]:
-        """Start something on every host, a list per slice; `end` ends what starts after the head's deadline."""
-        return self._reservation.head.call(
-            lambda: [[start(target) for target in of_slice] for of_slice in targets],
-            undo=lambda started: [end(one) for of_slice in started for one in of_slice],
+    def _claim(self, held: Held, holder: str) -> SlotClaim:
+        """Keep worker groups and other uses of the pool off its slots."""
+        return claim_slots(
+            [
+                lease.slot(worker, node_idx=at)
+                for at, lease in enumerate(held.leases)
+                for worker in range(lease.slice.num_hosts)
+            ],
+            holder,
         )
 
-    def _make_slots(self, held: Held) -> tuple[Slot, ...]:
-        rows = self._reservation.head.call(ray.nodes)
-        return make_slots(self.config, held, {row["NodeID"]: row.get("Labels") or {} for row in rows})
+    def _start_all(
+        self, targets: Sequence[Target], start: Callable[[Target], Any], end: Callable[[Any], object]
+    ) -> list[list[Any]]:
+        """Start something on every host, a list per slice; `end` ends what starts after the head's deadline."""
+        started = self._reservation.head.call(
+            lambda: [(target.at, start(target)) for target in targets],
+            undo=lambda started: [end(one) for _, one in started],
+        )
+        return [*group_pairs(started).values()]
 
-    def _count(self, **more: int) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
-
-def _cancel(ref: Any) -> None:
-    ray.cancel(ref, force=True)
-
-
-def arrange(nested: Sequence[Sequence[Any]], flatten: bool) -> list[Any]:
+def arrange(nested: Iterable[Sequence[Any]], flatten: bool) -> list[Any]:
     """Return the values of all hosts in one list, or in one list per slice."""
     return [value for of_slice in nested for value in of_slice] if flatten else [list(one) for one in nested]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt: a task on every host, watched until its outcome is clear."""
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from fairlead_placement.spi import group_pairs, run_on_nodes
 from .. import _host
 from .._health import Head, dead_nodes, gone_nodes, silent_nodes
 from ..exceptions import HeadUnreachableError
-from .targets import Target
+from .targets import Target, cancel_task, submit
 from .verdicts import HostError, NodeSilentError, judge_one
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,31 @@ class HostCall:
         return HostError(self.target.slice, self.target.worker, error)
 
 
-def watch(
-    calls: Sequence[HostCall], resubmit: Callable[[HostCall], Any], head: Head, *, grace_s: float
-) -> list[HostError]:
+def run_once(
+    targets: Sequence[Target], payload: Any, head: Head, *, grace_s: float
+) -> tuple[list[HostCall], list[HostError]]:
+    """Call a function on every host until its outcome is clear, and end what still runs then.
+
+    Returns the calls, and the errors in the order of their arrival.
+    """
+    calls: list[HostCall] = []
+
+    def start() -> None:
+        for target in targets:
+            calls.append(HostCall(target, submit(target, payload)))
+
+    try:
+        head.call(start, undo=lambda _: [cancel_task(call.ref) for call in calls])
+        return calls, watch(calls, payload, head, grace_s=grace_s)
+    finally:
+        cancel(calls, head)
+
+
+def watch(calls: Sequence[HostCall], payload: Any, head: Head, *, grace_s: float) -> list[HostError]:
     """Wait until every call is done, or the reason why not is clear; return the errors in the order of their arrival.
 
-    Calls that are not done keep running. A function may run for any time; every other wait has a deadline. After a
-    first error the wait is at most `grace_s`, for an event that explains it. No node counts as dead while the head is
-    silent. `resubmit` makes a new reference for a call that came to a used process.
+    Only the function may run for any time. After a first error the wait for an event that explains it is at most
+    `grace_s`. No node counts as dead while the head is silent.
     """
     nodes = frozenset(call.target.node_id for call in calls)
     request: Future[Collection[str]] | None = None
@@ -58,12 +76,16 @@ def watch(
     while pending or errors:
         for ref in _wait_for_any(pending, grace=bool(errors)):
             call = pending.pop(ref)
-            if not _settle(call):
-                call.ref = resubmit(call)
-                pending[call.ref] = call
-            elif call.error is not None:
+            try:
+                call.done, call.value = ray.get(ref)
+            except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
+                call.done, call.error = True, error
                 first_at = first_at if errors else time.monotonic()
-                errors.append(call.blame(call.error))
+                errors.append(call.blame(error))
+            if not call.done:  # It came to a process in which something else ran before.
+                again = functools.partial(submit, call.target, payload, dedicated=True)
+                call.ref = head.call(again, undo=cancel_task)
+                pending[call.ref] = call
         now = time.monotonic()
         # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
         if not errors and request is not None and request.done():
@@ -88,16 +110,6 @@ def _wait_for_any(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
     if done and len(pending) > 1:
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
     return list(done)
-
-
-def _settle(call: HostCall) -> bool:
-    """Fetch the outcome of a call that is done; return False if the call has to be submitted again."""
-    try:
-        ran, call.value = ray.get(call.ref)
-    except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
-        ran, call.error = True, error
-    call.done = bool(ran)
-    return call.done
 
 
 def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) -> list[HostError]:
@@ -141,7 +153,7 @@ def cancel(calls: Sequence[HostCall], head: Head) -> None:
     """
     running = [call for call in calls if not call.done]
     for call in running:
-        ray.cancel(call.ref, force=True)
+        cancel_task(call.ref)
     if not running:
         return
     deadline = time.monotonic() + _CANCEL_S

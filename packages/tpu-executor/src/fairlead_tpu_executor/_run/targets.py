@@ -51,15 +51,14 @@ class Target:
         return self.slice.node_ids[self.worker]
 
 
-def make_targets(work: Work, config: AcceleratorConfigType, held: Held) -> list[list[Target]]:
-    """Return every host as a target for some work, a list per slice."""
+def make_targets(work: Work, config: AcceleratorConfigType, held: Held, *, first_hosts: bool = False) -> list[Target]:
+    """Return every host as a target for some work, or worker 0 of each slice only (`first_hosts`)."""
     runtime_env = work.runtime_env(config)
     tpu = config if isinstance(config, TpuAcceleratorConfig) else None
-    targets: list[list[Target]] = []
+    targets: list[Target] = []
     for at, lease in enumerate(held.leases):
         options = {**work.remote_options(config, lease.slice), **({"runtime_env": runtime_env} if runtime_env else {})}
-        targets.append([])
-        for worker, node_id in enumerate(lease.slice.node_ids):
+        for worker, node_id in enumerate(lease.slice.node_ids[:1] if first_hosts else lease.slice.node_ids):
             facts = {
                 # A TPU host has one process of ours at a time, over all pools; without TPUs each bundle has one.
                 "name": node_id if tpu else f"{lease.group.id.hex()}-{worker}",
@@ -68,7 +67,7 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Held) -> list[
                 "lock_files": tpu.lock_files if tpu else (),
             }
             place = {"scheduling_strategy": PlacementGroupSchedulingStrategy(lease.group, worker)}
-            targets[-1].append(Target(lease.slice, at, worker, facts, options | place))
+            targets.append(Target(lease.slice, at, worker, facts, options | place))
     return targets
 
 
@@ -126,6 +125,11 @@ def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool =
     facts = {**target.facts, "dedicated": raw or dedicated}
     # The list delays the unpickling until the environment on the host is set.
     return _task(raw).options(**options).remote(facts, [payload])
+
+
+def cancel_task(ref: Any) -> object:
+    """End a task and its process."""
+    return ray.cancel(ref, force=True)
 
 
 @functools.cache
