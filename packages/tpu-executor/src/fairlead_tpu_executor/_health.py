@@ -33,10 +33,7 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 class Head:
-    """Ray's head (its GCS), as one pool sees it.
-
-    Requests raise `HeadUnreachableError` when it has been silent for `timeout_s`. Tests replace `probe` and `clock`.
-    """
+    """Ray's head (its GCS), as one pool sees it. Tests replace `probe` and `clock`."""
 
     def __init__(
         self,
@@ -57,28 +54,21 @@ class Head:
         return 0.0 if self._silent_since is None else self._clock() - self._silent_since
 
     def call(self, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None) -> _T:
-        """Call a function that makes a request to the head, and return its result, however long that takes.
-
-        The function is called only after the head has answered a probe, or anything else within the last second. Ray
-        aborts a process whose request for the nodes reaches a head that has lost its state (`Check failed ...
-        WrongClusterID` in Ray 2.60). `undo` reverses what the function did if it returns after the deadline.
-        """
+        """Call a function that makes a request to the head when it answers a probe; `undo` reverses a late result."""
         refuse_client()
         if not ray.is_initialized():  # Ray connects in the main thread only.
             return function(*args)
+        # Ray aborts a process whose request reaches a head without its old state (WrongClusterID in Ray 2.60).
         while self._clock() - self._answered_at >= _PROBE_S and self.check():
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
         return self.result(self.start(function, *args), undo=undo)
 
     def start(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Start a request like `call`, without a probe before it, and return it without waiting for its result.
-
-        It has its own thread: nothing interrupts it while the head is silent.
-        """
+        """Start a request without a probe before it, and return its future; nothing interrupts its thread."""
         return run_in_thread("fairlead-head", function, *args)
 
     def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
-        """Wait for a request that `start` returned, and return its result. `undo` is as for `call`."""
+        """Wait for the result of a request for as long as the head answers; `undo` is as for `call`."""
 
         def reverse(request: Future[_T]) -> None:
             if undo is not None and request.exception() is None and ray.is_initialized():
@@ -113,14 +103,13 @@ class Head:
         return self._silent_since is not None
 
     def check(self) -> bool:
-        """Probe the head once, and return whether it did not answer; after `timeout_s` raise `HeadUnreachableError`."""
+        """Probe the head once, and return whether it is silent; raise `HeadUnreachableError` after `timeout_s`."""
         silent = self.is_silent()
         if silent and self.silent_s >= self.timeout_s:
             raise HeadUnreachableError(self.silent_s)
         return silent
 
     def note_answer(self) -> None:
-        """Record that the head has answered."""
         self._silent_since = None
         self._answered_at = self._clock()
 
@@ -136,10 +125,7 @@ def gone_nodes(node_ids: Iterable[str]) -> frozenset[str]:
 
 
 def silent_nodes(node_ids: Collection[str]) -> frozenset[str]:
-    """Return the nodes that are alive for Ray, but whose raylet accepts no connection.
-
-    Tasks on the other nodes fail at once when a node dies. This check finds that node before Ray does.
-    """
+    """Return the nodes that are alive for Ray, but whose raylet accepts no connection: Ray may notice later."""
     rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] in node_ids]
     if not rows:
         return frozenset()

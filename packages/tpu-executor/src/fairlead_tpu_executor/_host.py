@@ -29,11 +29,7 @@ _held: list[int] = []
 
 
 def call(facts: dict[str, Any], payload: list[Any]) -> tuple[bool, Any]:
-    """Return (True, the function's result), or (False, None) in a process in which something else ran before.
-
-    Ray gives a task to an idle process of the job if there is one. An accelerator that was opened there, or a module
-    that was imported, cannot be undone. Therefore this task ends the process, and the next task gets another one.
-    """
+    """Return (True, the function's result), or (False, None) in a process in which something else ran before."""
     if not facts["dedicated"] and not process_is_fresh():
         return False, None
     return True, call_raw(facts, payload)
@@ -57,10 +53,7 @@ class HostActor:
         self._making = threading.Lock()
 
     def invoke(self, method: str, payload: list[Any]) -> Any:
-        """Call a method of the instance.
-
-        The first call makes the instance, so that an exception of its constructor keeps its type.
-        """
+        """Call a method; the first call makes the instance, so that an exception of its constructor keeps its type."""
         with self._making:
             if not self._made:
                 _prepare_process(self._facts)
@@ -103,10 +96,7 @@ def _prepare_process(facts: dict[str, Any]) -> None:
 
 
 def hold(name: str, timeout_s: float) -> int | None:
-    """Lock a name in the place of its previous process, and return the open file; None if that does not end in time.
-
-    The kernel releases the lock when the process and its forked children have ended.
-    """
+    """Lock a name once its previous process and its forked children are gone, and return the file; None if too late."""
     deadline = time.monotonic() + timeout_s
     folder = _open_lock_folder()
     try:
@@ -120,7 +110,7 @@ def hold(name: str, timeout_s: float) -> int | None:
 
 
 def wait_for_end(names: list[str], timeout_s: float) -> bool:
-    """Wait until the processes with these names are gone, and return whether they are. A node's agent calls it."""
+    """Return whether the processes with these names are gone in time. A node's agent calls it."""
     deadline = time.monotonic() + timeout_s
     for name in names:
         held = hold(name, deadline - time.monotonic())
@@ -131,11 +121,7 @@ def wait_for_end(names: list[str], timeout_s: float) -> bool:
 
 
 def _open_lock_folder() -> int:
-    """Open the folder of locks, which only this user can enter; create it if necessary.
-
-    Every user can write to Ray's session folder, so a folder of another user, or one that is open to others, is left
-    alone.
-    """
+    """Open the folder of locks, which only this user can enter; create it if necessary."""
     start = os.path.join(session_folder(), f"fairlead-tpu-{os.geteuid()}-")
     for number in range(_FOLDERS):
         with contextlib.suppress(FileExistsError):
@@ -169,11 +155,7 @@ def _remove_unlocked(names: Iterable[str], folder: int) -> None:
 
 
 def clear_lock_file(path: str) -> str:
-    """Remove a lock file that no living process holds; return why it stays, or "" if it does not.
-
-    No process is signalled. The kernel knows the locks of all processes; the open files are those of the processes that
-    this one may inspect.
-    """
+    """Remove a lock file that no living process holds; return why it stays, or "" if it does not."""
     try:
         present = os.stat(path, follow_symlinks=False)
     except OSError:

@@ -68,9 +68,6 @@ def canonical_name(name: str) -> str:
 def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None = None) -> TpuType:
     """Return the type with a name: a generation, and its TensorCores (v2, v3, v4, v5p, v7x) or chips (v5litepod, v6e).
 
-    None for `chips_per_vm` means 4, or all chips of a v5litepod or v6e slice of up to 8. A type, topology or
-    number of chips that does not exist is a ValueError, which lists the existing ones.
-
     >>> tpu_type("v4-16").hosts, tpu_type("v6e-8").hosts, tpu_type("v6e-8", chips_per_vm=4).hosts
     (2, 1, 2)
     """

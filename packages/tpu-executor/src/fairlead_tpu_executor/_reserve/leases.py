@@ -32,11 +32,7 @@ _RELEASE_S = 10.0
 
 @dataclass(frozen=True)
 class Lease:
-    """A slice that is held.
-
-    One placement group holds all hosts and, on worker 0, the head resource, which is the lock of the slice: Ray's own
-    helpers request it first. Bundle i is worker i, because each bundle is pinned to its host.
-    """
+    """A slice that is held by one placement group: bundle i is worker i, and that of worker 0 has the slice's lock."""
 
     slice: SliceInfo
     group: PlacementGroup
@@ -65,7 +61,6 @@ class Held:
 
     @cached_property
     def slices(self) -> tuple[SliceInfo, ...]:
-        """The slices, without their placement groups."""
         return tuple(lease.slice for lease in self.leases)
 
     @cached_property
@@ -125,10 +120,7 @@ def find_lost(leases: Sequence[Lease], quarantined: Collection[str]) -> list[Lea
 
 
 def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
-    """Return the port of the coordinator of several slices.
-
-    It is that of the configuration, else `COORD_PORT` of the user's variables or of the driver, else 8081.
-    """
+    """Return the port of the coordinator of several slices: the configuration's, else `COORD_PORT`, else 8081."""
     if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
         return config.megascale_port
     text = config.env_vars.get("COORD_PORT") or driver.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
@@ -138,10 +130,7 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
 
 
 def hold_ports(held: Held, megascale: int | None) -> Held:
-    """Lease the ports that the slices need, release all others, and return what is held then; after an error none is.
-
-    `megascale` is the port of the coordinator of all slices, None for no coordinator.
-    """
+    """Lease the ports that the slices need, release all others, and return what is held; after an error none is."""
     needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in held.leases]
     needed += [] if megascale is None else [(held.leases[0], megascale)]
     ports = {key: held.ports[key] for key in needed if key in held.ports}
@@ -159,7 +148,6 @@ def hold_ports(held: Held, megascale: int | None) -> Held:
 
 
 def release_ports_of(held: Held) -> None:
-    """Release all ports. Can be repeated."""
     _release(held.ports.values())
 
 

@@ -41,11 +41,7 @@ class Reservation:
         self._lock = threading.RLock()
 
     def ensure(self, epoch: int | None = None) -> Held:
-        """Hold healthy slices, as many as allowed: those that are held, and new ones in the place of lost ones.
-
-        After an error nothing is held, except that after a `HeadUnreachableError` something may be. If the reservation
-        was closed since the caller's epoch (None for the present one), that is a `TpuExecutorError`.
-        """
+        """Hold healthy slices, those that are held first; after an error nothing is, unless the head was silent."""
         epoch = self.epoch if epoch is None else epoch
         with self._lock:
             before = self.held.leases
@@ -63,10 +59,7 @@ class Reservation:
             return self.held
 
     def _scale(self, lost: int, epoch: int) -> None:
-        """Hold an allowed number of slices, including those that are held, after `lost` were lost.
-
-        Nothing more is taken during the wait: two jobs that each hold a part of what both need would wait forever.
-        """
+        """Hold an allowed number of slices, including those that are held, after `lost` were lost."""
         config, sizes, held = self.config, self.sizes, self.held.leases
         largest_s, any_s = choose_waits(
             sizes, len(held), lost, scale_s=config.scale_timeout_s, replace_s=config.replace_timeout_s
@@ -74,6 +67,7 @@ class Reservation:
         began = time.monotonic()
         pause = _POLL_S[0]
         with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, CapacityRequest(config, self.head) as more:
+            # Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
             while True:
                 self.check_open(epoch)
                 present = self.head.call(survey, config, self.held.slices, self._quarantined())
@@ -131,15 +125,12 @@ class Reservation:
         return frozenset(node_id for node_id, _ in self._quarantined_until)
 
     def close(self) -> bool:
-        """End every use of the reservation, and give everything back. Returns the same as `give_back`."""
+        """End every use of the reservation, and give everything back."""
         self.epoch += 1
         return self.give_back()
 
     def give_back(self) -> bool:
-        """Return slices and ports, and whether Ray had the resources back in time. Can be repeated.
-
-        When Ray's head does not answer, a warning names what is still held, and the next call tries again.
-        """
+        """Return slices and ports, and whether Ray had the resources in time; the next call tries again."""
         with self._lock:
             held, self.held = self.held, Held()
             if not connection():

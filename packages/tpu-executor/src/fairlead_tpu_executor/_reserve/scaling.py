@@ -43,9 +43,7 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
 
 
 def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool) -> int | None:
-    """Return how many slices to hold now; None means to wait. Pure.
-
-    The largest allowed number is chosen at once, a smaller one only when the wait is over.
+    """Return how many slices to hold now; None means to wait for the largest allowed number. Pure.
 
     >>> choose_size([1, 2], held=0, free=1, waited_out=False), choose_size([1, 2], held=0, free=1, waited_out=True)
     (None, 1)
@@ -58,9 +56,6 @@ def choose_waits(
     sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float
 ) -> tuple[float, float]:
     """Return the seconds to wait for the largest allowed number of slices, and for any allowed number. Pure.
-
-    A pool that has waited before, and continued with fewer slices, does not wait again while these are healthy: it only
-    takes more if they are free. A pool that has just lost slices waits longer, because its job has made progress.
 
     >>> choose_waits([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
     (0.0, 0.0)

@@ -38,17 +38,13 @@ class HostCall:
     done: bool = False
 
     def blame(self, error: BaseException) -> HostError:
-        """Return an error with its host."""
         return HostError(self.target.slice, self.target.worker, error)
 
 
 def run_once(
     targets: Sequence[Target], payload: Any, head: Head, *, grace_s: float
 ) -> tuple[list[HostCall], list[HostError]]:
-    """Call a function on every host until its outcome is clear, and end what still runs then.
-
-    Returns the calls, and the errors in the order of their arrival.
-    """
+    """Call a function on every host until its outcome is clear, end what still runs, and return calls and errors."""
     calls: list[HostCall] = []
 
     def start() -> None:
@@ -63,11 +59,7 @@ def run_once(
 
 
 def watch(calls: Sequence[HostCall], payload: Any, head: Head, *, grace_s: float) -> list[HostError]:
-    """Wait until every call is done, or the reason why not is clear; return the errors in the order of their arrival.
-
-    Only the function may run for any time. After a first error the wait for an event that explains it is at most
-    `grace_s`. No node counts as dead while the head is silent.
-    """
+    """Wait until every call is done, or the reason why not is clear; return the errors in the order of arrival."""
     nodes = frozenset(call.target.node_id for call in calls)
     request: Future[Collection[str]] | None = None
     pending = {call.ref: call for call in calls}
@@ -122,10 +114,7 @@ def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) ->
 
 
 def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, over: bool) -> bool:
-    """Return whether no further event can change the verdict; add an error for each node that is dead or silent.
-
-    When the time to wait for an explanation is `over`, it is clear.
-    """
+    """Return whether no further event can change the verdict; add an error for each node that is dead or silent."""
     nodes = {call.target.node_id for call in calls}
     gone = head.call(gone_nodes, nodes)
     # If an accelerator did not start, other hosts may show soon whether that is the failure of its host.
@@ -146,11 +135,7 @@ def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, ov
 
 
 def cancel(calls: Sequence[HostCall], head: Head) -> None:
-    """End the calls that still run, and wait until their processes are gone, at most `_CANCEL_S`.
-
-    Hosts that are gone are not waited for. When the head does not answer, a warning names the hosts on which the
-    function may still run.
-    """
+    """End the calls that still run, and wait until their processes are gone, at most `_CANCEL_S`."""
     running = [call for call in calls if not call.done]
     for call in running:
         cancel_task(call.ref)

@@ -53,7 +53,6 @@ class RetryBudget:
         return self.failures <= self.max_failures
 
     def refund(self) -> None:
-        """Remove a failure that was the first sign of a preemption."""
         self.failures = max(0, self.failures - 1)
 
 
@@ -90,16 +89,7 @@ def retry(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobSucceeded:
-    """Repeat attempts, which get their number from 1, and return the first success.
-
-    Exceptions of `attempt` itself end the retries. If slices were lost once more than allowed, that is a
-    `PreemptedTooOftenError`. Otherwise the function's last exception is raised, with a note of the attempts; also if
-    its accelerators did not start in the last attempt, and the run cannot continue on other slices.
-
-    Within `grace_s` after a failure, the loss of one of its hosts (`find_lost`) makes it a preemption. Ray often
-    reports that a process died, or that a connection broke, seconds before the host is gone: a cloud provider ends the
-    processes of a virtual machine first.
-    """
+    """Repeat attempts, which get their number from 1, and return the first success."""
     number = 0
     stuck: BaseException | None = None
     recent: list[tuple[float, JobInfo]] = []
@@ -143,7 +133,7 @@ def retry(
             raise error
         wait = backoff.after(ran_s=status.info.seconds)
         if not preempted and grace_s > 0:
-            # Nothing watches the hosts during the back-off.
+            # A cloud provider ends the processes of a host first, and nothing watches the hosts during the back-off.
             recent.append((seen + max(grace_s, wait), status.info))
         kind = "preemption" if preempted else "failure"
         logger.warning("Attempt %d of %s ended in a %s. It is repeated in %.1f s. %s", number, name, kind, wait, error)
@@ -153,10 +143,7 @@ def retry(
 def _refund(
     recent: Sequence[tuple[float, JobInfo]], status: JobStatus, began: float, seen: float, budget: RetryBudget
 ) -> list[tuple[float, JobInfo]]:
-    """Refund the failures whose slices were lost in time, and return those whose grace period is not over.
-
-    A slice was lost before an attempt began if the attempt ran on others, and during it if its outcome names the slice.
-    """
+    """Refund the failures whose slices were lost in time, and return those whose grace period is not over."""
     lost_now = status.error.slices if isinstance(status, JobPreempted) else ()  # type: ignore[attr-defined]
     left = []
     for until, info in recent:

@@ -47,7 +47,6 @@ class Target:
 
     @property
     def node_id(self) -> str:
-        """Ray's id of the host."""
         return self.slice.node_ids[self.worker]
 
 
@@ -115,11 +114,7 @@ def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker:
 
 
 def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
-    """Start a task on a host, and return its reference.
-
-    A `dedicated` task gets a new process. So does a `raw` one, whose reference is for the user: it resolves to the
-    function's own result.
-    """
+    """Start a task on a host, and return its reference; a `raw` one resolves to the function's own result."""
     # Only tasks with this very environment share processes, and each of them ends its process.
     options = _require_new_process(target.options) if raw or dedicated else target.options
     facts = {**target.facts, "dedicated": raw or dedicated}
@@ -128,7 +123,6 @@ def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool =
 
 
 def cancel_task(ref: Any) -> object:
-    """End a task and its process."""
     return ray.cancel(ref, force=True)
 
 

@@ -141,7 +141,6 @@ class HostError:
 
     @property
     def node_id(self) -> str:
-        """Ray's id of the host."""
         return self.slice.node_ids[self.worker]
 
     @property
@@ -157,10 +156,7 @@ class HostError:
 
 @dataclass(frozen=True)
 class StartFailures:
-    """Failures of a function's accelerators to start, which are a host's only if another host does not have them.
-
-    `hosts` has the hosts on which a failure was seen, once per attempt, by its summary.
-    """
+    """The hosts on which accelerators failed to start, once per attempt, by the summary of the failure."""
 
     hosts: dict[str, list[str]] = field(default_factory=dict)
 
@@ -184,7 +180,6 @@ class Verdict:
     quarantine: Mapping[str, str] = field(default_factory=dict)
 
     def status(self, info: JobInfo) -> JobStatus:
-        """Return the outcome, with the error for the caller."""
         info = replace(info, state=_STATES[self.kind])
         lost = tuple(dict.fromkeys(one.slice.slice_name for one in self.errors))
         return _make_status(self.kind, info, self.errors[0].error, lost, "; ".join(map(str, self.errors)))
@@ -197,7 +192,6 @@ def _make_status(kind: Kind, info: JobInfo, error: BaseException, lost: tuple[st
 
 
 def make_preempted(info: JobInfo, lost: tuple[str, ...], reason: str, cause: BaseException) -> JobPreempted:
-    """Return the outcome of a run whose slices `lost` were lost."""
     error = SliceLostError(lost, reason)
     error.__cause__ = cause
     return JobPreempted(info, error)
@@ -206,11 +200,7 @@ def make_preempted(info: JobInfo, lost: tuple[str, ...], reason: str, cause: Bas
 def judge(
     errors: Sequence[HostError], gone: Collection[str], *, accelerators: bool = True, shared: Collection[str] = ()
 ) -> Verdict:
-    """Return one verdict for a run. A loss of infrastructure explains the errors of the other hosts.
-
-    `gone` nodes are dead or draining. `accelerators` says whether the table of start-up failures applies; it never
-    does to the `shared` ones, which `StartFailures` returns.
-    """
+    """Return one verdict for a run. A loss of infrastructure explains the errors of the other hosts."""
     kinds = [
         judge_one(one.error, one.node_id in gone, accelerators=accelerators and one.summary not in shared)
         for one in errors
@@ -241,10 +231,7 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
 
 
 def failed_start(error: BaseException) -> BaseException | None:
-    """Return the exception of a function whose accelerator did not start; None for any other error.
-
-    Only the exception's own message counts. That of a RayTaskError without a cause is a traceback.
-    """
+    """Return the exception of a function whose accelerator did not start; None for any other error."""
     raised = as_raised(error)
     found = not isinstance(raised, RayError) and any(text in str(raised) for text in STARTUP_FAILURES)
     return raised if found else None

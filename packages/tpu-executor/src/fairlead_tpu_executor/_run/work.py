@@ -110,11 +110,7 @@ def inspect_work(function: Any, *, of_class: bool = False) -> Work:
 
 
 def take_options(function: Any, options: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return which keyword arguments are our options, and add the others to the function's, `kwargs`.
-
-    A keyword that is a parameter of the function belongs to the function. The option can then be set in the
-    configuration. An option that is None was not given.
-    """
+    """Return the keyword arguments that are our options and no parameters of the function; add the rest to `kwargs`."""
     given = {name: value for name, value in options.items() if value is not None}
     try:
         parameters = set(inspect.signature(unwrap_remote(function)[0]).parameters)
