@@ -230,9 +230,10 @@ def test_an_autoscaler_that_reports_its_status(slices):
     before = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     _internal_kv_put(DEBUG_AUTOSCALING_STATUS, json.dumps(status), overwrite=True)
     try:
-        with scaling.CapacityRequest(TpuAcceleratorConfig("v6e-16"), Head(30.0)) as more:
-            more.show(1)
-            assert len(wanted()) == 1
+        config, shown = TpuAcceleratorConfig("v6e-16"), []
+        scaling.show_missing(config, shown, 1)
+        assert len(wanted()) == 1
+        scaling.withdraw(config, shown, Head(30.0))
     finally:
         if before is None:
             _internal_kv_del(DEBUG_AUTOSCALING_STATUS)

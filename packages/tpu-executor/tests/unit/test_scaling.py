@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_tpu_executor import TpuAcceleratorConfig
-from fairlead_tpu_executor._health import Head
 from fairlead_tpu_executor._reserve import scaling
-from fairlead_tpu_executor._reserve.scaling import CapacityRequest, choose_size, choose_waits
+from fairlead_tpu_executor._reserve.scaling import choose_size, choose_waits, show_missing
 
 
 def test_patience():
@@ -40,15 +39,14 @@ def test_a_node_type_can_satisfy_the_demand(monkeypatch):
     A host gets its worker id and the name of its slice when it starts. KubeRay's node types for TPUs have no labels.
     """
     node_type = {"CPU": 100.0, "TPU": 4.0, "TPU-v4-16-head": 1.0}
-    shown = []
+    asked = []
 
     def placement_group(bundles, *, bundle_label_selector=None, **_):
-        shown.extend(zip(bundles, bundle_label_selector or [{}] * len(bundles), strict=True))
+        asked.extend(zip(bundles, bundle_label_selector or [{}] * len(bundles), strict=True))
 
     monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
     monkeypatch.setattr(scaling, "placement_group", placement_group)
-    with CapacityRequest(TpuAcceleratorConfig("v4-16"), Head(30.0)) as more:
-        more.show(1)
-    assert len(shown) == 2
-    assert [bundle for bundle, _ in shown if any(node_type.get(name, 0.0) < of for name, of in bundle.items())] == []
-    assert [selector for _, selector in shown if selector] == []
+    show_missing(TpuAcceleratorConfig("v4-16"), [], 1)
+    assert len(asked) == 2
+    assert [bundle for bundle, _ in asked if any(node_type.get(name, 0.0) < of for name, of in bundle.items())] == []
+    assert [selector for _, selector in asked if selector] == []

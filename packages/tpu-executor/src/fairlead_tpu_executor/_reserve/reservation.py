@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slices of a pool and their ports, held together and given back together."""
 
+import contextlib
 import logging
 import os
 import threading
@@ -8,13 +9,15 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ray.util.placement_group import PlacementGroup
+
 from fairlead_placement.spi import Waiting, connection
 
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._health import Head
 from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
 from .leases import Held, find_lost, give_back, give_back_all, hold_ports, megascale_port, release_ports_of, take
-from .scaling import CapacityRequest, choose_size, choose_waits, survey
+from .scaling import choose_size, choose_waits, show_missing, survey, withdraw
 
 logger = logging.getLogger(__name__)
 # A chip that is stuck may work again later: its VM is repaired, or the process that held the chip ends.
@@ -66,7 +69,9 @@ class Reservation:
         )
         began = time.monotonic()
         pause = _POLL_S[0]
-        with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, CapacityRequest(config, self.head) as more:
+        shown: list[PlacementGroup] = []  # to an autoscaler
+        with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, contextlib.ExitStack() as stack:
+            stack.callback(withdraw, config, shown, self.head)
             # Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
             while True:
                 self.check_open(epoch)
@@ -75,7 +80,7 @@ class Reservation:
                 waited = time.monotonic() - began
                 size = choose_size(sizes, len(held), len(free), waited_out=waited >= largest_s)
                 if size is not None:
-                    more.withdraw()
+                    withdraw(config, shown, self.head)
                     wanted = free[: max(0, size - len(held))]
                     taken = self.head.call(take, config, wanted, undo=give_back) if wanted else []
                     if taken is not None:
@@ -87,7 +92,7 @@ class Reservation:
                 if waited >= any_s + (0 if size is None else _RACES_S):
                     found = len(held) + len(free)
                     raise InsufficientSlicesError(config.kind, tuple(sizes), found, present.lacking, waited)
-                more.show(sizes[-1] - len(held) - len(free))
+                self.head.call(show_missing, config, shown, sizes[-1] - len(held) - len(free))
                 counts = f"{len(held)} held, {len(free)} free"
                 waiting.show("; ".join([counts, *map(str, present.lacking[:2])]), any_s)
                 nearest = largest_s if waited < largest_s else any_s

@@ -4,7 +4,6 @@
 import logging
 import uuid
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -68,52 +67,31 @@ def choose_waits(
     return waiting, waiting
 
 
-class CapacityRequest(AbstractContextManager["CapacityRequest"]):
-    """Placement groups that show an autoscaler the missing slices: a group for each slice, on hosts of its type.
-
-    Nothing runs in these groups. A group is removed as soon as Ray has placed it, because its hosts are there then.
-    """
-
-    def __init__(self, config: AcceleratorConfigType, head: Head) -> None:
-        self._config = config
-        self._head = head
-        self._groups: list[PlacementGroup] = []
-
-    def show(self, count: int) -> None:
-        """Request `count` more slices; again if those that were requested have come."""
-        self._head.call(self._show, count)
-
-    def _show(self, count: int) -> None:
-        if not autoscaler_is_there():
-            return
-        ready = [group.ready() for group in self._groups]
-        placed, _ = ray.wait(ready, num_returns=len(ready), timeout=0) if ready else ([], [])
-        come = [group for group, ref in zip(self._groups, ready, strict=True) if ref in placed]
-        self._groups = [group for group in self._groups if group not in come]
-        remove_placement_groups(come, timeout_s=RETURN_TIMEOUT_S)
-        for _ in range(count - len(self._groups) - len(come)):
-            self._groups.append(self._create_group())
-
-    def _create_group(self) -> PlacementGroup:
-        config = self._config
-        workers = range(config.hosts_per_slice)
+def show_missing(config: AcceleratorConfigType, shown: list[PlacementGroup], count: int) -> None:
+    """Show an autoscaler `count` missing slices, by placement groups on hosts of their type, in which nothing runs."""
+    if not autoscaler_is_there():
+        return
+    ready = {group.ready(): group for group in shown}
+    placed, _ = ray.wait(list(ready), num_returns=len(ready), timeout=0) if ready else ([], [])
+    # The hosts of a group that Ray has placed are there.
+    come = [ready[ref] for ref in placed]
+    shown[:] = [group for group in shown if group not in come]
+    remove_placement_groups(come, timeout_s=RETURN_TIMEOUT_S)
+    workers = range(config.hosts_per_slice)
+    selectors = None
+    if isinstance(config, TpuAcceleratorConfig):
+        selectors = [{TYPE: config.kind, WORKER_ID: str(worker)} for worker in workers]
+    for _ in range(count - len(shown) - len(come)):
         bundles = [config.bundle(config.nominal(), worker) for worker in workers]
-        selectors = None
-        if isinstance(config, TpuAcceleratorConfig):
-            selectors = [{TYPE: config.kind, WORKER_ID: str(worker)} for worker in workers]
         name = f"fairlead-wanted-{config.kind}-{uuid.uuid4().hex[:8]}"
-        return placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
+        shown.append(placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors))
 
-    def withdraw(self) -> None:
-        """Remove all groups. Can be repeated."""
-        groups, self._groups = self._groups, []
-        if groups and ray.is_initialized():
-            self._head.call(lambda: remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S))
 
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.withdraw()
-        except HeadUnreachableError as error:  # The reason why the wait ended is raised instead.
-            logger.warning(
-                "Placement groups that request %s from an autoscaler may remain: %s", self._config.kind, error
-            )
+def withdraw(config: AcceleratorConfigType, shown: list[PlacementGroup], head: Head) -> None:
+    """Remove the groups that show missing slices. Can be repeated."""
+    groups, shown[:] = shown[:], []
+    try:
+        if groups:
+            head.call(lambda: remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S))
+    except HeadUnreachableError as error:  # The wait ends with its own error.
+        logger.warning("Placement groups that request %s from an autoscaler may remain: %s", config.kind, error)
