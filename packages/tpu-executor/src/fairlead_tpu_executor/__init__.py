@@ -20,17 +20,18 @@ from ._accelerators.config import (
     TpuAcceleratorConfig,
 )
 from ._accelerators.slices import SliceInfo, SliceLack
-from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote
-from ._executor import (
+from ._compat import (
     RayExecutor,
+    SlicePoolManager,
+    TpuRemoteManager,
     autoscale_execute,
     autoscale_execute_resumable,
     execute,
     execute_resumable,
     resolve_maybe_refs,
 )
+from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote
 from ._jax import initialize_jax
-from ._manager import SlicePoolManager, TpuRemoteManager
 from ._pool import PoolStatistics, SlicePool
 from ._run.targets import (
     ENV_CALL_INDEX,

@@ -15,8 +15,8 @@ from fairlead_tpu_executor import (
     SlicePoolManager,
     TpuAcceleratorConfig,
     TpuRemoteManager,
+    _compat,
     _device,
-    _executor,
     autoscale_execute,
     autoscale_execute_resumable,
     device_remote,
@@ -43,8 +43,8 @@ def code_lines(thing):
 
 # Each layer, with its private helpers.
 LAYERS = {
-    "executor": (RayExecutor, _executor._open_pool, _executor._configure, resolve_maybe_refs),
-    "decorators": (execute, autoscale_execute, execute_resumable, autoscale_execute_resumable, _executor._decorate),
+    "executor": (RayExecutor, resolve_maybe_refs),
+    "decorators": (execute, autoscale_execute, execute_resumable, autoscale_execute_resumable, _compat._decorate),
     "remote manager": (TpuRemoteManager,),
     "pool manager": (SlicePoolManager,),
     "device_remote": (DeviceFunction, DeviceClass, _device._OnDevices, _device.DeviceDecorator, device_remote),
