@@ -82,7 +82,7 @@ def _time_losses(worker: type) -> tuple[float, float]:
 
 def _wait_until_warm(group: RayWorkerGroup, count: int) -> None:
     deadline = time.monotonic() + WARM_S
-    while group.standby < count:
+    while group.inspect().standby < count:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no standby was warm after {WARM_S:g} s")
         time.sleep(0.05)

@@ -214,7 +214,7 @@ def _start_group() -> tuple[float, float, float, Any]:
             again = time.perf_counter()
             group.call("nothing").result()
             calls.append(time.perf_counter() - again)
-        report = group.start_report
+        report = group.inspect().start_report
     _wait_until_free()
     return took, reserve_s, statistics.median(calls), report
 

@@ -170,9 +170,9 @@ def _replication_rows() -> Iterator[Row]:
             def ours() -> None:
                 group.call(method, value).result()  # noqa: B023
 
-            before = group.statistics()
+            before = group.inspect().statistics
             base, timing = interleaved(by_value, ours, repeats=repeats)
-            puts = (group.statistics().puts - before.puts) / repeats
+            puts = (group.inspect().statistics.puts - before.puts) / repeats
         ratio = base.median / timing.median
         wanted = "" if least is None else f"at least {least}x faster"
         yield Row(f"32 MB to {WORKERS} workers {how}, by value", str(base), "", True)

@@ -121,14 +121,14 @@ def train(group: RayWorkerGroup, steps: int) -> tuple[list[float], dict[int, str
             # All have the state of one of them now, and continue after its last step.
             del losses[group.call("connect", timeout=120).result()[0] :]
         if happened:
-            print(f"step {step:4}: {events[step]}, epoch {group.epoch}, {time.monotonic() - began:.1f} s")
+            print(f"step {step:4}: {events[step]}, epoch {group.inspect().epoch}, {time.monotonic() - began:.1f} s")
     return losses, events
 
 
 def lose(group: RayWorkerGroup, rank: int) -> None:
     """Kill a worker when a standby is ready to take over its rank."""
     deadline = time.monotonic() + 120
-    while not group.standby:
+    while not group.inspect().standby:
         if time.monotonic() > deadline:
             raise TimeoutError("The standby is not ready after 120 s.")
         time.sleep(0.1)

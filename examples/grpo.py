@@ -317,7 +317,7 @@ def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, see
         moved = link.explain().plan.bytes_moved * (steps + 2) / 1e6
         console.print(f"{moved:,.0f} MB of weights went from policy to generation, none of it through the driver")
     for group in policy, generation:
-        print(f"{group.name_prefix}: {group.statistics()}")
+        print(f"{group.name_prefix}: {group.inspect().statistics}")
     return rewards
 
 

@@ -28,14 +28,14 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_tpu_executor import CpuAcceleratorConfig, SlicePool
 from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
-from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup import RayWorkerGroup, attach
 
 ray.init(sys.argv[1], logging_level="error")
 cluster = RayVirtualCluster([1], use_gpus=False)
 pool = SlicePool(CpuAcceleratorConfig())
 for method in (
     lambda: RayWorkerGroup(cluster, dict),
-    lambda: RayWorkerGroup.attach("name"),
+    lambda: attach("name"),
     lambda: create_local_venv_on_each_node(VenvSpec(requirements=["idna"]), "name"),
     pool.reserve,
 ):

@@ -23,6 +23,7 @@ from fairlead_workergroup import (
     CurrentWorker,
     EpochError,
     GroupHandle,
+    GroupState,
     GroupStatistics,
     GroupView,
     LaneError,
@@ -45,6 +46,7 @@ from fairlead_workergroup import (
     WorkerStartError,
     WorkerStatus,
     WorkerUsage,
+    attach,
     current_worker,
     recursive_merge_options,
     report_progress,
@@ -112,10 +114,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         assert_type(group.dp_leader_worker_indices, list[int])
         assert_type(group.get_dp_leader_worker_idx(0), int)
         assert_type(group.restart_failed_workers(), list[int])
-        assert_type(group.epoch, int)
-        assert_type(group.standby, int)
         assert_type(group.replace([0], timeout=60), int)
-        assert_type(group.standby_metadata, list[dict[str, Any]])
         assert_type(group.resize(dp=3), int)
         assert_type(group.resize(dp=4, slots=slots, timeout=60), int)
         assert_type(group.shutdown("save", timeout=None), bool)
@@ -175,19 +174,18 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     assert_type(made.stream(), ResultStream[Outcome])
 
 
-def attach(group: RayWorkerGroup) -> None:
+def handle(group: RayWorkerGroup) -> None:
     handle = group.handle()
     assert_type(handle, GroupHandle)
-    assert_type(RayWorkerGroup.attach("policy", "10.0.0.1:6379"), GroupHandle)
+    assert_type(attach("policy", "10.0.0.1:6379"), GroupHandle)
     assert_type((handle.name, handle.group_id, handle.epoch), tuple[str, str, int])
     assert_type(handle.sharding_annotations, NamedSharding)
-    assert_type((handle.ranks, handle.coords), tuple[list[int], dict[int, dict[str, int]]])
     assert_type(handle.call(Worker.step, [1], 0.1, collect=()).result(), float)
     assert_type(handle.call("step", [1], 0.1), Call)
     assert_type(handle.at(dp=0), GroupView)
     assert_type(handle.with_options(timeout=1.0), GroupView)
     assert_type(handle.map("step", range(3)), ResultStream[Any])
-    assert_type(handle.explain("step", [1]), CallExplanation)
+    assert_type(handle.at().explain("step", [1]), CallExplanation)
     assert_type(handle.status(stuck_after_s=10.0), list[WorkerStatus])
 
 
@@ -215,7 +213,7 @@ async def call_functions(group: RayWorkerGroup) -> None:
     assert_type(group.call(fetch, collect=()).result(), str)
     assert_type(group.call(tokens, collect=()).result(), list[str])
     assert_type(group.at(dp=0).call(Worker.step, [1], 0.1), Call)
-    assert_type(group.explain(Worker.step, [1], 0.1), CallExplanation)
+    assert_type(group.at().explain(Worker.step, [1], 0.1), CallExplanation)
     assert_type(group.map(sizes, range(3)), ResultStream[Any])
 
 
@@ -237,7 +235,7 @@ def lane(group: RayWorkerGroup) -> None:
 
 
 def explain(group: RayWorkerGroup) -> None:
-    explanation = group.explain("step", 1, collect="dp")
+    explanation = group.at().explain("step", 1, collect="dp")
     assert_type(explanation.route, str)
     assert_type(explanation, CallExplanation)
     assert_type(explanation.summary, str)
@@ -246,7 +244,11 @@ def explain(group: RayWorkerGroup) -> None:
 
 
 def count(group: RayWorkerGroup, made: Call) -> None:
-    of_group = group.statistics()
+    state = group.inspect()
+    assert_type(state, GroupState)
+    assert_type((state.epoch, state.standby), tuple[int, int])
+    assert_type(state.standby_metadata, list[dict[str, Any]])
+    of_group = state.statistics
     assert_type(of_group, GroupStatistics)
     assert_type(of_group.calls, int)
     assert_type(of_group.lane_requests, int)
@@ -280,8 +282,8 @@ def views(group: RayWorkerGroup) -> None:
     assert_type(view.sharding_annotations, NamedSharding | None)
     assert_type(view.explain("step"), CallExplanation)
     assert_type(view.map("step", [1]), ResultStream[Any])
-    assert_type(group.ranks, list[int])
-    assert_type(group.coords, dict[int, dict[str, int]])
+    assert_type(group.at().ranks, list[int])
+    assert_type(group.at().coords, dict[int, dict[str, int]])
     assert_type(group.with_options(timeout=60, collect="dp").call("step", collect=3, anything=4), Call)
     assert_type(view.with_options(discard=True).with_options(retries=1, first_along="tp"), GroupView)
 
@@ -333,7 +335,7 @@ def watch(group: RayWorkerGroup) -> None:
 
 
 def start(group: RayWorkerGroup) -> None:
-    report = group.start_report
+    report = group.inspect().start_report
     assert_type(report, StartReport)
     assert_type((report.group, report.workers), tuple[str, int])
     assert_type(report.seconds, float)

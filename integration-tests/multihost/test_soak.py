@@ -140,7 +140,7 @@ def test_soak(hosts):
 
             def switch_lane():
                 """Close the lane if one is open, and open one otherwise; a worker that hangs or dies is late."""
-                name = "lane closed" if group.explain("square", 1).route == "lane" else "lane opened"
+                name = "lane closed" if group.at().explain("square", 1).route == "lane" else "lane opened"
                 try:
                     if name == "lane closed":
                         lane.close()
@@ -155,7 +155,7 @@ def test_soak(hosts):
             # On a slow machine no lane may open once workers die every second.
             lane.enter_context(group.lane())
             assert group.call("square", 2).result() == [4] * group.world_size
-            counts["right answer by a lane"] += group.statistics().lane_requests == group.world_size
+            counts["right answer by a lane"] += group.inspect().statistics.lane_requests == group.world_size
             end = time.monotonic() + seconds
             changed = switched = time.monotonic()
             with Faults(group, random.Random(seed + 1), counts) as faults:

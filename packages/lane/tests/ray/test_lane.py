@@ -139,17 +139,17 @@ class TestCalls:
         assert all(seen[:100] == list(range(100)) and seen[101] == 100 for seen in lane.call("all_seen").result())
 
     def test_route(self, group):
-        """`explain` and `statistics` say which way a call goes, and why it leaves the lane."""
-        assert group.explain("echo", 1).route == "ray"
+        """`explain` and `inspect` say which way a call goes, and why it leaves the lane."""
+        assert group.at().explain("echo", 1).route == "ray"
         with group.lane():
             plain, nested = group.call("echo", 1), group.call("echo", [ray.put(1)])
             assert (plain.statistics().route, nested.statistics().route) == ("lane", "ray")
-            assert group.explain("echo", 1).route == "lane"
-            left = group.explain("echo", [ray.put(1)])
+            assert group.at().explain("echo", 1).route == "lane"
+            left = group.at().explain("echo", [ray.put(1)])
             assert (left.route, "holds references" in left.summary) == ("ray", True)
             assert plain.result() == [1] * 2
         assert group.call("echo", 1).statistics().route == "ray"
-        statistics = group.statistics()
+        statistics = group.inspect().statistics
         assert statistics.lane_requests >= 2
         assert statistics.left_lane >= 1
 

@@ -110,10 +110,10 @@ class Link:
         if isinstance(exclude, str):
             raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
         # Each raises AttributeError if there is no such method.
-        source_group.explain(source)
+        source_group.at().explain(source)
         for method, args in ((target, ()), (apply, ({},)), (before_commit, ()), (after_commit, ())):
             if method is not None:
-                target_group.explain(method, *args)
+                target_group.at().explain(method, *args)
         self._id = uuid.uuid4().hex
         self._source = Side("source", source_group, self._id, source)
         self._target = Side("target", target_group, self._id, target)

@@ -24,11 +24,11 @@ from ._calls.view import GroupView
 from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
-from ._handle import GroupHandle
+from ._handle import GroupHandle, attach
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._start.options import recursive_merge_options
-from ._start.report import StartPhase, StartReport
+from ._start.report import GroupState, StartPhase, StartReport
 from .exceptions import (
     BrokenEpochError,
     CallCancelledError,
@@ -56,6 +56,7 @@ __all__ = [
     "CurrentWorker",
     "EpochError",
     "GroupHandle",
+    "GroupState",
     "GroupStatistics",
     "GroupView",
     "LaneError",
@@ -78,6 +79,7 @@ __all__ = [
     "WorkerStartError",
     "WorkerStatus",
     "WorkerUsage",
+    "attach",
     "current_worker",
     "recursive_merge_options",
     "report_progress",

@@ -31,7 +31,7 @@ from ._elastic.axis import find_elastic_axis
 from ._elastic.drain import DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
-from ._handle import GroupHandle, GroupIdentity, attach
+from ._handle import GroupHandle, GroupIdentity
 from ._lifecycle.crew import Crew
 from ._lifecycle.delivery import Delivery
 from ._lifecycle.launcher import GroupSpec, Launcher
@@ -47,10 +47,10 @@ from ._observe.extensions import extend
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
-from ._observe.statistics import Counters, GroupStatistics
+from ._observe.statistics import Counters
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
-from ._start.report import StartClock, StartReport
+from ._start.report import GroupState, StartClock
 from .exceptions import LaneError
 
 
@@ -279,32 +279,24 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         """The axes over the ranks."""
         return self._roster.snapshot().sharding
 
-    @property
-    def standby(self) -> int:
-        """The number of standbys that are ready; those that were used or have died are started again."""
-        return self._standbys.count_warm() if self.workers else 0
+    def inspect(self) -> GroupState:
+        """Return the epoch, the standbys, the counts of calls and the times of the start, as they are now.
 
-    @property
-    def standby_metadata(self) -> list[dict[str, Any]]:
-        """A dict for each standby: its place, and whether it is "warm" or "starting"; empty after `shutdown`."""
-        return self._roster.standby_metadata
+        Standbys that were used or have died are started again. After `shutdown` the group has no standbys.
 
-    @property
-    def epoch(self) -> int:
-        """The number of changes of membership so far: restarts, resizes and replacements.
+        Returns:
+            The state, which a notebook shows as a table.
 
-        Every call runs in one epoch: no worker sees it with the facts of another one.
+        Raises:
+            HeadTimeoutError: the group has standbys, and Ray's head does not say which of them are alive.
         """
-        return self._roster.snapshot().epoch
-
-    @property
-    def start_report(self) -> StartReport:
-        """How long the start of the group took: by phase, and for the slowest workers. Restarts do not change it."""
-        return self._start_report
-
-    def statistics(self) -> GroupStatistics:
-        """Return the counts of what has been stored and sent so far."""
-        return self._counters.now
+        return GroupState(
+            epoch=self._roster.snapshot().epoch,
+            standby=self._standbys.count_warm() if self.workers else 0,
+            standby_metadata=list(self._roster.standby_metadata),
+            start_report=self._start_report,
+            statistics=self._counters.now,
+        )
 
     def handle(self) -> GroupHandle:
         """Return a handle of the group, with which other processes of the cluster can call it.
@@ -319,28 +311,12 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         job_id = ray.get_runtime_context().get_job_id()
         return GroupHandle(GroupIdentity.here(self.name_prefix, self._launcher.spec.token, job_id))
 
-    @staticmethod
-    def attach(name: str, address: str | None = None) -> GroupHandle:
-        """Return a handle of a group that another process of a cluster has made.
-
-        Args:
-            name: the name of the group; if no group has that name, at least the first six digits of its id, as
-                `python -m fairlead_inspect groups` shows them.
-            address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to,
-                or else for "auto".
-
-        Raises:
-            WorkerGroupError: there is no such group, or there are several.
-            PlacementError: there is no cluster, it wants another token, or this process is connected to another one.
-        """
-        return attach(name, address)
-
     def lane(self, timeout: float = 60.0) -> AbstractContextManager[None]:
         """Send the calls of this group as messages instead of as Ray actor calls, which is several times faster.
 
         `call`, `map` and the calls of views work as without it. A call leaves the lane if its arguments hold
         references or actor handles; if it returns ObjectRefs, as most classic methods do; or if its generator method
-        limits how far it may be ahead. Such a call goes by Ray, in its turn, and takes longer. `explain` and
+        limits how far it may be ahead. Such a call goes by Ray, in its turn, and takes longer. `GroupView.explain` and
         `Call.statistics()` say which way a call goes.
 
         Opening waits until all workers have finished their earlier calls, and closing until they have finished those
@@ -426,7 +402,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         check_resize(self._roster.check_alive(), self._elastic_axis, sizes, slots)
         ((axis, size),) = sizes.items()
         self._membership.change(Resize(axis, size, slots, self._elastic_axis), self._launcher.deadline(timeout))
-        return self.epoch
+        return self._roster.snapshot().epoch
 
     def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
@@ -459,7 +435,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         check_members(wanted, self._roster.check_alive())
         self._standbys.check_alike("replace")
         self._membership.change(Replace(wanted), self._launcher.deadline(timeout))
-        return self.epoch
+        return self._roster.snapshot().epoch
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.

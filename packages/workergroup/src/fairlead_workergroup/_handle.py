@@ -97,13 +97,13 @@ class GroupIdentity:
 
 
 class GroupHandle(TypedCalls):
-    """A group of workers that another process has made. `RayWorkerGroup.attach` and `RayWorkerGroup.handle` return it.
+    """A group of workers that another process has made. `attach` and `RayWorkerGroup.handle` return it.
 
     A handle can be pickled, sent to any process of the cluster, and kept there. It holds no actor handle and keeps no
     worker alive: the group ends with the process that made it. It calls the workers itself, so it works while the
     process that made the group is busy or stopped.
 
-    `call`, `at`, `with_options`, `map` and `explain` are those of the group. Only the process that made the group
+    `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group
     restarts it and ends it, so `retries` is refused, and its `call_timeout_s` and `enable_load_balancing` do not apply.
     Before each call, and once before a `map`, the handle asks a node agent whether workers have been replaced. If so,
     it finds the new ones first.
@@ -186,8 +186,19 @@ class GroupHandle(TypedCalls):
         return sender
 
 
-def attach(name: str, address: str | None) -> GroupHandle:
-    """Return the handle of a group by its name; see `RayWorkerGroup.attach`."""
+def attach(name: str, address: str | None = None) -> GroupHandle:
+    """Return a handle of a group that another process of a cluster has made.
+
+    Args:
+        name: the name of the group; if no group has that name, at least the first six digits of its id, as
+            `python -m fairlead_inspect groups` shows them.
+        address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to, or
+            else for "auto".
+
+    Raises:
+        WorkerGroupError: there is no such group, or there are several.
+        PlacementError: there is no cluster, it wants another token, or this process is connected to another one.
+    """
     init_ray(address=address or "auto")
     with head_deadline(HEAD_S):
         group = find_group(name)

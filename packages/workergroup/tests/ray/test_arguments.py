@@ -10,7 +10,7 @@ from fairlead_workergroup import Shard
 
 def test_refused_before_anything_is_sent(group):
     """The error names the argument and is short; no worker is called."""
-    before = group.statistics().requests
+    before = group.inspect().statistics.requests
     lock = threading.Lock()
     for match, args, kwargs in [
         (
@@ -31,7 +31,7 @@ def test_refused_before_anything_is_sent(group):
         group.call("echo", lock)
     with pytest.raises(TypeError, match="argument 'seconds' of 'sleep': its part"):
         group.run_all_workers_single_data("sleep", [Shard([1, 2], "dp")])
-    assert group.statistics().requests == before + 8  # of "rank"
+    assert group.inspect().statistics.requests == before + 8  # of "rank"
 
 
 def test_a_large_container_is_stored_once(group):

@@ -82,7 +82,7 @@ class TestRecipientsAndResults:
     @pytest.mark.smoke
     def test_bad_calls_reach_no_worker(self, group):
         """Wrong methods, arguments, axes, numbers of pieces and timeouts reach no worker."""
-        before = group.statistics().requests
+        before = group.inspect().statistics.requests
         for error, method, args, options in [
             (AttributeError, "nothing", (), {}),
             (AttributeError, "_fairlead_start", (), {}),
@@ -97,8 +97,10 @@ class TestRecipientsAndResults:
             with pytest.raises(error):
                 group.call(method, *args, **options)
             with pytest.raises(error):
-                group.explain(method, *args, **options) if "timeout" not in options else group.call(method, **options)
-        assert group.statistics().requests == before
+                group.at().explain(method, *args, **options) if "timeout" not in options else group.call(
+                    method, **options
+                )
+        assert group.inspect().statistics.requests == before
 
 
 class TestViews:
@@ -182,9 +184,9 @@ class TestNotebooks:
 class TestExplain:
     def test_table(self, group):
         """A dry run shows the pieces, the stored values and the places of results, and sends nothing."""
-        before = group.statistics()
-        plan = group.explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
-        assert group.statistics() == before
+        before = group.inspect().statistics
+        plan = group.at().explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
+        assert group.inspect().statistics == before
         assert plan.summary == "echo: 8 of 8 workers called, 3 value(s) stored, 2 result(s)"
         lines = str(plan).splitlines()
         assert lines[1].split() == ["rank", "dp", "tp", "argument", "0", "argument", "1", "x", "result"]
@@ -193,8 +195,8 @@ class TestExplain:
         assert lines[7].split()[-1] == "0"
         assert repr(plan) == str(plan)
         assert plan._repr_html_().count("<tr>") == 9
-        assert "by reference" in str(group.explain("echo", ray.put(1)))
-        assert "its own" in str(group.explain("echo", PerWorker([1] * 8)))
+        assert "by reference" in str(group.at().explain("echo", ray.put(1)))
+        assert "its own" in str(group.at().explain("echo", PerWorker([1] * 8)))
 
     def test_late_worker_text(self):
         """Without a record, a late worker's line has the known facts only."""

@@ -159,9 +159,9 @@ class TestShardedData:
     def test_refs_are_passed_through(self, group):
         """An ObjectRef as a piece reaches the worker as its value, without a put or a fetch."""
         refs = [ray.put("a"), ray.put("b")]
-        before = group.statistics()
+        before = group.inspect().statistics
         future = group.run_all_workers_sharded_data("give", refs, **OVER_DP)
-        assert group.statistics().puts == before.puts
+        assert group.inspect().statistics.puts == before.puts
         assert group.get_all_worker_results(future) == ["a"] * 4 + ["b"] * 4
 
     @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ class TestBeforeTheFirstLaunch:
     @pytest.mark.parametrize("name", ["nothing", "_private", "__init__", "calls"])
     def test_unknown_method(self, group, name):
         """A name that is not a public method is refused with a list of the public methods."""
-        before = group.statistics().requests
+        before = group.inspect().statistics.requests
         for call in (
             lambda: group.run_single_worker_single_data(name, 0),
             lambda: group.run_all_workers_single_data(name),
@@ -220,7 +220,7 @@ class TestBeforeTheFirstLaunch:
         ):
             with pytest.raises(AttributeError, match=rf"Recorder has no public method '{name}'; it has \['address_of'"):
                 call()
-        assert group.statistics().requests == before
+        assert group.inspect().statistics.requests == before
 
     def test_arguments_the_method_does_not_take(self, group):
         """Missing, unknown and surplus arguments are refused as the method itself would, and no worker is called."""
@@ -292,10 +292,10 @@ def test_a_killed_worker(cluster, capsys):
         (failure,) = caught.value.failures
         assert (failure.rank, failure.kind, failure.coords) == (1, "killed", {"dp": 0, "tp": 1})
         assert group.get_all_worker_results(future) == [0, 1, 2]
-        requests = group.statistics().requests
+        requests = group.inspect().statistics.requests
         with pytest.raises(WorkerFailureError, match="rank 1"):
             group.run_all_workers_single_data("rank")
-        assert group.statistics().requests == requests
+        assert group.inspect().statistics.requests == requests
         assert ray.get(group.run_single_worker_single_data("rank", 2)) == 2
         assert [worker["state"] for worker in group.worker_metadata] == ["alive", "dead", "alive"]
         cluster.print_cluster_grid(group)

@@ -17,29 +17,29 @@ class TestPutRule:
 
     def test_small_values_are_inlined(self, group):
         """Numbers, text and small containers of them travel with the call."""
-        before = group.statistics()
+        before = group.inspect().statistics
         group.get_all_worker_results(
             group.run_all_workers_single_data("echo", 1, 2.5, None, "x" * 10_000, b"y", [1, 2], {"a": "b"}, (True,))
         )
-        after = group.statistics()
+        after = group.inspect().statistics
         assert after.puts == before.puts
         assert after.requests - before.requests == 8
 
     def test_one_put_for_all_workers(self, group):
         """A large value is stored once, and all workers read the one copy in place."""
         value = np.ones(4_000_000)  # 32 MB
-        before = group.statistics()
+        before = group.inspect().statistics
         seen = group.get_all_worker_results(group.run_all_workers_single_data("address_of", value))
-        after = group.statistics()
+        after = group.inspect().statistics
         assert after.puts - before.puts == 1
         assert {(writeable, total) for _, writeable, total in seen} == {(False, 4_000_000.0)}
 
     def test_one_put_per_distinct_value(self, group):
         """An object that is given several times, and in several arguments, is stored once."""
         a, b = np.zeros(10_000), np.ones(10_000)
-        before = group.statistics().puts
+        before = group.inspect().statistics.puts
         ray.get(group.run_all_workers_multiple_data("echo", [a, b] * 4, [b] * 8, common_kwargs={"more": a}))
-        assert group.statistics().puts - before == 2
+        assert group.inspect().statistics.puts - before == 2
 
     def test_one_put_per_piece(self, group):
         """An argument that is sharded over dp and replicated over tp makes one put for each piece."""

@@ -136,8 +136,8 @@ def test_restart_while_nodes_drain(cluster, ends, eventually):
     """A lost rank takes no standby on a node that drains, and leaves a node that drains itself."""
     (reserved, head, first, last), (_, draining) = cluster, ends
     with start(reserved, {head: 2}, standby=1, start_timeout_s=60) as group:
-        assert eventually(lambda: group.standby == 1)
-        assert group.standby_metadata[0]["node_id"] == first
+        assert eventually(lambda: group.inspect().standby == 1)
+        assert group.inspect().standby_metadata[0]["node_id"] == first
         draining[first] = 0
         lose(group, 1)
         assert group.restart_failed_workers() == [1]
@@ -188,9 +188,9 @@ def test_handover_that_outlives_the_notice(cluster, ends, gate, clock, eventuall
         draining[first] = int((time.time() + 600) * 1000)
         assert eventually(Path(f"{gate}.begun").exists)
         clock.skip(600)
-        eventually(lambda: group.epoch, timeout_s=2)
+        eventually(lambda: group.inspect().epoch, timeout_s=2)
         gate.touch()
-        assert eventually(lambda: group.epoch == 1)
+        assert eventually(lambda: group.inspect().epoch == 1)
         ((_, state, _),) = group.call("where").result(timeout=60)
         assert state is None
 
@@ -205,7 +205,7 @@ def test_drain(cluster, eventually):
         rank, gone = next((rank, node_id) for rank, (node_id, *_) in enumerate(before) if node_id != head)
         client = ray._private.worker.global_worker.gcs_client
         assert client.drain_node(gone, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-        assert eventually(lambda: group.epoch == 1, 60)
+        assert eventually(lambda: group.inspect().epoch == 1, 60)
         after = group.call("where").result(timeout=60)
         assert after[rank][0] != gone
         assert after[rank][1:] == (7, 1)

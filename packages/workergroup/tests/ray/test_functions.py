@@ -35,11 +35,11 @@ class TestRefused:
     )
     def test_wrong_functions(self, group, function, args, message):
         """Functions with other parameters, classes, and objects that cannot be called are refused."""
-        before = group.statistics().requests
-        for refuse in (group.call, group.explain):
+        before = group.inspect().statistics.requests
+        for refuse in (group.call, group.at().explain):
             with pytest.raises(TypeError, match=message):
                 refuse(function, *args)
-        assert group.statistics().requests == before
+        assert group.inspect().statistics.requests == before
 
     def test_functions_that_cannot_be_pickled(self, group):
         """The error names the function, the variable and the reason."""
@@ -48,14 +48,14 @@ class TestRefused:
         def locked(worker):
             return lock
 
-        before = group.statistics().requests
+        before = group.inspect().statistics.requests
         message = (
             r"the function '.*locked' cannot be sent to the workers: it uses 'lock', a lock: TypeError: cannot pickle"
         )
         for function in (locked, functools.partial(locked)):
             with pytest.raises(TypeError, match=message):
                 group.call(function)
-        assert group.statistics().requests == before
+        assert group.inspect().statistics.requests == before
 
     def test_defaults_in_signatures(self, group):
         """The signature in an error shows that a parameter has a default, and not its value."""
@@ -176,8 +176,8 @@ class TestCalls:
         """A small function travels with the call; a large one is stored once, however many workers run it."""
         table = np.zeros(100_000)
         small, large = (lambda worker: 1), (lambda worker: len(table))
-        assert "0 value(s) stored" in group.explain(small).summary
-        assert "1 value(s) stored" in group.explain(large).summary
+        assert "0 value(s) stored" in group.at().explain(small).summary
+        assert "1 value(s) stored" in group.at().explain(large).summary
         assert group.call(small).statistics().puts == 0
         call = group.call(large)
         assert call.result() == [100_000] * 8
@@ -187,9 +187,9 @@ class TestCalls:
     def test_map(self, group):
         """`map` takes functions, and stores a large one once for all items."""
         table = np.arange(100_000)
-        before = group.statistics().puts
+        before = group.inspect().statistics.puts
         assert list(group.map(lambda worker, item: int(table[item]), range(20))) == list(range(20))
-        assert group.statistics().puts == before + 1
+        assert group.inspect().statistics.puts == before + 1
         assert sorted(group.map(Worker.slow_echo, range(4))) == [0, 1, 2, 3]
 
     def test_repeated_on_a_restarted_worker(self, local_ray):

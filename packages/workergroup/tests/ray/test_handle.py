@@ -23,6 +23,7 @@ from fairlead_workergroup import (
     WorkerFailureError,
     WorkerGroupError,
     _handle,
+    attach,
     current_worker,
 )
 from fairlead_workergroup.testing import kill
@@ -140,10 +141,10 @@ def test_plain_data(group):
     assert SECRET.encode() not in pickled
     copy = pickle.loads(pickled)
     assert (repr(copy), copy.group_id) == (repr(handle), handle.group_id)
-    assert copy.ranks == group.ranks
+    assert copy.at().ranks == group.at().ranks
     assert copy.sharding_annotations == group.sharding_annotations
-    assert RayWorkerGroup.attach("policy").group_id == handle.group_id
-    assert RayWorkerGroup.attach(handle.group_id[:8]).name == "policy"
+    assert attach("policy").group_id == handle.group_id
+    assert attach(handle.group_id[:8]).name == "policy"
     with pytest.raises(TypeError, match=r"send its `handle\(\)` instead"):
         pickle.dumps(group)
 
@@ -157,7 +158,7 @@ def test_checks(group, gate, wait_until_running):
         handle.call("add", 1, 2, 3)
     with pytest.raises(ValueError, match="process that made the group"):
         handle.call("add", 1, retries=1)
-    assert handle.explain("add", 1).summary.startswith("add: 4 of 4 workers called")
+    assert handle.at().explain("add", 1).summary.startswith("add: 4 of 4 workers called")
     call = handle.call("wait_for", gate, timeout=0.2)
     wait_until_running(group, "wait_for", 0, 1, 2, 3)
     with pytest.raises(CallTimeoutError, match="in 'wait_for' for"):
@@ -165,9 +166,9 @@ def test_checks(group, gate, wait_until_running):
     gate.touch()
     call.wait()
     with pytest.raises(WorkerGroupError, match="There is no group 'critic'"):
-        RayWorkerGroup.attach("critic")
+        attach("critic")
     with pytest.raises(PlacementError, match=r"Call ray.shutdown\(\) before"):
-        RayWorkerGroup.attach("policy", "127.0.0.1:1")
+        attach("policy", "127.0.0.1:1")
 
 
 def test_restart(local_ray, monkeypatch, eventually):
@@ -217,7 +218,7 @@ def test_resize(local_ray, eventually):
         assert handle.call("add", Shard([1, 2, 3], "dp")).result() == [(0, 1), (1, 2), (2, 3)]
         assert view.call("square", 3).result() == [9, 9]
         assert handle.sharding_annotations.shape == {"dp": 3}
-        assert handle.epoch == group.epoch
+        assert handle.epoch == group.inspect().epoch
         last = handle.at(dp=2)
         group.resize(dp=2)
         assert eventually(lambda: len(handle.call("pid").result()) == 2)
@@ -272,10 +273,10 @@ CLIENT = """
     import ray
     from fairlead_placement import PlacementError
     from fairlead_placement.spi import find_agents
-    from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
+    from fairlead_workergroup import WorkerGroupError, attach
 
     try:
-        handle = RayWorkerGroup.attach("critic", sys.argv[1])
+        handle = attach("critic", sys.argv[1])
     except PlacementError as error:
         print(type(error).__name__)
         sys.exit()
@@ -288,12 +289,12 @@ CLIENT = """
     input()
     while True:  # withdrawals are not waited for
         try:
-            RayWorkerGroup.attach("critic")
+            attach("critic")
         except WorkerGroupError as error:
             if str(error).startswith("No worker group is registered"):
                 break
         time.sleep(0.05)
-    for what in (lambda: handle.call("pid"), handle.status, lambda: RayWorkerGroup.attach("critic")):
+    for what in (lambda: handle.call("pid"), handle.status, lambda: attach("critic")):
         try:
             what()
         except WorkerGroupError as error:

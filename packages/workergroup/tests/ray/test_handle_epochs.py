@@ -77,7 +77,7 @@ def set_epoch(worker, epoch):
 def publish_epoch(group):
     """Publish the next epoch of a group, of which its workers do not know."""
     roster, registration = group._resources.roster, group._resources.registration
-    now, epoch = roster.snapshot(), group.epoch + 1
+    now, epoch = roster.snapshot(), group.inspect().epoch + 1
     facts = [replace(one, epoch=epoch) for one in now.facts]
     roster.commit(epoch=epoch, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
     registration.publish()
@@ -87,7 +87,7 @@ def begin_epoch(group, *views):
     """Begin an epoch of a group, on the workers of the views, as a restart does."""
     publish_epoch(group)
     for one in views or [group]:
-        one.call(set_epoch, group.epoch).result()
+        one.call(set_epoch, group.inspect().epoch).result()
 
 
 def wait_and_set_epoch(worker, gate, epoch):
@@ -113,10 +113,10 @@ def group(local_ray, request):
 @pytest.fixture
 def rank_ahead(group):
     """Let rank 1 be in a later epoch than the others and the publication."""
-    group.at(dp=0, tp=1).call(set_epoch, group.epoch + 1).result()
+    group.at(dp=0, tp=1).call(set_epoch, group.inspect().epoch + 1).result()
     group.call("take_runs").result()
     yield 1
-    group.call(set_epoch, group.epoch).result()
+    group.call(set_epoch, group.inspect().epoch).result()
     group.call("take_runs").result()
 
 
@@ -160,9 +160,9 @@ def test_repeated(group, way):
         if method.startswith("count") and "stream" not in way:
             assert all(len(items) == 2 for items in results)
             results = [items[0] for items in results]
-        assert sorted(set(results)) == [(rank, group.epoch) for rank in range(4)]
+        assert sorted(set(results)) == [(rank, group.inspect().epoch) for rank in range(4)]
         assert group.call("take_runs").result() == [1] * 4
-        assert call.epoch == group.epoch
+        assert call.epoch == group.inspect().epoch
 
 
 def test_mixed(group, rank_ahead):
@@ -175,7 +175,7 @@ def test_mixed(group, rank_ahead):
             ) as raised:
                 take()
             assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,)), way
-            assert raised.value.epoch == group.epoch + 1
+            assert raised.value.epoch == group.inspect().epoch + 1
         assert group.call("take_runs").result() == [1, 0, 1, 1]
 
 
@@ -199,7 +199,7 @@ def test_mixed_requests(group, rank_ahead):
             make().result(timeout=60)
         assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
         assert group.call("take_runs").result() == [1, 0, 1, 1]
-    assert handle.at(dp=1).call("take").result() == [(2, group.epoch), (3, group.epoch)]
+    assert handle.at(dp=1).call("take").result() == [(2, group.inspect().epoch), (3, group.inspect().epoch)]
 
 
 def test_repeated_requests(group):
@@ -213,14 +213,14 @@ def test_repeated_requests(group):
         return worker.rank, values, sys.modules["_fairlead_worker"].facts["epoch"]
 
     def expect(*values):
-        return [(rank, value, group.epoch) for rank, value in enumerate(values)]
+        return [(rank, value, group.inspect().epoch) for rank, value in enumerate(values)]
 
     assert handle.call(pair, acting()).result() == expect(*[(0,)] * 4)
     assert handle.call(pair, acting(), Shard([5, 6], "dp")).result() == expect((0, 5), (0, 5), (0, 6), (0, 6))
     assert handle.call(pair, acting(), PerWorker([1, 2, 3, 4])).result() == expect((0, 1), (0, 2), (0, 3), (0, 4))
     ones = handle.call(lambda worker: worker.rank)
     assert handle.call(pair, acting(), ones).result() == expect(*[(0, [0, 1, 2, 3])] * 4)
-    assert handle.call(pair, acting(), collect=()).result() == (0, (0,), group.epoch)
+    assert handle.call(pair, acting(), collect=()).result() == (0, (0,), group.inspect().epoch)
     assert handle.call(pair, acting(), discard=True).result() is None
     epochs = {one for _, _, one in handle.map(pair, [1, acting(), 2])}
     assert len(epochs) == 2
@@ -233,18 +233,18 @@ def test_repeated_requests(group):
 
 def test_behind(group, monkeypatch):
     """A call that is sent before the workers have the facts of the published epoch waits for them."""
-    handle, before = group.handle(), group.epoch
+    handle, before = group.handle(), group.inspect().epoch
     handle.call("take").result()
     sender = handle._connect()
     renew = sender.renew
 
     def renew_late(*at_least):
         if at_least:  # all have refused the call
-            group.call(set_epoch, group.epoch).result()
+            group.call(set_epoch, group.inspect().epoch).result()
         renew(*at_least)
 
     publish_epoch(group)
-    renew(group.epoch)
+    renew(group.inspect().epoch)
     monkeypatch.setattr(sender, "renew", renew_late)
     assert handle.call("take").result() == [(rank, before + 1) for rank in range(4)]
     assert group.call("take_runs").result() == [2] * 4
@@ -264,7 +264,7 @@ def test_published_after_facts(local_ray, change):
             if starting is None:
                 pickled = ray.cloudpickle.dumps(lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
                 of_rank_0 = group.workers[0]._fairlead_apply.remote("epoch", pickled)
-                seen.append((group.epoch, ray.get(of_rank_0, timeout=30)))
+                seen.append((group.inspect().epoch, ray.get(of_rank_0, timeout=30)))
             publish(starting)
 
         registration.publish = look_and_publish
@@ -280,7 +280,7 @@ def test_published_after_facts(local_ray, change):
 def test_never_published(group):
     """A call that is refused again raises an error, and no worker has run it."""
     handle = group.handle()
-    group.call(set_epoch, group.epoch + 1).result()
+    group.call(set_epoch, group.inspect().epoch + 1).result()
     group.call("take_runs").result()
     try:
         with pytest.raises(EpochError, match="none of its workers has run it") as raised:
@@ -294,7 +294,7 @@ def test_never_published(group):
             group.call("take", refused).result()
         assert group.call("take_runs").result() == [0] * 4
     finally:
-        group.call(set_epoch, group.epoch).result()
+        group.call(set_epoch, group.inspect().epoch).result()
 
 
 def test_running(group, rank_ahead, gate):
@@ -314,13 +314,13 @@ def test_busy(group, gate, wait_until_running):
     handle = group.handle()
     handle.call("take").result()
     # Ray does not keep the order of two requests to a worker whose methods overlap, so the order is made here.
-    busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.epoch + 1)
+    busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.inspect().epoch + 1)
     wait_until_running(group, "<function>", 0)
     value = Acting(lambda: begin_epoch(group, group.at(dp=0, tp=1), group.at(dp=1)))
     timer = threading.Timer(2.0, gate.touch)
     timer.start()
     group.at(dp=1).call("take_runs").result()
-    assert handle.call("take", value).result(timeout=60) == [(rank, group.epoch) for rank in range(4)]
+    assert handle.call("take", value).result(timeout=60) == [(rank, group.inspect().epoch) for rank in range(4)]
     timer.join()
     busy.result()
     assert group.at(dp=1).call("take_runs").result() == [1, 1]
@@ -339,13 +339,16 @@ def test_admission(group, gate, wait_until_running, eventually):
     running = group.call("wait_soon_for", gate)
     wait_until_running(group, "wait_soon_for", *range(4))
     pickled = ray.cloudpickle.dumps(set_epoch)
-    ends = [one._fairlead_function_alone.remote(60.0, "set_epoch", pickled, group.epoch + 1) for one in group.workers]
+    ends = [
+        one._fairlead_function_alone.remote(60.0, "set_epoch", pickled, group.inspect().epoch + 1)
+        for one in group.workers
+    ]
     assert eventually(lambda: all(ray.get([has_gate(one) for one in group.workers], timeout=30)), 30)
     call = handle.call("take_soon")
     time.sleep(0.5)
     publish_epoch(group)
     gate.touch()
-    assert call.result(timeout=60) == [(rank, group.epoch) for rank in range(4)]
+    assert call.result(timeout=60) == [(rank, group.inspect().epoch) for rank in range(4)]
     ray.get(ends)
     running.result()
 
@@ -367,11 +370,11 @@ def test_resizes(local_ray):
 
         caller = threading.Thread(target=run)
         caller.start()
-        sizes = {group.epoch: 1}
+        sizes = {group.inspect().epoch: 1}
         while len(sizes) < 7 or len(results) <= 10:
             for size in (2, 1):
                 group.resize(dp=size)
-                sizes[group.epoch] = size
+                sizes[group.inspect().epoch] = size
         is_over.set()
         caller.join(90)
         assert not caller.is_alive()

@@ -22,6 +22,7 @@ from fairlead_workergroup import (
     RayWorkerGroup,
     WorkerFailureError,
     WorkerGroupError,
+    attach,
     current_worker,
 )
 from fairlead_workergroup.testing import kill, slow
@@ -127,7 +128,7 @@ class TestMembership:
         """A rank that moves, and one that a standby takes over, join the lane; calls in flight end before."""
         options = {"on_handover": "save", "on_restart": "load", "workers_per_node": [2], "standby": 1}
         with RayWorkerGroup(shared_cluster, RayWorkerBuilder(Worker, []), **options) as group, group.lane():
-            assert eventually(lambda: group.standby == 1, 60)
+            assert eventually(lambda: group.inspect().standby == 1, 60)
             before = group.call("pid").result(timeout=60)
             calls = [group.call("add", i, seconds=0.002) for i in range(100)]
             group.replace([1], timeout=60)
@@ -135,7 +136,7 @@ class TestMembership:
             after = by_lane(group.call("pid"))
             assert (after[0], after[1] == before[1]) == (before[0], False)
             assert by_lane(group.call("facts")) == [(0, 1, []), (1, 1, [100])]
-            assert eventually(lambda: group.standby == 1, 60)
+            assert eventually(lambda: group.inspect().standby == 1, 60)
             kill(group, 0)
             with pytest.raises(WorkerFailureError):
                 group.call("pid").result(timeout=60)
@@ -173,7 +174,7 @@ class TestOtherProcesses:
         @ray.remote(num_cpus=0)
         class Controller:
             def __init__(self, handle):
-                self.handles = [handle, RayWorkerGroup.attach("pair")]
+                self.handles = [handle, attach("pair")]
 
             def call(self):
                 answers = []

@@ -96,9 +96,9 @@ def test_items_are_taken_as_needed(group):
             taken.append(len(taken))
             yield ("easy", len(taken) - 1)
 
-    before = group.statistics().requests
+    before = group.inspect().statistics.requests
     results = group.map("work", endless(), max_in_flight=2)
-    assert (taken, group.statistics().requests) == ([], before)
+    assert (taken, group.inspect().statistics.requests) == ([], before)
     assert [next(results)[0] for _ in range(20)] == list(range(20))
     assert len(taken) <= 20 + 4 * 2 + 1
     results.close()

@@ -115,7 +115,7 @@ class Model:
         self.group.get_worker_status()  # Ray starts no agent on a node that drains
         client = ray._private.worker.global_worker.gcs_client
         assert client.drain_node(node.node_id, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-        assert self.eventually(lambda: self.group.epoch == self.epoch + 1, 100)
+        assert self.eventually(lambda: self.group.inspect().epoch == self.epoch + 1, 100)
         self._move([self.size - 1])
         assert self.eventually(lambda: self._release(index), 60)
         self.nodes.remove_node(node)
@@ -146,7 +146,7 @@ class Model:
 
     def check(self):
         """The group is as the model says, unless workers are lost."""
-        assert (self.group.epoch, self.group.world_size) == (self.epoch, self.size)
+        assert (self.group.inspect().epoch, self.group.world_size) == (self.epoch, self.size)
         if self.dead:
             return
         facts = self.group.call("facts").result(timeout=120)

@@ -109,9 +109,9 @@ def test_grow_and_shrink(cluster):
         port, first, last = group.master_port, group.at(dp=0), group.at(dp=1)
         rest, pair = group.at(dp=slice(1, None)), group.at(dp=slice(0, 2))
         call = group.call("facts")
-        assert (group.epoch, call.epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
+        assert (group.inspect().epoch, call.epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
 
-        assert group.resize(dp=3) == group.epoch == 1
+        assert group.resize(dp=3) == group.inspect().epoch == 1
         assert (group.world_size, group.sharding_annotations.shape) == (6, {"dp": 3, "tp": 2})
         assert group.sharding_annotations.layout.tolist() == [[0, 1], [2, 3], [4, 5]]
         assert group.master_port != port
@@ -183,7 +183,7 @@ def test_one_deadline(group, monkeypatch):
 
     for name in ("prepare_python", "describe_class"):
         monkeypatch.setattr(launcher, name, record(getattr(launcher, name)))
-    assert group.resize(dp=3, timeout=120) == group.epoch
+    assert group.resize(dp=3, timeout=120) == group.inspect().epoch
     assert given[1] + 0.5 <= given[0] <= 120
 
 
@@ -241,12 +241,12 @@ def test_silent_agent(cluster, clock, monkeypatch):
         monkeypatch.setattr(memory, "choose_alive", lambda node_ids: [])
         with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 3"):
             group.resize(dp=4, timeout=600)
-        assert (group.epoch, group.call("facts").result()) == (1, [(1, 3, group.master_port, 3)] * 3)
+        assert (group.inspect().epoch, group.call("facts").result()) == (1, [(1, 3, group.master_port, 3)] * 3)
 
 
 def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
     """An old port that an agent does not release does not break the epoch that has begun."""
-    lease, epoch = group._resources.lease, group.epoch
+    lease, epoch = group._resources.lease, group.inspect().epoch
 
     def release():
         lease.release()
@@ -264,7 +264,7 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
     with make(cluster, env_vars={"GATE": str(tmp_path / "gate")}) as group:
 
         def end():
-            assert eventually(lambda: group.epoch == 1, 60)
+            assert eventually(lambda: group.inspect().epoch == 1, 60)
             assert eventually(lambda: [one.method for one in group.get_worker_status()][1] == "set_up", 60)
             group.shutdown(force=True)
 
@@ -279,12 +279,12 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
 
 def test_calls_in_flight_finish(group):
     """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
-    epoch, running = group.epoch, group.call("sleep", 1.0)
+    epoch, running = group.inspect().epoch, group.call("sleep", 1.0)
     queued = group.call("rank")
     results = []
 
     def call():
-        while group.epoch == epoch:
+        while group.inspect().epoch == epoch:
             made = group.call("facts")
             results.append((made.epoch, made.result()))
 
@@ -294,7 +294,7 @@ def test_calls_in_flight_finish(group):
     with_others.join(timeout=60)
     assert running.result() == [epoch] * 2
     assert (queued.epoch, queued.result()) == (epoch, [0, 1])
-    results.append((group.epoch, group.call("facts").result()))
+    results.append((group.inspect().epoch, group.call("facts").result()))
     for epoch, facts in results:
         assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
 
@@ -302,7 +302,7 @@ def test_calls_in_flight_finish(group):
 def test_bad_input_is_refused(cluster, monkeypatch):
     """Nothing changes when a resize is refused."""
     with make(cluster, sharding_annotations=NamedSharding([[0], [1]], ["dp", "tp"])) as group:
-        before = group.statistics()
+        before = group.inspect().statistics
         for sizes, error, match in [
             ({}, ValueError, "one axis with its new size"),
             ({"dp": 1, "tp": 1}, ValueError, "one axis with its new size"),
@@ -331,7 +331,7 @@ def test_bad_input_is_refused(cluster, monkeypatch):
             with pytest.raises(ValueError, match="the cluster has 5"):
                 group.resize(dp=8)
         assert group.resize(dp=2) == 0
-        assert (group.epoch, group.statistics()) == (0, before)
+        assert (group.inspect().epoch, group.inspect().statistics) == (0, before)
         assert group.resize(dp=3, slots=slots[7:]) == 1
         assert [one["bundle_index"] for one in group.worker_metadata][2:] == [7]
     with pytest.raises(Exception, match="shut down"):
@@ -358,7 +358,7 @@ def test_resize_from_a_worker_of_the_group(group, monkeypatch):
     with pytest.raises(WorkerGroupError, match="A worker cannot resize its own group"):
         group.resize(dp=1)
     module.facts = {"tree": "another-0-0"}
-    assert group.resize(dp=1) == group.epoch
+    assert group.resize(dp=1) == group.inspect().epoch
 
 
 def test_failed_start_changes_nothing(cluster, tmp_path):
@@ -369,7 +369,7 @@ def test_failed_start_changes_nothing(cluster, tmp_path):
         fail.touch()
         with pytest.raises(WorkerStartError, match="no room"):
             group.resize(dp=3)
-        assert (group.epoch, group.master_port, group.world_size) == (0, port, 2)
+        assert (group.inspect().epoch, group.master_port, group.world_size) == (0, port, 2)
         assert [one.pid for one in group.get_worker_status()] == pids
         assert group.call("facts").result() == [(0, 2, port, 2)] * 2
         fail.unlink()
@@ -398,7 +398,7 @@ def test_timeout_changes_nothing(cluster, tmp_path, skip_wait_for):
         for size in (1, 3):
             with pytest.raises(ResizeTimeoutError, match=r"(?s)nothing has changed.*rank 0 \(dp=0\).*wait_for"):
                 group.resize(dp=size, timeout=600)
-        assert (group.epoch, group.world_size) == (0, 2)
+        assert (group.inspect().epoch, group.world_size) == (0, 2)
         (tmp_path / "go").touch()
         assert held.result() == [0]
         # A rank that leaves is ended at the deadline.
@@ -448,7 +448,7 @@ def test_two_resizes_at_once(group, gate, monkeypatch):
         return quiesce(*args, **options)
 
     monkeypatch.setattr(delivery.Delivery, "quiesce", note_and_wait)
-    epoch, held = group.epoch, group.call("wait_for", gate)
+    epoch, held = group.inspect().epoch, group.call("wait_for", gate)
     first = threading.Thread(target=group.resize, kwargs={"dp": 3})
     first.start()
     assert waits.wait(120)
@@ -463,13 +463,13 @@ def test_two_resizes_at_once(group, gate, monkeypatch):
 
 def test_epoch_of_a_restart(group):
     """A restart raises the epoch for everybody and changes nothing else for those that live."""
-    epoch, (survivor, _) = group.epoch, group.call("history").result()
+    epoch, (survivor, _) = group.inspect().epoch, group.call("history").result()
     restarts = [one.restarts for one in group.get_worker_status()]
     kill(group, 1)
     with pytest.raises(WorkerFailureError):
         group.call("rank").result()
     assert group.restart_failed_workers() == [1]
-    assert group.epoch == epoch + 1
+    assert group.inspect().epoch == epoch + 1
     assert group.call("facts").result() == [(epoch + 1, 2, group.master_port, 2)] * 2
     assert group.call("history").result() == [survivor, []]
     kill(group, 0)

@@ -54,14 +54,14 @@ def incarnations(group):
 def test_restart_of_a_rank(lasting):
     """The rank gets the same arguments, which are stored once, and a new process; other ranks do not change."""
     group, (first, second) = lasting, incarnations(lasting)
-    pids, puts = group.call("pid").result(), group.statistics().puts
+    pids, puts = group.call("pid").result(), group.inspect().statistics.puts
     die(group, 1)
     assert group.worker_metadata[1]["state"] == "dead"
     assert group.restart_failed_workers() == [1]
     assert group.worker_metadata[1]["state"] == "alive"
     port = str(group.master_port)
     assert group.call("state").result() == [(0, first, None, 20_000.0, port), (1, second + 1, None, 20_000.0, port)]
-    assert group.statistics().puts == puts
+    assert group.inspect().statistics.puts == puts
     now = group.call("pid").result()
     assert [now[rank] == pids[rank] for rank in range(2)] == [True, False]
     assert group.restart_failed_workers() == []
@@ -158,11 +158,11 @@ def test_retries(make_group):
     """With `retries` the call is repeated on the lost ranks only, also if it is awaited or streams."""
     group = make_group(axes=GRID, restart_on_failure=True, on_restart="load", max_restarts=5)
     big = np.ones(20_000)
-    requests = group.statistics().requests
+    requests = group.inspect().statistics.requests
     call = group.call("double", Shard([big, big], "dp"), die_at=[1], retries=1, collect="tp")
     assert [float(value[0]) for value in call.result()] == [2.0, 2.0]
     # 4 of the call, 1 start, 1 on_restart, 1 again.
-    assert group.statistics().requests - requests == 7
+    assert group.inspect().statistics.requests - requests == 7
     assert call.statistics().puts == 1
     assert [state[1] for state in group.call("state").result()] == [0, 1, 0, 0]
 
@@ -196,12 +196,12 @@ def test_retries_with_two_waiting_threads(make_group, scope):
     """
     group = make_group(restart_on_failure=True, restart_scope=scope)
     call = group.call("double", 3, die_at=[1], retries=1)
-    before = group.statistics().requests
+    before = group.inspect().statistics.requests
     with ThreadPoolExecutor() as pool:
         results = [pool.submit(call.result) for _ in range(2)]
         assert [result.result(timeout=120) for result in results] == [[6] * 2] * 2
     started_and_repeated = 2 if scope == "worker" else 4
-    assert group.statistics().requests - before == started_and_repeated
+    assert group.inspect().statistics.requests - before == started_and_repeated
     assert [state[1] for state in group.call("state").result()] == ([0, 1] if scope == "worker" else [1] * 2)
 
 
@@ -213,7 +213,7 @@ def test_loss_reported_by_a_worker(make_group):
         call.result()
     assert group.call("state").result()[0][1] == 0
     assert call.statistics().requests == 2
-    assert group.statistics().requests == 6  # starts, this call, and the last one
+    assert group.inspect().statistics.requests == 6  # starts, this call, and the last one
 
 
 def test_status_during_a_restart(lasting, monkeypatch):

@@ -22,6 +22,7 @@ from fairlead_workergroup import (
     WorkerFailureError,
     _handle,
     _head,
+    attach,
 )
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._membership.machine import Membership
@@ -63,14 +64,17 @@ def run_classic(name, *args):
 CALLS = {
     "at": (lambda group: group.at(worker=0).call("rank", timeout=ANSWER_S).result(), [0]),
     "call": (lambda group: group.call("rank", timeout=ANSWER_S).result(), [0, 1]),
-    "coords": READ,
-    "explain": (lambda group: group.explain("rank"), READ),
     "map": (lambda group: sorted(group.map("echo", [1, 2, 3], timeout=ANSWER_S)), [1, 2, 3]),
-    "ranks": READ,
     "sharding_annotations": READ,
     "with_options": (lambda group: group.with_options(timeout=ANSWER_S).call("rank").result(), [0, 1]),
 }
-VIEW = {**CALLS, "workers": READ}
+VIEW = {
+    **CALLS,
+    "coords": READ,
+    "explain": (lambda view: view.explain("rank"), READ),
+    "ranks": READ,
+    "workers": READ,
+}
 HANDLE = {
     **CALLS,
     "epoch": READ,
@@ -84,16 +88,15 @@ def make_group_calls():
     statuses = ["idle", "idle"]
     return {
         **CALLS,
-        "attach": (lambda group: RayWorkerGroup.attach(group.name_prefix), HeadTimeoutError),
         "detect_stuck_workers": (lambda group: group.detect_stuck_workers(), []),
         "dp_leader_worker_indices": READ,
         "dp_size": READ,
-        "epoch": READ,
         "get_all_worker_results": (run_classic("run_all_workers_single_data", 1), [1, 1]),
         "get_dp_leader_worker_idx": (lambda group: group.get_dp_leader_worker_idx(1), 1),
         "get_resource_usage": (lambda group: [one.rank for one in group.get_resource_usage()], [0, 1]),
         "get_worker_status": (lambda group: [one.state for one in group.get_worker_status()], statuses),
         "handle": (lambda group: group.handle().name, "calls"),
+        "inspect": (lambda group: group.inspect().epoch, 0),
         "master_address": READ,
         "master_port": READ,
         "replace": (lambda group: group.replace([0], timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
@@ -111,10 +114,6 @@ def make_group_calls():
             lambda group: ray.get(group.run_single_worker_single_data("rank", 1), timeout=60),
             1,
         ),
-        "standby": READ,
-        "standby_metadata": READ,
-        "start_report": READ,
-        "statistics": (lambda group: group.statistics().calls >= 0, True),
         "worker_metadata": READ,
         "workers": READ,
         "world_size": READ,
@@ -184,6 +183,7 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
             **bind({**make_group_calls(), **dict.fromkeys(ALONE, READ)}, group),
             **bind(HANDLE, handle),
             **bind(VIEW, group.at(worker=slice(0, 2))),
+            "attach": (lambda: attach("calls"), HeadTimeoutError),
             "fresh handle": (lambda: fresh.call("rank"), HeadTimeoutError),
             "constructor": (lambda: RayWorkerGroup(slots[6:7], Worker, start_timeout_s=LIMIT_S), HeadTimeoutError),
         }
@@ -215,7 +215,7 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
             assert states == {"states": ["unknown"] * 2}
         monkeypatch.undo()
         assert eventually(lambda: not placement_head.head_is_silent())
-        assert group.epoch == 0
+        assert group.inspect().epoch == 0
         assert group.resize(worker=3, slots=slots[2:3], timeout=60) == 1
         assert group.call("rank").result() == [0, 1, 2]
 

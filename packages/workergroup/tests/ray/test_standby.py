@@ -106,8 +106,8 @@ def test_take_over(cluster, eventually):
         RayWorkerGroup(cluster, builder, workers_per_node=[2], standby=1) as group,
     ):
         spi.subscribe(group, events.append, lambda within_s: None)
-        assert eventually(lambda: group.standby == 1, 60)
-        assert [one["bundle_index"] for one in group.standby_metadata] == [2]
+        assert eventually(lambda: group.inspect().standby == 1, 60)
+        assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [2]
         console = Console(width=120)
         with console.capture() as shown:
             console.print(cluster.grid([group]))
@@ -115,31 +115,35 @@ def test_take_over(cluster, eventually):
         names = [one["name"] for one in group.worker_metadata]
         lose(group, 1)
         assert group.restart_failed_workers() == [1]
-        assert group.epoch == 1
+        assert group.inspect().epoch == 1
         assert group.call("facts").result() == [(0, 1, 0, "0", [7]), (1, 1, 1, "1", [7])]
         assert group.call("pid").result()[1][1] is None
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
         assert [one["name"] for one in group.worker_metadata] == names
         # A handle, as another process has it, finds the actors by their names.
         assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
-        assert eventually(lambda: group.standby == 1, 60)
-        assert [one["bundle_index"] for one in group.standby_metadata] == [1]
+        assert eventually(lambda: group.inspect().standby == 1, 60)
+        assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
         # A standby that dies is started again.
         ready = [event for event in events if event.kind == "standby-ready"]
         assert eventually(lambda: sum(event.kind == "standby-ready" for event in events) >= 2, 60), ready
         for rank in (0, 1):
             lose(group, rank)
             assert group.restart_failed_workers() == [rank]
-            assert eventually(lambda: group.standby == 1, 60)
+            assert eventually(lambda: group.inspect().standby == 1, 60)
         assert group.call("pid").result()[0][1] is None
-        assert sorted(one["bundle_index"] for one in (*group.worker_metadata, *group.standby_metadata)) == [0, 1, 2]
+        assert sorted(one["bundle_index"] for one in (*group.worker_metadata, *group.inspect().standby_metadata)) == [
+            0,
+            1,
+            2,
+        ]
         # The names of standbys that have ended are forgotten.
         assert len(group._resources.registration._names) == 2
         assert group.resize(worker=3) == 4
         assert group.worker_metadata[2]["bundle_index"] == 3
         assert group.shutdown()
-        assert group.standby_metadata == []
-        assert group.standby == 0
+        assert group.inspect().standby_metadata == []
+        assert group.inspect().standby == 0
 
 
 def test_standbys_are_refused(cluster):
@@ -155,17 +159,17 @@ def test_standbys_are_refused(cluster):
     with pytest.raises(ValueError, match="rank 1 has other options"):
         RayWorkerGroup(cluster, Different, workers_per_node=[2], standby=1)
     with RayWorkerGroup(cluster, Worker, [1]) as group:
-        assert group.standby == 0
+        assert group.inspect().standby == 0
 
 
 def test_group_scope(cluster, eventually):
     """With scope "group" everybody restarts, and the lost rank in the standby's process."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], standby=1, restart_scope="group") as group:
-        assert eventually(lambda: group.standby == 1, 60)
+        assert eventually(lambda: group.inspect().standby == 1, 60)
         lose(group, 0)
         assert group.restart_failed_workers() == [0, 1]
         assert [imported for _, imported in group.call("pid").result()] == [None, "1"]
-        assert eventually(lambda: group.standby == 1, 60)
+        assert eventually(lambda: group.inspect().standby == 1, 60)
 
 
 def test_replace_with_a_standby(cluster, eventually, tmp_path):
@@ -176,30 +180,30 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path):
         RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], standby=1, **options) as group,
     ):
         spi.subscribe(group, events.append, lambda within_s: None)
-        assert eventually(lambda: group.standby == 1, 60)
+        assert eventually(lambda: group.inspect().standby == 1, 60)
         group.call("add", 5).result()
         before = [pid for pid, _ in group.call("pid").result()]
         (tmp_path / "full").touch()
         with pytest.raises(OSError, match="disk full"):
             group.replace([1])
         (tmp_path / "full").unlink()
-        assert (group.epoch, group.standby) == (0, 1)
+        assert (group.inspect().epoch, group.inspect().standby) == (0, 1)
         assert [pid for pid, _ in group.call("pid").result()] == before
 
-        assert group.replace([1]) == group.epoch == 1
+        assert group.replace([1]) == group.inspect().epoch == 1
         saved = {"value": [5], "from": before[1]}
         assert group.call("facts").result() == [(0, 1, 0, "0", [5]), (1, 1, 1, "1", saved)]
         assert [one.restarts for one in group.get_worker_status()] == [0, 0]
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
-        assert eventually(lambda: group.standby == 1, 60)
-        assert [one["bundle_index"] for one in group.standby_metadata] == [1]
+        assert eventually(lambda: group.inspect().standby == 1, 60)
+        assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
         assert eventually(lambda: any(event.kind == "replaced" and event.rank == 1 for event in events), 60)
         # A rank without a living worker is replaced too; nothing is handed over.
         lose(group, 0)
         assert group.replace([0]) == 2
         assert group.call("facts", collect=()).result()[4] is None
         # A worker that is busy at the timeout is ended.
-        assert eventually(lambda: group.standby == 1, 60)
+        assert eventually(lambda: group.inspect().standby == 1, 60)
         held = group.at(worker=1).call("wait_for", str(tmp_path / "never"))
         assert group.replace([1], timeout=5.0) == 3
         with pytest.raises(WorkerFailureError):
@@ -214,7 +218,7 @@ def test_interrupted_takeover(cluster, eventually, monkeypatch):
         raise KeyboardInterrupt
 
     with RayWorkerGroup(cluster, Worker, workers_per_node=[1], standby=1, start_timeout_s=60) as group:
-        assert eventually(lambda: group.standby == 1)
+        assert eventually(lambda: group.inspect().standby == 1)
         before = {number for number in group._resources._workers if number < 0}
         lose(group, 0)
         with monkeypatch.context() as patched:
@@ -223,8 +227,8 @@ def test_interrupted_takeover(cluster, eventually, monkeypatch):
                 group.restart_failed_workers()
         assert not before & group._resources._workers.keys()
         assert group.restart_failed_workers() == [0]
-        assert eventually(lambda: group.standby == 1)
-        bundles = [one["bundle_index"] for one in (*group.worker_metadata, *group.standby_metadata)]
+        assert eventually(lambda: group.inspect().standby == 1)
+        bundles = [one["bundle_index"] for one in (*group.worker_metadata, *group.inspect().standby_metadata)]
         assert (group.call("facts", collect=()).result()[0], sorted(bundles)) == (0, [0, 1])
 
 
@@ -364,7 +368,7 @@ def test_replace_in_a_free_slot(cluster):
                 group.replace([0, 1])
             assert group.replace([1]) == 2
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
-        assert group.standby == 0
+        assert group.inspect().standby == 0
     with pytest.raises(ValueError, match="on_handover needs on_restart"):
         RayWorkerGroup(cluster, Worker, on_handover="save")
     with pytest.raises(ValueError, match="on_drain must be"):

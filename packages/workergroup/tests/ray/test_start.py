@@ -61,7 +61,7 @@ def test_start_report(cluster):
         took, made = time.monotonic() - before, time.time()
         # The group's constructor returns when the last `__init__` has returned.
         assert max(answers(group, "when")) < made
-        report = group.start_report
+        report = group.inspect().start_report
         assert (report.group, report.workers) == ("Slow", group.world_size)
         assert 1.0 <= report.seconds <= took
         constructor = report["constructor"]
@@ -74,7 +74,7 @@ def test_start_report(cluster):
         with pytest.raises(WorkerFailureError):
             group.call("when").result()
         group.restart_failed_workers()
-        assert group.start_report == report
+        assert group.inspect().start_report == report
 
 
 class TestSignature:
@@ -162,7 +162,7 @@ class TestArguments:
         payload = b"x" * 1_000_000
         builder = RayWorkerBuilder(Slow, payload=payload, again=payload, ref=ray.put("value"), small=3)
         with RayWorkerGroup(cluster, builder, workers_per_node=2) as group:
-            assert group.statistics().puts == 1
+            assert group.inspect().statistics.puts == 1
             assert answers(group, "arguments")[1] == (payload, {"again": payload, "ref": "value", "small": 3})
 
     @pytest.mark.parametrize(
@@ -327,13 +327,13 @@ class TestFacts:
 
         axes = NamedSharding([[1, 0]], ["dp", "tp"])
         with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=axes) as group:
-            puts = group.statistics().puts
+            puts = group.inspect().statistics.puts
             current = group.call("current").result()
         assert [worker.sharding for worker in current] == [axes] * 2
         assert current[1].coords == {"dp": 0, "tp": 0}
         in_order = NamedSharding.from_shape(dp=1, tp=2)
         with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=in_order) as group:
-            assert group.statistics().puts == puts - 1
+            assert group.inspect().statistics.puts == puts - 1
 
     def test_outside_a_worker(self):
         """There is no current worker, and reporting progress does nothing, so that code runs without a group."""

@@ -7,6 +7,7 @@ The count is per driver. Ray keeps an actor pending, without an error, if its bu
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from .._slot import Slot
 from ..exceptions import ResourceInsufficientError
@@ -117,7 +118,7 @@ def _close(slots: Sequence[Slot]) -> list[str]:
         return names
 
 
-def groups_on(slots: Sequence[Slot]) -> list[object]:
+def groups_on(slots: Sequence[Slot]) -> list[Any]:
     """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
         there = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, [])}

@@ -171,7 +171,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the group in which the workers run the call; see `RayWorkerGroup.epoch`.
+        """The epoch of the group in which the workers run the call; see `GroupState.epoch`.
 
         If the call is not sent yet, wait for that until its deadline. Of a call that was repeated after a restart, it
         is the epoch of the last repetition.

@@ -101,7 +101,7 @@ class Target:
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
-        """Explain a call; see `RayWorkerGroup.explain`."""
+        """Explain a call; see `GroupView.explain`."""
         called = self.sender.method(method)
         explanation = self.plan(options).explain(called, args, kwargs)
         if (transport := self.sender.transport) is None:
@@ -146,23 +146,14 @@ class AddressedWorkers:
         """The group."""
         return self
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of the workers in the group, in ascending order."""
-        return self._target.mesh.ranks
-
-    @property
-    def coords(self) -> dict[int, dict[str, int]]:
-        """The coordinates of each rank, counted from 0 along the axes that are left."""
-        return self._target.mesh.coords
-
     def at(self, /, **coords: int | slice) -> "GroupView":
         """Return a view of the workers at these coordinates: an integer drops the axis, a slice keeps it.
 
-        As in numpy, -1 is the last coordinate, and the coordinates that a slice keeps are counted from 0.
+        As in numpy, -1 is the last coordinate, and the coordinates that a slice keeps are counted from 0. Without
+        coordinates, the view has all workers.
 
         Returns:
-            A view, with the same calling methods as the group.
+            A view. It calls its workers as the group does, explains calls, and lists its ranks and coordinates.
 
         Raises:
             ValueError: an axis does not exist, or a slice selects no worker.
@@ -267,7 +258,7 @@ class AddressedWorkers:
 
 
 class GroupView(AddressedWorkers):
-    """Some workers of a group, or all of them with options, with the same calling methods as the group.
+    """Some workers of a group, or all of them, with the same calling methods as the group.
 
     `at` and `with_options` return it. It holds no resources, and ends with its group.
 
@@ -296,6 +287,16 @@ class GroupView(AddressedWorkers):
         return f"GroupView({target.sender.roster.name_prefix!r}, {shape}, ranks [{shown}]{options})"
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks of the workers in the group, in ascending order."""
+        return self._target.mesh.ranks
+
+    @property
+    def coords(self) -> dict[int, dict[str, int]]:
+        """The coordinates of each rank, counted from 0 along the axes that are left."""
+        return self._target.mesh.coords
+
+    @property
     def sharding_annotations(self) -> NamedSharding | None:
         """The ranks on the axes that are left; None when all axes have been indexed away."""
         mesh = self._target.mesh
@@ -317,10 +318,15 @@ class GroupView(AddressedWorkers):
         return self._renew_target().call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
-        """Explain a call, as `RayWorkerGroup.explain` does. After `with_options`, all keywords are the method's.
+        """Return what `call` with these arguments would do: pieces, stored values and results.
+
+        Nothing is stored or called.
 
         Returns:
-            The workers, pieces and results of the call.
+            The explanation, which `print` and a notebook show as a table.
+
+        Raises:
+            AttributeError, TypeError, ValueError: as `call` does.
         """
         options, kwargs = self._split(kwargs)
         return self._target.explain(method, options, args, kwargs)
@@ -334,7 +340,7 @@ class GroupView(AddressedWorkers):
 
 
 class TypedCalls(AddressedWorkers):
-    """The calling methods of a group."""
+    """The calling methods of a group and of its handles."""
 
     @overload
     def call(
@@ -450,28 +456,3 @@ class TypedCalls(AddressedWorkers):
         """
         options = CallOptions(collect, first_along, timeout, retries, discard)
         return self._renew_target().call(self, method, options, args, kwargs)
-
-    def explain(
-        self,
-        method: str | Callable[..., Any],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> CallExplanation:
-        """Return what `call` with these arguments would do: pieces, stored values and results.
-
-        Nothing is stored or called.
-
-        Returns:
-            The explanation, which `print` and a notebook show as a table.
-
-        Raises:
-            AttributeError, TypeError, ValueError: as `call` does.
-        """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._target.explain(method, options, args, kwargs)

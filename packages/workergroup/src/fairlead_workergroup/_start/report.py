@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the start of a group took: by phase, and for the slowest workers."""
+"""The state of a group as a value, and how long its start took: by phase, and for the slowest workers."""
 
 import contextlib
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from .._display import record_html
+from .._observe.statistics import GroupStatistics
 
 PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
 DRIVER_PHASES: tuple[PhaseName, ...] = ("reserve", "environment", "agents", "describe")
@@ -73,6 +76,28 @@ class StartReport:
             of_workers = "" if phase.median_s is None else f", median {phase.median_s:.2f} s, slowest {slowest}"
             lines.append(f"  {phase.name}: {phase.seconds:.2f} s{of_workers}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """The state of a group at the time of `RayWorkerGroup.inspect`.
+
+    Attributes:
+        epoch: the number of changes of membership so far: restarts, resizes and replacements. Every call runs in one
+            epoch: no worker sees it with the facts of another one.
+        standby: the number of standbys that are ready.
+        standby_metadata: a dict for each standby: its place, and whether it is "warm" or "starting".
+        start_report: how long the start of the group took. Restarts do not change it.
+        statistics: the counts of what has been stored and sent so far.
+    """
+
+    epoch: int
+    standby: int
+    standby_metadata: list[dict[str, Any]]
+    start_report: StartReport
+    statistics: GroupStatistics
+
+    _repr_html_ = record_html
 
 
 class StartClock:
