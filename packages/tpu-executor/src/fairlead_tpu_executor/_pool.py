@@ -254,7 +254,7 @@ class SlicePool(ClosesOnExit):
         work = self.checked(cls, of_class=True)
         payload = work.put(args, kwargs)
         held = self._reserve()
-        claim = self._claim(held, f"instances of {work.name}")
+        claim = claim_slots(held.slots, f"instances of {work.name}")
         try:
             targets = make_targets(work, self.config, held)
             return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill), claim
@@ -310,7 +310,7 @@ class SlicePool(ClosesOnExit):
         config, reservation, name = self.config, self._reservation, scope.work.name
         reservation.check_open(scope.epoch, f"{name} ran")
         held = reservation.ensure(scope.epoch)
-        claim = self._claim(held, f"run of {name}")
+        claim = claim_slots(held.slots, f"run of {name}")
         began = time.monotonic()
         try:
             targets = make_targets(scope.work, config, held, first_hosts=scope.first_hosts)
@@ -358,17 +358,6 @@ class SlicePool(ClosesOnExit):
         finally:
             self._running = ""
             self._turn.release()
-
-    def _claim(self, held: Held, holder: str) -> SlotClaim:
-        """Keep worker groups and other uses of the pool off its slots."""
-        return claim_slots(
-            [
-                lease.slot(worker, node_idx=at)
-                for at, lease in enumerate(held.leases)
-                for worker in range(lease.slice.num_hosts)
-            ],
-            holder,
-        )
 
     def _start_all(
         self, targets: Sequence[Target], start: Callable[[Target], Any], end: Callable[[Any], object]

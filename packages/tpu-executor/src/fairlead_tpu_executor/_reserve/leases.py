@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -37,17 +36,16 @@ class Lease:
     slice: SliceInfo
     group: PlacementGroup
 
-    def slot(self, worker: int, *, node_idx: int = 0, **more: Any) -> Slot:
-        """Return a host as a slot of fairlead-placement without numbers; `more` are further fields of the slot."""
+    def slot(self, worker: int, at: int = 0) -> Slot:
+        """Return a host as a slot of fairlead-placement, without the ranks that `number_slots` gives."""
         return Slot(
             placement_group=self.group,
             bundle_index=worker,
-            node_idx=node_idx,
+            node_idx=at,
             node_id=self.slice.node_ids[worker],
             node_ip=self.slice.node_ips[worker],
             node_rank=0,
             local_rank=0,
-            **more,
         )
 
 
@@ -62,6 +60,12 @@ class Held:
     @cached_property
     def slices(self) -> tuple[SliceInfo, ...]:
         return tuple(lease.slice for lease in self.leases)
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every host, in the order of slices and TPU worker ids."""
+        hosts = ((worker, at) for at, one in enumerate(self.slices) for worker in range(one.num_hosts))
+        return tuple(self.leases[at].slot(worker, at) for worker, at in hosts)
 
     @cached_property
     def first_hosts(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Our variables override the user's, and these override the node's.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -42,17 +42,14 @@ class Target:
     slice: SliceInfo
     at: int  # the number of the slice
     worker: int
+    node_id: str
     facts: Mapping[str, Any]  # what the process needs to know about the host, as plain data
     options: Mapping[str, Any]  # the Ray options of a task there
-
-    @property
-    def node_id(self) -> str:
-        return self.slice.node_ids[self.worker]
 
 
 def make_targets(work: Work, config: AcceleratorConfigType, held: Held, *, first_hosts: bool = False) -> list[Target]:
     """Return every host as a target for some work, or worker 0 of each slice only (`first_hosts`)."""
-    runtime_env = work.runtime_env(config)
+    env_vars, runtime_env = work.environment(config)
     tpu = config if isinstance(config, TpuAcceleratorConfig) else None
     targets: list[Target] = []
     for at, lease in enumerate(held.leases):
@@ -61,30 +58,28 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Held, *, first
             facts = {
                 # A TPU host has one process of ours at a time, over all pools; without TPUs each bundle has one.
                 "name": node_id if tpu else f"{lease.group.id.hex()}-{worker}",
-                "env": {**work.env_vars, **host_environment(config, held, at, worker)},
+                "env": {**env_vars, **host_environment(config, held, at, worker)},
                 "zone": lease.slice.zone if tpu else "",
                 "lock_files": tpu.lock_files if tpu else (),
             }
             place = {"scheduling_strategy": PlacementGroupSchedulingStrategy(lease.group, worker)}
-            targets.append(Target(lease.slice, at, worker, facts, options | place))
+            targets.append(Target(lease.slice, at, worker, node_id, facts, options | place))
     return targets
 
 
 def make_slots(config: AcceleratorConfigType, held: Held, labels: Mapping[str, Mapping[str, str]]) -> tuple[Slot, ...]:
-    """Return every host as a slot, in the order of slices and TPU worker ids. `labels` are those of each node."""
-    return number_slots(
-        lease.slot(
-            worker,
-            node_idx=at,
-            labels=labels.get(node_id, {}),
-            worker_resources=config.request(lease.slice),
-            env={
-                name: value for name, value in host_environment(config, held, at, worker).items() if value is not None
-            },
+    """Return every host as a slot with what a process there needs. `labels` are those of each node."""
+
+    def complete(slot: Slot) -> Slot:
+        env = host_environment(config, held, slot.node_idx, slot.bundle_index)
+        return replace(
+            slot,
+            labels=labels.get(slot.node_id, {}),
+            worker_resources=config.request(held.slices[slot.node_idx]),
+            env={name: value for name, value in env.items() if value is not None},
         )
-        for at, lease in enumerate(held.leases)
-        for worker, node_id in enumerate(lease.slice.node_ids)
-    )
+
+    return number_slots(map(complete, held.slots))
 
 
 def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker: int) -> dict[str, str | None]:

@@ -72,17 +72,12 @@ class Work:
         options |= {"num_gpus": gpus} if gpus else {}
         return {**options, "resources": asked}
 
-    def runtime_env(self, config: AcceleratorConfigType) -> dict[str, Any]:
-        """Return the runtime_env that its process needs before it starts; empty if any process is suitable."""
+    def environment(self, config: AcceleratorConfigType) -> tuple[dict[str, str], dict[str, Any]]:
+        """Return the variables of its `@ray.remote`, and the runtime_env that its process needs before it starts."""
         own = dict(self.options.get("runtime_env") or {})
-        startup = [split_startup_variables(one)[1] for one in (own.pop("env_vars", None) or {}, config.env_vars)]
-        variables = startup[0] | startup[1]
-        return {**own, **config.runtime_env, **({"env_vars": variables} if variables else {})}
-
-    @property
-    def env_vars(self) -> dict[str, str]:
-        """The variables of its `@ray.remote`; those of the configuration override them."""
-        return split_startup_variables((self.options.get("runtime_env") or {}).get("env_vars") or {})[0]
+        variables, startup = split_startup_variables(own.pop("env_vars", None) or {})
+        startup |= split_startup_variables(config.env_vars)[1]
+        return variables, {**own, **config.runtime_env, **({"env_vars": startup} if startup else {})}
 
 
 def inspect_work(function: Any, *, of_class: bool = False) -> Work:
