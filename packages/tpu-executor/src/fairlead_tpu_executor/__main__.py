@@ -26,7 +26,6 @@ exit status:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fairlead_tpu_executor", description=__doc__)
     commands = parser.add_subparsers(required=True)
     add_command(commands, "status", "show the slices of a cluster and their users", epilog=_EPILOG, json=False)
@@ -94,7 +93,6 @@ def _users(hosts: Sequence[Node], holders: Sequence[Holder]) -> tuple[str, ...]:
 
 
 def make_table(statuses: Sequence[SliceStatus]) -> RenderableType:
-    """Return a table for a terminal."""
     if not statuses:
         return Text("No host of this cluster has the labels of a TPU slice.")
     table = Table("slice", "type", "topology", "hosts", "state", "used by", title="TPU slices", title_justify="left")

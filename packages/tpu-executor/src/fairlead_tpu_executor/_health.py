@@ -115,12 +115,10 @@ class Head:
 
 
 def dead_nodes(node_ids: Iterable[str]) -> frozenset[str]:
-    """Return the nodes that Ray has declared dead."""
     return frozenset(node_ids) - alive_nodes()
 
 
 def gone_nodes(node_ids: Iterable[str]) -> frozenset[str]:
-    """Return the nodes that are dead or draining."""
     return frozenset(node_ids) - (alive_nodes() - draining_nodes())
 
 

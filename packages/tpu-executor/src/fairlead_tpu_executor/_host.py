@@ -147,7 +147,6 @@ def _try_lock(name: str, folder: int) -> int | None:
 
 
 def _remove_unlocked(names: Iterable[str], folder: int) -> None:
-    """Remove the files of processes that have ended."""
     for name in names:
         if (file := _try_lock(name, folder)) is not None:
             os.unlink(name, dir_fd=folder)
@@ -196,13 +195,6 @@ def _find_users(file: int) -> list[int]:
 
 
 def call_method(
-    cls: Callable[..., Any],
-    init_args: tuple[Any, ...],
-    init_kwargs: dict[str, Any],
-    method: str,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str, /, *more: Any, **named: Any
 ) -> Any:
-    """Make an instance, and call one of its methods."""
-    return getattr(cls(*init_args, **init_kwargs), method)(*args, **kwargs)
+    return getattr(cls(*args, **kwargs), method)(*more, **named)

@@ -13,10 +13,9 @@ from ray.remote_function import RemoteFunction
 
 
 def topology_is_valid(generation: str, topology: str) -> bool:
-    """Return whether Ray's table of TPU topologies has this one.
+    """Return whether Ray's table of TPU topologies, which its label selectors use, has this one.
 
-    Ray's label selectors use this table, and nothing public reads it. Fallback: every topology with the right number of
-    chips is valid.
+    Fallback: every topology with the right number of chips is valid.
     """
     try:
         from ray._private.accelerators import TPUAcceleratorManager
@@ -27,10 +26,9 @@ def topology_is_valid(generation: str, topology: str) -> bool:
 
 
 def head_answers(timeout_s: float) -> bool:
-    """Return whether Ray's head answers a small request within `timeout_s` seconds.
+    """Return whether Ray's head answers a small request in time. The public requests have no deadline.
 
-    The public requests have no deadline. Fallback: the head counts as answering, and a request waits as long as Ray
-    does.
+    Fallback: the head counts as answering, and a request waits as long as Ray does.
     """
     client = getattr(ray._private.worker.global_worker, "gcs_client", None)
     try:
@@ -55,10 +53,9 @@ def session_folder() -> str:
 
 
 def process_is_fresh() -> bool:
-    """Return, in a task, whether no other task ran in this process.
+    """Return, in a task, whether no other task ran in this process, by Ray's counters for each function.
 
-    Ray keeps a counter for each function that a process has loaded, and has no public number of them. Fallback: no
-    process counts as fresh, and each run starts new processes.
+    Fallback: no process counts as fresh, and each run starts new processes.
     """
     manager = getattr(ray._private.worker.global_worker, "function_actor_manager", None)
     counters = getattr(manager, "_num_task_executions", None)
@@ -88,8 +85,7 @@ def unwrap_remote(target: Any) -> tuple[Any, dict[str, Any]]:
 def no_announcement() -> Iterator[None]:
     """Keep `ray.cluster_utils.Cluster` from announcing its address, and from removing what `ray start` announced.
 
-    It does both on this machine, so drivers of other programs join it, and do not find the cluster of `ray start`.
-    Fallback: it does both.
+    Fallback: it does both, so drivers of other programs join it, and do not find the cluster of `ray start`.
     """
     with contextlib.ExitStack() as patches:
         for module, name in (("ray._private.utils", "write_ray_address"), ("ray._common.utils", "reset_ray_address")):

@@ -161,7 +161,6 @@ class PretendSlices(ClosesOnExit):
 
 
 def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds."""
     if not wait_until(holds, time.monotonic() + timeout_s):
         raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
 

@@ -110,7 +110,6 @@ class Reservation:
             raise
 
     def check_open(self, epoch: int, doing: str = "it was in use") -> None:
-        """Raise a `TpuExecutorError` if the reservation was closed since an epoch."""
         if self.epoch != epoch:
             raise TpuExecutorError(f"The pool was closed while {doing}. Use a pool that stays open.")
 
@@ -130,7 +129,6 @@ class Reservation:
         return frozenset(node_id for node_id, _ in self._quarantined_until)
 
     def close(self) -> bool:
-        """End every use of the reservation, and give everything back."""
         self.epoch += 1
         return self.give_back()
 
@@ -152,7 +150,6 @@ class Reservation:
                 return False
 
     def describe_leak(self) -> str:
-        """Return the warning for a pool that is dropped while it holds slices, or "" if it holds none."""
         if not self.held.leases or not connection():
             return ""
         return (

@@ -154,7 +154,6 @@ def cancel(calls: Sequence[HostCall], head: Head) -> None:
 
 
 def _wait_for_processes(calls: Sequence[HostCall], timeout_s: float) -> None:
-    """Wait until the processes of calls are gone, with one request to each node."""
     names = group_pairs((call.target.node_id, call.target.facts["name"]) for call in calls)
     # A host that does not answer is probably being lost with its processes; otherwise the next processes there wait.
     run_on_nodes(

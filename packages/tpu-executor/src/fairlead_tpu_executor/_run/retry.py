@@ -158,7 +158,6 @@ def _refund(
 
 
 def _as_preempted(status: JobFailed, lost: Sequence[SliceInfo]) -> JobPreempted:
-    """Return the outcome of an attempt whose failure was the first sign of a preemption."""
     names = tuple(one.slice_name for one in lost)
     reason = f"first seen as {type(status.error).__name__}: {status.error}"
     return make_preempted(replace(status.info, state="preempted"), names, reason, status.error)

@@ -145,7 +145,6 @@ class HostError:
 
     @property
     def summary(self) -> str:
-        """The type and the first line of the exception."""
         raised = as_raised(self.error)
         first_line = " ".join(str(raised).split("\n")[0].split())
         return f"{type(raised).__name__}: {first_line}"

@@ -51,7 +51,6 @@ class Work:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def put(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Store the function with its arguments, once for all hosts and attempts, and return the reference."""
         return ray.put((self.function, args, dict(kwargs)))
 
     def remote_options(self, config: AcceleratorConfigType, one: SliceInfo) -> dict[str, Any]:
