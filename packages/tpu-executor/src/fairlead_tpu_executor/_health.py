@@ -89,14 +89,14 @@ class Head:
             if _is_timeout(failure) and self.is_silent():
                 raise HeadUnreachableError(self.silent_s) from failure
             raise failure
-        self.note_answer()
+        self._silent_since, self._answered_at = None, self._clock()
         return request.result()
 
     def is_silent(self) -> bool:
         """Probe the head once, which takes at most about a second, and return whether it did not answer."""
         began = self._clock()
         if self._probe(_PROBE_S):
-            self.note_answer()
+            self._silent_since, self._answered_at = None, self._clock()
         elif self._silent_since is None or began - self._probed_at > _GAP_S:
             self._silent_since = began
         self._probed_at = self._clock()
@@ -108,10 +108,6 @@ class Head:
         if silent and self.silent_s >= self.timeout_s:
             raise HeadUnreachableError(self.silent_s)
         return silent
-
-    def note_answer(self) -> None:
-        self._silent_since = None
-        self._answered_at = self._clock()
 
 
 def dead_nodes(node_ids: Iterable[str]) -> frozenset[str]:

@@ -28,6 +28,7 @@ class Rounds:
         self._work = work
         self._is_left = is_left
         self._exit_s = exit_s
+        # Held while the thread is looked at, started or ended, so that there is one as long as there is work.
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None

@@ -91,22 +91,15 @@ def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None
             f"{name!r} has {chips} chip(s), which hosts of {per_host!r} chips cannot share: a host has 1, 2, 4 or 8, "
             "and all hosts of a slice have the same number (chips_per_vm)."
         )
-    return TpuType(
-        f"{generation}-{int(size)}", generation, _check_topology(name, generation, topology, chips), chips, per_host
-    )
-
-
-def _check_topology(name: str, generation: str, topology: str | None, chips: int) -> str:
-    """Return the topology in its usual spelling; empty for None."""
-    if topology is None:
-        return ""
-    text = topology.strip().lower()
-    if not re.fullmatch(r"\d+(x\d+)+", text) or math.prod(map(int, text.split("x"))) != chips:
-        example = "x".join(["2"] * GENERATIONS[generation].dims)
-        raise ValueError(
-            f"{topology!r} is not a topology of {name!r}, which has {chips} chips. A topology looks like {example!r}."
-        )
-    # Ray's table lacks the topology of single hosts of the oldest generations.
-    if not topology_is_valid(generation, text) and not (generation in ("v2", "v3") and text == "2x2"):
-        raise ValueError(f"{topology!r} is not a topology of {name!r}: Ray's table of {generation} does not have it.")
-    return text
+    text = "" if topology is None else topology.strip().lower()
+    if topology is not None:
+        if not re.fullmatch(r"\d+(x\d+)+", text) or math.prod(map(int, text.split("x"))) != chips:
+            example = "x".join(["2"] * facts.dims)
+            raise ValueError(
+                f"{topology!r} is not a topology of {name!r}, which has {chips} chips. A topology looks like "
+                f"{example!r}."
+            )
+        # Ray's table lacks the topology of single hosts of the oldest generations.
+        if not topology_is_valid(generation, text) and not (generation in ("v2", "v3") and text == "2x2"):
+            raise ValueError(f"{topology!r} is not a topology of {name!r}: Ray's table of {generation} lacks it.")
+    return TpuType(f"{generation}-{int(size)}", generation, text, chips, per_host)

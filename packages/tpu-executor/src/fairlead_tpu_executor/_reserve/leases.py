@@ -36,18 +36,6 @@ class Lease:
     slice: SliceInfo
     group: PlacementGroup
 
-    def slot(self, worker: int, at: int = 0) -> Slot:
-        """Return a host as a slot of fairlead-placement, without the ranks that `number_slots` gives."""
-        return Slot(
-            placement_group=self.group,
-            bundle_index=worker,
-            node_idx=at,
-            node_id=self.slice.node_ids[worker],
-            node_ip=self.slice.node_ips[worker],
-            node_rank=0,
-            local_rank=0,
-        )
-
 
 @dataclass(frozen=True)
 class Held:
@@ -63,9 +51,20 @@ class Held:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """Every host, in the order of slices and TPU worker ids."""
-        hosts = ((worker, at) for at, one in enumerate(self.slices) for worker in range(one.num_hosts))
-        return tuple(self.leases[at].slot(worker, at) for worker, at in hosts)
+        """Every host, in the order of slices and TPU worker ids, without the ranks that `number_slots` gives."""
+        return tuple(
+            Slot(
+                placement_group=lease.group,
+                bundle_index=worker,
+                node_idx=at,
+                node_id=lease.slice.node_ids[worker],
+                node_ip=lease.slice.node_ips[worker],
+                node_rank=0,
+                local_rank=0,
+            )
+            for at, lease in enumerate(self.leases)
+            for worker in range(lease.slice.num_hosts)
+        )
 
     @cached_property
     def first_hosts(self) -> tuple[int, ...]:
@@ -140,11 +139,12 @@ def hold_ports(held: Held, megascale: int | None) -> Held:
     ports = {key: held.ports[key] for key in needed if key in held.ports}
     try:
         _release(port for key, port in held.ports.items() if key not in ports)
-        new = [lease for lease in held.leases if (lease, None) not in ports]
-        for lease, (port,) in zip(new, lease_ports([lease.slot(0) for lease in new]), strict=True):
-            ports[lease, None] = port
+        first_hosts = [held.slots[at] for at in held.first_hosts[:-1]]
+        new = [at for at, lease in enumerate(held.leases) if (lease, None) not in ports]
+        for at, (port,) in zip(new, lease_ports([first_hosts[at] for at in new]), strict=True):
+            ports[held.leases[at], None] = port
         if megascale is not None and needed[-1] not in ports:
-            ports[needed[-1]] = _lease_port(held.leases[0].slot(0), megascale)
+            ports[needed[-1]] = _lease_port(first_hosts[0], megascale)
     except BaseException:
         _release(ports.values())
         raise
