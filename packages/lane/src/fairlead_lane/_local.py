@@ -61,6 +61,10 @@ class LocalSocket:
         """Return what a worker of this node needs to connect."""
         return config._replace(local_address=self._address, local_key=self._key)
 
+    def __contains__(self, file: int) -> bool:
+        """Return whether a file is the connection of a worker."""
+        return file in self._links
+
     def note(self, file: int, events: int) -> None:
         """Take an event that the poller has reported, if it is of this socket."""
         link = self._links.get(file)
