@@ -464,14 +464,7 @@ class Attempt:
         return same and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
 
     def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
-        """Wait for the replies of a round; return their values.
-
-        Args:
-            phase: for errors.
-            side: who was asked.
-            requests: what was asked.
-            others: requests to the target of the same round, which are cancelled if one of these fails.
-        """
+        """Wait for the replies of a round; return their values. `others` are cancelled if one of these fails."""
         replies = side.wait(requests, self._left())
         bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
         superseded = [rank for rank, reply in replies.items() if reply.is_good and "superseded" in reply.value]

@@ -65,13 +65,7 @@ def is_floating(dtype: str) -> bool:
 def read_side(
     side: str, described: Sequence[Sequence[Sequence[Any]] | None], selection: Selection, *, renamed: bool
 ) -> Tensors:
-    """Return the tensors of one side.
-
-    Args:
-        side: "source" or "target", for errors.
-        described: what each rank says; None for one that takes no part.
-        selection: what is left out, the names in the target, and the dtype that travels.
-        renamed: whether the names of this side are to be renamed.
+    """Return the tensors of one side; `described` has what each rank says, and None for one that takes no part.
 
     Raises:
         LayoutMismatchError: ranks disagree about a tensor, or two names become one.
@@ -126,14 +120,7 @@ def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks
 
 
 def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast: bool = True) -> dict[str, Mismatch]:
-    """Return the tensors whose dtypes differ without a reason.
-
-    Args:
-        source: the tensors of the source.
-        target: the tensors of the target.
-        selection: the dtype that travels.
-        cast: whether the target can cast what has travelled.
-    """
+    """Return the tensors whose dtypes differ without a reason; `cast` says whether the target can cast what travels."""
     wrong: dict[str, Mismatch] = {}
     for name, held in source.dtypes.items():
         wanted = target.dtypes.get(name)
@@ -152,9 +139,6 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast
 
 def check_replicas(replies: Mapping[int, Any]) -> None:
     """Refuse source ranks that hold the same box with other bytes.
-
-    Args:
-        replies: of the source ranks that have staged their tensors.
 
     Raises:
         LayoutMismatchError: lists these tensors.

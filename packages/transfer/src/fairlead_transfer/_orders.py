@@ -63,14 +63,7 @@ def make_orders(
 ) -> Orders:
     """Return the orders that carry a plan out.
 
-    Args:
-        number: of these orders.
-        plan: who sends which piece to whom.
-        source: the tensors of the source.
-        target: the tensors of the target.
-        dtypes: in which dtype each tensor travels.
-        transport: returns the transport of a pair of ranks.
-        relays: whether a rank may relay what other ranks of its node read by NIXL from another node.
+    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node.
     """
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}

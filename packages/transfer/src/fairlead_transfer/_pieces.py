@@ -78,14 +78,7 @@ def make_pieces(
 ) -> Pieces:
     """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`.
 
-    Args:
-        source: the boxes that the source ranks hold.
-        target: the boxes that the target ranks want.
-        source_nodes: the node of each source rank, as a number.
-        target_nodes: the node of each target rank, as a number.
-        same_processes: whether source rank i and target rank i are one process.
-        load: bytes that each source rank sends already; changed in place.
-        tensors: the number of tensors.
+    With `same_processes`, source rank i and target rank i are one process.
     """
     grid = _Grid(source, target)
     box, cell = grid.cells_of_sources()

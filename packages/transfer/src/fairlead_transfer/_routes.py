@@ -46,13 +46,6 @@ class Staged:
 class Router:
     """Makes the routes of a link.
 
-    Args:
-        source: the side that sends.
-        target: the side that receives.
-        selection: which tensors travel, and how.
-        transport: as of `Link`.
-        in_place: whether tensors are read into those of the target, so that their dtypes must be equal.
-
     Attributes:
         selection, transport: as given.
         kept: the route of the last transfer, if nothing has changed since.

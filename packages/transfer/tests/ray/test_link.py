@@ -3,7 +3,9 @@
 
 import contextlib
 import gc
+import logging
 import os
+import sys
 import threading
 import time
 
@@ -504,6 +506,24 @@ def test_requests_stay_open(groups, engine, gate, eventually):
     assert engine.call("holds").result() == [5.0] * 4
     with pytest.raises(ValueError, match="pauses=True needs before_commit"):
         Link(policy, engine, source="weights", target="weights", pauses=True)
+
+
+def test_no_warnings_of_asyncio_workers(groups, engine):
+    """Ray does not warn of a blocking wait when asyncio workers fetch from the object store."""
+    policy, _ = groups
+
+    def listen(worker):
+        """Keep what Ray logs in the worker from now on, and let it warn again."""
+        worker.heard = []
+        handler = logging.Handler()
+        handler.emit = lambda record: worker.heard.append(record.getMessage())
+        logging.getLogger("ray").addHandler(handler)
+        sys.modules["ray._private.worker"].blocking_get_inside_async_warned = False
+
+    engine.call(listen).result()
+    with Link(policy, engine, source="weights", target="weights", transport="object_store") as link:
+        link.send(0, timeout=60)
+    assert engine.call(lambda worker: worker.heard).result() == [[]] * 4
 
 
 def test_hook_that_fails(groups):

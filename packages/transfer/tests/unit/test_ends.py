@@ -17,7 +17,7 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LayoutMismatchError, LocalTensor
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
-from fairlead_transfer._remote.segment import Mapping, Segment
+from fairlead_transfer._remote.segment import NAME, Mapping, Segment
 from fairlead_transfer._remote.tensors import library
 
 from ..ends import Ends
@@ -321,7 +321,7 @@ def test_larger_segment_is_a_new_file():
 
 
 def test_memory_of_ranks_that_have_left_is_unmapped():
-    """When another rank sends what a rank had sent, a target unmaps the memory of the one that sends no more."""
+    """When another rank sends what a rank had sent, nobody keeps the memory of the one that sends no more."""
     whole, target = np.arange(4.0), np.zeros(4)
     sources = [Worker({"w": LocalTensor(part, (4,), (2 * rank,))}) for rank, part in enumerate(np.split(whole, 2))]
     ends = Ends(sources, [Worker({"w": target})])
@@ -330,7 +330,7 @@ def test_memory_of_ranks_that_have_left_is_unmapped():
     assert count_segments() == before + 4  # two of sources, which the target maps
     sources[0].tensors, sources[1].tensors = {"w": whole + 1}, {}
     ends.send(1)
-    assert count_segments() == before + 3
+    assert count_segments() == before + 2
     assert np.array_equal(target, whole + 1)
 
 
@@ -338,6 +338,34 @@ def count_segments():
     """Return how often this process maps a segment."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:fairlead-transfer")
+
+
+def test_unused_memory_is_given_back():
+    """A smaller plan gives back the memory that it does not use, and another transport all of it."""
+
+    def shared_bytes():
+        """Return the bytes of the segments that this process has open; a map has the file open too."""
+        gc.collect()
+        links = [Path(entry.path) for entry in os.scandir("/proc/self/fd")]
+        return sum(one.stat().st_size for one in links if os.path.lexists(one) and NAME in os.readlink(one))
+
+    source, target = Worker({"w": np.ones(1 << 17)}), Worker({"w": np.zeros(1 << 17)})
+    ends = Ends([source], [target])
+    before, mapped_before = shared_bytes(), count_segments()
+    ends.send(1)
+    assert shared_bytes() - before > 1 << 20
+    source.tensors, target.tensors = {"w": np.ones(1 << 10)}, {"w": np.zeros(1 << 10)}
+    ends.send(2)
+    assert shared_bytes() - before < 1 << 16
+    assert count_segments() == mapped_before + 2  # of the source, and of the target
+    ends.transport = "object_store"
+    ends.plan()
+    # Orders that stage nothing yet.
+    ends.ask("source", 0, "source", ends.epoch, None, 0, ends.orders.source[0], 0, False, False)
+    assert count_segments() == mapped_before + 1
+    (reply,) = ends.fetch({0: {"staged": {"channels": [{"kind": "object_store", "blocked": "not here"}]}}}, 3)
+    assert "blocked" in reply
+    assert shared_bytes() == before
 
 
 def test_platform_without_anonymous_files(monkeypatch):

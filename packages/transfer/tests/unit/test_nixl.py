@@ -2,6 +2,7 @@
 """The transport by NIXL, between agents of this process and of others; skipped without the wheel."""
 
 import contextlib
+import copy
 import gc
 import itertools
 import re
@@ -18,7 +19,7 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import LocalTensor
 from fairlead_transfer._remote import tensors
-from fairlead_transfer._remote.agent import Agent, Run, explain_missing
+from fairlead_transfer._remote.agent import Agent, Run, collapse, explain_missing
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._remote.nixl import RUN_BYTES, Nixl
 from fairlead_transfer._remote.tensors import library
@@ -429,7 +430,6 @@ def test_reversed_target_in_place(make_ends):
     assert np.array_equal(received[::-1], sent)
 
 
-@pytest.mark.xfail(strict=True, reason="c 4: a link keeps tensors alive that the worker has dropped")
 def test_dropped_tensors_are_freed(make_ends):
     """When a send has ended, a link holds no reference to tensors of the user."""
     ends = make_ends([Worker({"a": np.ones(RUN_BYTES)})], [Worker({"a": np.zeros(RUN_BYTES)})])
@@ -441,3 +441,70 @@ def test_dropped_tensors_are_freed(make_ends):
     gc.collect()
     alive = [one() is not None for one in held]
     assert alive == [False, False]
+
+
+@pytest.mark.parametrize("kind", ["array", "view", "torch", "resized", "bytes"])
+def test_registration_ends_with_the_memory(kind, make_ends, monkeypatch):
+    """Memory stays registered as long as it exists; that of which nobody can say whether it does is given back."""
+    torch = pytest.importorskip("torch")
+    made = {
+        "array": lambda: np.ones(RUN_BYTES),
+        "view": lambda: np.ones((2, RUN_BYTES))[1],
+        "torch": lambda: torch.ones(RUN_BYTES),
+        "resized": lambda: torch.ones(RUN_BYTES),
+        "bytes": lambda: np.frombuffer(bytes(8 * RUN_BYTES)),
+    }[kind]()
+    ends = make_ends([Worker({"a": made})], [Worker({"a": copy.deepcopy(made)})])
+    ends.send(1)
+    agent = ends.ends["source", 0]._nixl._agent
+    register, registered = agent._nixl.register_memory, []
+    monkeypatch.setattr(agent._nixl, "register_memory", lambda *args: registered.append(args) or register(*args))
+    ends.ask("source", 0, "release", ends.epoch)
+    agent._give_back_freed()
+    assert ("tensors" in agent._registered) == (kind != "bytes")
+    ends.describe()
+    ends.stage()
+    assert len(registered) == (kind == "bytes")
+    ends.ask("source", 0, "release", ends.epoch)
+    if kind == "resized":
+        made.untyped_storage().resize_(0)
+    else:
+        ends.workers["source"][0].tensors = {}
+        del made
+        gc.collect()
+    agent._give_back_freed()
+    assert "tensors" not in agent._registered
+
+
+def test_scattered_targets_in_place(make_ends, monkeypatch):
+    """A target whose elements lie one by one is read into memory in one piece, and copied from there."""
+    rows = 300
+    sent, received = np.random.default_rng(0).random((rows, rows)), np.zeros((rows, rows))
+    ends = make_ends([Worker({"a": sent})], [Worker({"a": received.T})])
+    ends.plan()
+    prepare, reads = Agent.prepare, []
+
+    def count(agent, source, moves):
+        for origin, target, sizes, itemsize in moves:
+            reads.append(len(collapse(sizes, itemsize, origin.strides, target.strides)[1]))
+        return prepare(agent, source, moves)
+
+    monkeypatch.setattr(Agent, "prepare", count)
+    assert commit_in_place(ends).get("committed") == 1
+    assert np.array_equal(received.T, sent)
+    assert reads == [0]  # no dim over the run
+
+
+def test_refused_descriptions(make_ends, monkeypatch):
+    """If NIXL refuses a description of memory, the pair of ranks cannot use it; nobody is lost."""
+    refusal = type("nixlNotFoundError", (Exception,), {})("NIXL_ERR_NOT_FOUND")
+
+    def refuse(*_):
+        raise refusal
+
+    ends = make_ends([Worker({"a": np.ones(RUN_BYTES)})], [Worker({"a": np.zeros(RUN_BYTES)})])
+    ends.plan()
+    staged = ends.stage()
+    monkeypatch.setattr(Agent, "prepare", refuse)
+    (reply,) = ends.fetch(staged, 1)
+    assert reply == {"blocked": {0: ("nixl", "nixlNotFoundError: NIXL_ERR_NOT_FOUND")}}

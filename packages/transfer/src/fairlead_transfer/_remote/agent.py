@@ -18,7 +18,8 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .entry import SHARED
@@ -34,6 +35,8 @@ READ_BYTES = 32 << 20
 # Seconds between two looks for the reads of others: while a send runs, and later, for reads that are late. Over TCP,
 # 0.1 ms is not faster than 1 ms, but takes an eighth of a core from each source.
 BUSY_S, IDLE_S = 1e-3, 1e-2
+# Seconds between two looks for registered memory that has been freed.
+FREED_S = 1.0
 
 
 def explain_missing() -> str:
@@ -87,6 +90,21 @@ class Run(NamedTuple):
     strides: tuple[int, ...]  # in bytes
 
 
+@dataclass
+class _Registration:
+    """Memory that others can read, or that this process reads into."""
+
+    ranges: list[tuple[str, int, int]]
+    handles: list[Any]
+    tensors: list[Any]  # which are in use now
+    # Whether the memory still exists, for each tensor; None if nobody can say.
+    watches: list[Callable[[], bool] | None]
+
+    def is_freed(self) -> bool:
+        """Whether some of the memory is not that of the tensors any more, or may not be."""
+        return not self.tensors and not all(watch is not None and watch() for watch in self.watches)
+
+
 class Agent:
     """NIXL in this process for one end of a link: registered memory, and the processes that it reads from.
 
@@ -111,8 +129,9 @@ class Agent:
             self._nixl = api.nixl_agent(self.name, config)
         except Exception as error:
             raise Blocked(f"{name} cannot be used: {type(error).__name__}: {error}") from error
-        # By owner: the registered ranges, the handle, and the tensors, whose memory must not be given to others.
-        self._registered: dict[Any, tuple[list[tuple[str, int, int]], list[Any], list[Any]]] = {}
+        # By owner. The lock is for the thread that gives back what has been freed.
+        self._registered: dict[Any, _Registration] = {}
+        self._registering = threading.RLock()
         self._peers: dict[int, tuple[str, bytes]] = {}
         self._pause_s = IDLE_S
         self._stopping = threading.Event()
@@ -134,8 +153,17 @@ class Agent:
             self._thread.join()
 
     def _answer(self) -> None:
+        looked = time.monotonic()
         while not self._stopping.wait(self._pause_s):
             self._nixl.get_new_notifs()
+            if time.monotonic() - looked > FREED_S:
+                looked = time.monotonic()
+                self._give_back_freed()
+
+    def _give_back_freed(self) -> None:
+        with self._registering:
+            for owner in [owner for owner, one in self._registered.items() if one.is_freed()]:
+                self.deregister(owner)
 
     def register(self, owner: Any, tools: Any, tensors: Sequence[Any]) -> None:
         """Register the memory of tensors, in place of what this owner has registered before."""
@@ -145,24 +173,41 @@ class Agent:
                 ranges[-1] = (device, ranges[-1][1], max(end, ranges[-1][2]))
             else:
                 ranges.append((device, begin, end))
-        known, handles, _ = self._registered.get(owner, ([], [], []))
-        if known != ranges:
-            self.deregister(owner)
-            handles = []
-            for device in {one[0] for one in ranges}:
-                regions = [(begin, end - begin, _number(device), "") for at, begin, end in ranges if at == device]
-                handles.append(self._nixl.register_memory(regions, _kind(device)))
-        self._registered[owner] = ranges, handles, list(tensors)
+        with self._registering:
+            known = self._registered.get(owner)
+            if known is None or known.ranges != ranges or known.is_freed():
+                self.deregister(owner)
+                handles = []
+                for device in {one[0] for one in ranges}:
+                    regions = [(begin, end - begin, _number(device), "") for at, begin, end in ranges if at == device]
+                    handles.append(self._nixl.register_memory(regions, _kind(device)))
+                known = _Registration(ranges, handles, [], [])
+            known.tensors, known.watches = list(tensors), [tools.watch(tensor) for tensor in tensors]
+            self._registered[owner] = known
 
-    def keep(self, owner: Any, tensors: Sequence[Any]) -> None:
-        """Keep tensors alive whose memory is registered."""
-        ranges, handles, _ = self._registered[owner]
-        self._registered[owner] = ranges, handles, list(tensors)
+    def hold(self, owner: Any, tensors: Sequence[Any]) -> bool:
+        """Keep tensors until `let_go`; return False if their memory is not registered, also if it was freed."""
+        with self._registering:
+            known = self._registered.get(owner)
+            if known is None or known.is_freed():
+                return False
+            known.tensors = list(tensors)
+            return True
+
+    def let_go(self, owner: Any) -> None:
+        """Keep the tensors of an owner no longer: their memory stays registered as long as it exists."""
+        with self._registering:
+            if (known := self._registered.get(owner)) is not None:
+                known.tensors = []
+                if None in known.watches:
+                    self.deregister(owner)
 
     def deregister(self, owner: Any) -> None:
         """Give back what an owner has registered."""
-        for handle in self._registered.pop(owner, ([], [], []))[1]:
-            self._nixl.deregister_memory(handle)
+        with self._registering:
+            known = self._registered.pop(owner, None)
+            for handle in known.handles if known is not None else ():
+                self._nixl.deregister_memory(handle)
 
     def metadata(self) -> bytes:
         """Return what another agent needs to read the registered memory."""
@@ -188,12 +233,7 @@ class Agent:
             self._nixl.remove_remote_agent(name)
 
     def prepare(self, source: int, moves: Sequence[tuple[Run, Run, tuple[int, ...], int]]) -> list[Any]:
-        """Return the transfers that read from a source rank.
-
-        Args:
-            source: the source rank.
-            moves: from where, to where, the sizes, and the bytes of an element.
-        """
+        """Return the transfers from a source rank: from where, to where, the sizes, and the bytes of an element."""
         numpy = importlib.import_module("numpy")
         by_kind: dict[tuple[str, str], list[Any]] = {}
         for move, (origin, target, sizes, itemsize) in enumerate(moves):

@@ -115,6 +115,8 @@ class End:
         reply["collect_s"] = time.monotonic() - began
         if orders is not None:
             self._orders = orders
+            for kind, transport in self._transports.items():
+                transport.keep_only([at for at, one in enumerate(orders["channels"]) if one["kind"] == kind])
         if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
@@ -360,8 +362,6 @@ class End:
         if orders is None:
             return bool(self._orders.get("id") == order_id)
         self._orders = orders
-        for transport in self._transports.values():
-            transport.forget_others(orders["sources"])
         self._wanted = {
             (source, number): [
                 Wanted(block, offset, sizes, orders["dtypes"][at], inside, orders["device"])
@@ -410,14 +410,19 @@ class End:
         wrong: list[tuple[str, int]] = []
         verify_s = 0.0
         fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
+        if unstaged := [source for source in orders["sources"] if "staged" not in replies[source]]:
+            return {"unstaged": unstaged[0]}
+        sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
+        for kind, transport in self._transports.items():
+            transport.forget_others(
+                {one for one, channels in orders["sources"].items() for at in channels if sent[one][at]["kind"] == kind}
+            )
         for source, channels in orders["sources"].items():
-            if "staged" not in replies[source]:
-                return {"unstaged": source}
             for number, ordered in channels.items():
-                channel = replies[source]["staged"]["channels"][number]
+                channel = sent[source][number]
                 try:
                     places = None if into is None else [part(into[at], box) for at, box, _, _ in ordered]
-                    found = self._fetch_channel(tools, source, number, channel, deadline, places)
+                    found = self._fetch_channel(source, number, channel, deadline, places)
                 except Late:
                     return {"waiting": [source]}
                 except Blocked as error:
@@ -453,17 +458,11 @@ class End:
         return {**reply, "verify_s": verify_s} if verify else reply
 
     def _fetch_channel(
-        self,
-        tools: Any,
-        source: int,
-        number: int,
-        channel: Mapping[str, Any],
-        deadline: float,
-        into: Sequence[Any] | None,
+        self, source: int, number: int, channel: Mapping[str, Any], deadline: float, into: Sequence[Any] | None
     ) -> list[Any]:
         if "blocked" in channel:
             raise Blocked(channel["blocked"])
-        wanted, order = self._wanted[source, number], self._orders["id"]
+        tools, wanted, order = self._tools(), self._wanted[source, number], self._orders["id"]
         if into is not None:
             return self._nixl.fetch(tools, source, number, channel["staged"], wanted, order, deadline, into)
         transport = self._transports[channel["kind"]]

@@ -13,12 +13,7 @@ SHARED = "_fairlead_transfer"
 def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str, *args: Any) -> Any:
     """Run an operation of the worker's end of a link; make the end first if this process has none.
 
-    Args:
-        worker: the user's instance.
-        key: the link's id, and "source" or "target".
-        code: the pickled class of the end; None if the process has been given it before.
-        operation: the name of the operation.
-        args: its arguments.
+    The code is the pickled class of the end; None if the process has been given it before.
     """
     shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
     ends = shared.__dict__.setdefault("ends", {})

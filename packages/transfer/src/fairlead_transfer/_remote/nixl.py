@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 from .agent import Agent, Run, collapse, dense, late_lock, late_reads
 from .tensors import nbytes, part, view_parts
-from .transport import Block, Lost, Wanted
+from .transport import Block, Blocked, Lost, Wanted
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
 RUN_BYTES = 32 << 10
 ALIGNED = 64
+# The errors of NIXL for memory that it cannot read, though its process lives.
+REFUSALS = "nixlNotFoundError", "nixlInvalidParamError", "nixlMismatchError", "nixlNotSupportedError"
 # Seconds between two looks for late transfers of a link that was closed.
 CLOSE_S = 0.1
 
@@ -23,7 +25,7 @@ class Inbox(NamedTuple):
 
     key: Any  # what it was made for
     owner: str  # of the registered memory
-    buffer: Any  # where the bytes go; None if they go straight into tensors
+    is_in_place: bool  # whether bytes go straight into tensors of the target
     handles: list[Any]  # the transfers
     views: list[Any]  # the parts
 
@@ -59,12 +61,12 @@ class Nixl:
         agent.serve(busy=True)
         tensors = {id(block.tensor): block.tensor for block in blocks}
         key = order, [(*tools.memory(tensor), tools.dtype_name(tensor)) for tensor in tensors.values()]
-        if self._outbox.key != key or (fresh and self._outbox.views):
+        # These may be other objects than before, with the same memory.
+        packed = set(self._outbox.packed)
+        read = [block.tensor for at, block in enumerate(blocks) if at not in packed]
+        if self._outbox.key != key or (fresh and self._outbox.views) or not agent.hold("tensors", read):
             self._outbox = self._make_outbox(agent, tools, blocks, key)
         kept = self._outbox
-        # These may be other objects than before, with the same memory.
-        packed = set(kept.packed)
-        agent.keep("tensors", [block.tensor for at, block in enumerate(blocks) if at not in packed])
         tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
         tools.finish(block.tensor for block in blocks)
         return self._describe(agent, "tensors", kept.runs)
@@ -75,6 +77,7 @@ class Nixl:
         packed = [at for at, run in enumerate(found) if run is None]
         agent.register("tensors", tools, [block.tensor for block, run in zip(blocks, found, strict=True) if run])
         if not packed:
+            agent.deregister("packed")
             return Outbox(key, [run for run in found if run], packed, [])
         small = [blocks[at] for at in packed]
         offsets, size = _line_up(tools, small)
@@ -144,16 +147,21 @@ class Nixl:
                 agent.disconnect(source)
             raise
         self._inboxes[source] = inbox
-        return inbox.views
+        if into is None:
+            return inbox.views
+        tools.copy_all((to, value) for to, value in zip(into, inbox.views, strict=True) if value is not to)
+        return list(into)
 
     def is_unchanged(self) -> bool:
         """Return True: what was read is in memory of this process."""
         return True
 
     def release(self) -> None:
-        """Look less often for the reads of others; the memory is kept for the next send."""
+        """Look less often for the reads of others, and keep no tensor; other memory is kept for the next send."""
         if self._agent is not None:
             self._agent.serve(busy=False)
+            self._agent.let_go("tensors")
+            self._give_back([source for source, inbox in self._inboxes.items() if inbox.is_in_place])
 
     def is_writing(self) -> bool:
         """Return whether a late transfer of this end may still write."""
@@ -161,11 +169,21 @@ class Nixl:
 
     def is_torn(self) -> bool:
         """Return whether a late transfer of this end may still write into tensors of the target."""
-        return self.is_writing() and any(agent is self._agent and box.buffer is None for agent, box in late_reads())
+        return self.is_writing() and any(agent is self._agent and box.is_in_place for agent, box in late_reads())
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Give back what was staged, if there is no channel left."""
+        if self._agent is not None and not numbers:
+            self._outbox = Outbox(None, [], [], [])
+            for owner in ("tensors", "packed"):
+                self._agent.deregister(owner)
 
     def forget_others(self, sources: Collection[int]) -> None:
         """Give back the memory that was read into from other source ranks."""
-        for source in set(self._inboxes).difference(sources):
+        self._give_back(set(self._inboxes).difference(sources))
+
+    def _give_back(self, sources: Collection[int]) -> None:
+        for source in sources:
             inbox = self._inboxes.pop(source)
             self._get_agent().release(inbox.handles, inbox.owner)
 
@@ -216,23 +234,26 @@ def _make_inbox(
     """Return the reads of the wanted blocks.
 
     Raises:
+        Blocked: NIXL refuses the descriptions of the memory.
         Lost: the source cannot be reached.
     """
-    owner, buffer = uuid.uuid4().hex, None
+    owner, views, places = uuid.uuid4().hex, list[Any](into or wanted), list[Any](key[-1] or wanted)
     itemsizes = [nbytes(tools, (1,), one.dtype) for one in wanted]
-    if into is not None:
-        agent.register(owner, tools, into)
-        places, views = key[-1], list(into)
-    else:
-        offsets, size = _line_up(tools, wanted)
+    buffered = [
+        at
+        for at, (one, itemsize) in enumerate(zip(wanted, itemsizes, strict=True))
+        if into is None or _is_scattered(Run(*runs[one.block]), places[at], one.sizes, itemsize)
+    ]
+    if buffered:
+        chosen = [wanted[at] for at in buffered]
+        offsets, size = _line_up(tools, chosen)
         buffer = tools.buffer(size, wanted[0].device)
-        agent.register(owner, tools, [buffer])
         base, _, device = tools.memory(buffer)
-        places = [
-            Run(device, base + offset, dense(one.sizes, itemsize))
-            for one, offset, itemsize in zip(wanted, offsets, itemsizes, strict=True)
-        ]
-        views = view_parts(tools, [buffer], wanted, [(0, offset) for offset in offsets])
+        parts = view_parts(tools, [buffer], chosen, [(0, offset) for offset in offsets])
+        for at, offset, value in zip(buffered, offsets, parts, strict=True):
+            places[at], views[at] = Run(device, base + offset, dense(wanted[at].sizes, itemsizes[at])), value
+    direct = set(range(len(wanted))).difference(buffered)
+    agent.register(owner, tools, [*(views[at] for at in direct), *([buffer] if buffered else [])])
     moves = [
         (Run(*runs[one.block]), place, one.sizes, itemsize)
         for place, one, itemsize in zip(places, wanted, itemsizes, strict=True)
@@ -241,8 +262,15 @@ def _make_inbox(
         handles = agent.prepare(source, moves)
     except Exception as error:
         agent.deregister(owner)
-        raise Lost(f"{type(error).__name__}: {error}") from error
-    return Inbox(key, owner, buffer, handles, views)
+        reason = f"{type(error).__name__}: {error}"
+        raise (Blocked(reason) if type(error).__name__ in REFUSALS else Lost(reason)) from error
+    return Inbox(key, owner, into is not None, handles, views)
+
+
+def _is_scattered(origin: Run, target: Run, sizes: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether a block consists of many short runs, each of which would be a read of its own."""
+    length, dims = collapse(sizes, itemsize, origin.strides, target.strides)
+    return bool(dims) and length < RUN_BYTES
 
 
 def _release_ended() -> None:

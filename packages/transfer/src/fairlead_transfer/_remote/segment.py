@@ -112,7 +112,7 @@ class SharedMemory:
     ) -> tuple[Any, ...]:
         """Copy the blocks into a segment, which is kept from one send to the next."""
         segment, size = self._segments.get(number), channel["size"]
-        if segment is None or segment.size < size or fresh:
+        if segment is None or segment.size != size or fresh:
             if segment is not None:
                 self._segments.pop(number).close()
             try:
@@ -164,6 +164,12 @@ class SharedMemory:
     def release(self) -> None:
         """Forget what was fetched; the segments stay mapped."""
         self._used = []
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Close the segments of other channels."""
+        for number in set(self._segments).difference(numbers):
+            self._segments.pop(number).close()
+            self._outgoing.pop(number, None)
 
     def forget_others(self, sources: Collection[int]) -> None:
         """Unmap the segments of other source ranks: the memory of a process that has ended goes with the last map."""

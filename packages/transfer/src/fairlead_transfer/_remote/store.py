@@ -2,14 +2,13 @@
 """Ray's object store as a transport: it works between any two processes of a cluster."""
 
 import pickle
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from .tensors import nbytes, part, view_parts
-from .transport import Block, Late, Lost, Wanted
+from .transport import Block, Lost, Wanted, fetch_value
 
 # Blocks from this size on are stored from where they are, the others are packed together first.
 ALONE_BYTES = 1 << 20
@@ -40,7 +39,7 @@ class ObjectStore:
             index.append((0, end))
             small.append((value, dtype, sizes, end))
             end += -(-length // ALIGNED) * ALIGNED
-        if len(packed := self._packed.get(number, bytearray())) < end:
+        if len(packed := self._packed.get(number, bytearray())) != end:
             packed = self._packed[number] = bytearray(end)
         for value, dtype, sizes, offset in small:
             tools.copy(tools.view(packed, dtype, offset, sizes), value)
@@ -52,9 +51,7 @@ class ObjectStore:
     ) -> list[Any]:
         """Return views of the value in the object store of this node."""
         try:
-            index, *buffers = ray.get(staged, timeout=max(0.0, deadline - time.monotonic()))
-        except ray.exceptions.GetTimeoutError as error:
-            raise Late from error
+            index, *buffers = fetch_value(staged, deadline)
         except ray.exceptions.RayError as error:
             raise Lost(" ".join(str(error).split())[:200]) from error
         return view_parts(tools, buffers, wanted, [index[one.block] for one in wanted])
@@ -65,6 +62,11 @@ class ObjectStore:
 
     def release(self) -> None:
         """Do nothing: the views keep the value."""
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Give back the memory in which blocks of other channels were packed."""
+        for number in set(self._packed).difference(numbers):
+            del self._packed[number]
 
     def forget_others(self, sources: Collection[int]) -> None:
         """Do nothing: nothing is kept of a source rank."""

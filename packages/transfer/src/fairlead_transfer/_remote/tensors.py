@@ -11,8 +11,9 @@ import math
 import mmap
 import sys
 import warnings
+import weakref
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .transport import Wanted
@@ -56,6 +57,19 @@ class NumpyLibrary:
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
         return value.__array_interface__["data"][0], value.strides, "cpu"
+
+    def watch(self, value: Any) -> Callable[[], bool] | None:
+        """Return what says later whether the memory of a tensor still exists, and does not keep it.
+
+        It is None for memory of which nobody can say that.
+        """
+        while isinstance(value.base, self._numpy.ndarray):
+            value = value.base
+        try:
+            kept = weakref.ref(value if value.base is None else value.base)
+        except TypeError:  # such as memory of a `bytearray`
+            return None
+        return lambda: kept() is not None
 
     def buffer(self, length: int, device: str) -> Any:
         """Return new memory of so many bytes, as a tensor."""
@@ -122,6 +136,19 @@ class TorchLibrary:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
         itemsize = value.element_size()
         return value.data_ptr(), tuple(stride * itemsize for stride in value.stride()), str(value.device)
+
+    def watch(self, value: Any) -> Callable[[], bool] | None:
+        """Return what says later whether the memory of a tensor still exists, and does not keep it."""
+        storage = value.untyped_storage()
+        address = storage.data_ptr()
+        kept = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef(storage)
+
+        def exists() -> bool:
+            # A storage that lives may have been resized, as FSDP2 does.
+            storage = self._torch.UntypedStorage._new_with_weak_ptr(kept.cdata)  # noqa: SLF001
+            return storage is not None and storage.data_ptr() == address
+
+        return exists
 
     def buffer(self, length: int, device: str) -> Any:
         """Return new memory of so many bytes, as a tensor."""
@@ -282,14 +309,7 @@ def part(tensor: Any, box: tuple[slice, ...]) -> Any:
 def view_parts(
     tools: Any, buffers: Sequence[Any], wanted: Sequence[Wanted], places: Sequence[tuple[int, int]]
 ) -> list[Any]:
-    """Return the wanted parts of blocks, which share the memory of buffers.
-
-    Args:
-        tools: the library of the tensors.
-        buffers: hold the blocks.
-        wanted: the parts.
-        places: for each part, the number of the buffer, and where in it the block begins.
-    """
+    """Return the wanted parts of blocks; `places` has for each the number of its buffer, and where its block begins."""
     blocks = (
         tools.view(buffers[buffer], one.dtype, begin, one.sizes)
         for one, (buffer, begin) in zip(wanted, places, strict=True)
@@ -348,14 +368,7 @@ def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, in
 def join_pieces(
     tools: Any, orders: Mapping[str, Any], pieces: Iterable[tuple[int, Any, Any]], chunk_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself.
-
-    Args:
-        tools: the library of the tensors.
-        orders: of a target rank.
-        pieces: for each, the number of its tensor in the orders, its box, and its value.
-        chunk_bytes: the most bytes of a part.
-    """
+    """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
     by_tensor: dict[int, list[Any]] = {}
     for at, box, value in pieces:
         by_tensor.setdefault(at, []).append((box, value))

@@ -101,6 +101,10 @@ class Transport(Protocol):
         """Forget what was fetched."""
         ...
 
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Give back what is kept of other channels than these, which this source rank stages."""
+        ...
+
     def forget_others(self, sources: Collection[int]) -> None:
         """Give back what is kept of other source ranks than these."""
         ...
@@ -108,6 +112,21 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+def fetch_value(ref: ray.ObjectRef[Any], deadline: float) -> Any:
+    """Return the value of a reference; without `ray.get`, of which Ray warns on every thread of an asyncio actor.
+
+    Raises:
+        Late: it has not arrived by the deadline, in `time.monotonic`.
+    """
+    future = ref.future()
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError as error:
+        if future.done():  # the task's own error
+            raise
+        raise Late from error
 
 
 def await_replies(staged: Mapping[int, Any], deadline: float) -> tuple[dict[int, Any], dict[str, Any] | None]:
@@ -118,8 +137,8 @@ def await_replies(staged: Mapping[int, Any], deadline: float) -> tuple[dict[int,
             replies[source] = reply
             continue
         try:
-            replies[source] = ray.get(reply, timeout=max(0.0, deadline - time.monotonic()))
-        except ray.exceptions.GetTimeoutError:
+            replies[source] = fetch_value(reply, deadline)
+        except Late:
             return replies, {"waiting": [source]}
         except Exception as error:  # noqa: BLE001  the driver sees the same error of the source itself
             return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
