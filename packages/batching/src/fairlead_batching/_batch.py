@@ -332,7 +332,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Args:
             lengths_key: the leaf with the lengths. By default it is that of the plan.
             sequence_keys: the leaves with a value for each token. By default they are found as in
-                `make_microbatch_iterator_with_dynamic_shapes`.
+                `make_microbatch_iterator_with_dynamic_shapes`. Name those of another width, such as labels without the
+                first token: they would stay as they are.
             pad_to_multiple: each sequence takes up a multiple of this number of tokens. Context parallelism over n
                 ranks usually needs 2 * n. By default it is the ``sequence_length_pad_multiple`` of the plan, or 1.
             pad_value_dict: the values to pad with, by key. The default is 0.

@@ -65,47 +65,58 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
 
 
 def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of the GPU."""
-    share = {"CPU": 1.0}
-    if bundle.get("GPU", 0) > 0:
-        # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
-        share["GPU"] = math.floor(bundle["GPU"] * PRECISION / capacity) / PRECISION
-    return share
+    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of all else."""
+    # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
+    parts = {name: math.floor(amount * PRECISION / capacity) / PRECISION for name, amount in bundle.items()}
+    return {
+        "CPU": 1.0,
+        **{name: part for name, part in parts.items() if part > 0 and name not in ("CPU", "object_store_memory")},
+    }
 
 
 def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[tuple[str, ...]]]:
-    """Return the ids of the GPUs of every bundle, by group and bundle index.
+    """Return the ids of the accelerators of every bundle, by group and bundle index.
 
     Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
-    short task, all at once. Without GPUs no task is run. The tasks get at least `LEAST_S`, even after the deadline.
+    short task, all at once. Without accelerators no task is run. The tasks get at least `LEAST_S`, even after the
+    deadline.
     """
-    if not any(bundle.get("GPU", 0) > 0 for one in reserved for bundle in one.bundles):
+    kinds = ray.get_runtime_context().get_accelerator_ids().keys()  # all that Ray knows
+    held = {
+        (g, index): {kind: amount for kind, amount in bundle.items() if kind in kinds and amount > 0}
+        for g, one in enumerate(reserved)
+        for index, bundle in enumerate(one.bundles)
+    }
+    if not any(held.values()):
         return [[()] * len(one.bundles) for one in reserved]
     timeout_s = max(LEAST_S, deadline - time.monotonic())
-    refs = ask_head("start tasks that report GPU ids", _report_ids, reserved)
+    refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held)
     try:
         ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
     except ray.exceptions.GetTimeoutError as error:
         raise PlacementTimeoutError(
-            f"The GPUs are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
+            f"The accelerators are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
             f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
             "timeout_s of extend and replace_lost_nodes), or look at the nodes."
         ) from error
     return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
 
 
-def _report_ids(reserved: Sequence[Reserved]) -> dict[tuple[int, int], Any]:
-    """Start a task in every bundle that has a GPU; return the references by group and bundle index."""
+def _report_ids(
+    reserved: Sequence[Reserved], held: Mapping[tuple[int, int], Mapping[str, float]]
+) -> dict[tuple[int, int], Any]:
+    """Start a task in every bundle that has accelerators; return the references by group and bundle index."""
 
     def read_ids() -> list[str]:
-        return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+        return [one for ids in ray.get_runtime_context().get_accelerator_ids().values() for one in ids]
 
     task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
     return {
         (g, index): task.options(
-            num_gpus=bundle["GPU"], scheduling_strategy=PlacementGroupSchedulingStrategy(one.group, index)
+            num_gpus=kinds.get("GPU", 0),
+            resources={kind: amount for kind, amount in kinds.items() if kind != "GPU"},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved[g].group, index),
         ).remote()
-        for g, one in enumerate(reserved)
-        for index, bundle in enumerate(one.bundles)
-        if bundle.get("GPU", 0) > 0
+        for (g, index), kinds in held.items()
+        if kinds
     }

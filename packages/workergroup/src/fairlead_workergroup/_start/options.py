@@ -77,9 +77,11 @@ def actor_options(
     options.pop("runtime_env", None)
     held = slot.worker_resources
     own = {"num_cpus": held.get("CPU", 0), "num_gpus": held.get("GPU", 0)}
+    if memory := int(held.get("memory", 0)):
+        own["memory"] = memory
     options = recursive_merge_options(options, {**own, **resources})
     check_concurrency(options, concurrent=concurrent)
-    if others := {n: v for n, v in held.items() if n not in ("CPU", "GPU")}:
+    if others := {n: v for n, v in held.items() if n not in ("CPU", "GPU", "memory")}:
         options["resources"] = {**others, **options.get("resources", {})}
     bundle = slot.placement_group.bundle_specs[slot.bundle_index]
     requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options.get("resources", {})}
