@@ -229,7 +229,7 @@ def test_ids_that_do_not_come(local, monkeypatch):
     def never():
         ray.get(release.wait.remote())
 
-    def start_never(reserved):
+    def start_never(reserved, _):
         strategy = PlacementGroupSchedulingStrategy(reserved[0].group, 0)
         options = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0, "scheduling_strategy": strategy}
         return {(0, 0): ray.remote(never).options(**options).remote()}
