@@ -443,17 +443,11 @@ def test_dropped_tensors_are_freed(make_ends):
     assert alive == [False, False]
 
 
-@pytest.mark.parametrize("kind", ["array", "view", "torch", "resized", "bytes"])
+@pytest.mark.parametrize("kind", ["array", "freed", "resized"])
 def test_registration_ends_with_the_memory(kind, make_ends, monkeypatch):
-    """Memory stays registered as long as it exists; that of which nobody can say whether it does is given back."""
+    """Memory of torch stays registered as long as it exists; that of an array is given back after each send."""
     torch = pytest.importorskip("torch")
-    made = {
-        "array": lambda: np.ones(RUN_BYTES),
-        "view": lambda: np.ones((2, RUN_BYTES))[1],
-        "torch": lambda: torch.ones(RUN_BYTES),
-        "resized": lambda: torch.ones(RUN_BYTES),
-        "bytes": lambda: np.frombuffer(bytes(8 * RUN_BYTES)),
-    }[kind]()
+    made = np.ones(RUN_BYTES) if kind == "array" else torch.ones(RUN_BYTES)
     ends = make_ends([Worker({"a": made})], [Worker({"a": copy.deepcopy(made)})])
     ends.send(1)
     agent = ends.ends["source", 0]._nixl._agent
@@ -461,17 +455,16 @@ def test_registration_ends_with_the_memory(kind, make_ends, monkeypatch):
     monkeypatch.setattr(agent._nixl, "register_memory", lambda *args: registered.append(args) or register(*args))
     ends.ask("source", 0, "release", ends.epoch)
     agent._give_back_freed()
-    assert ("tensors" in agent._registered) == (kind != "bytes")
+    assert ("tensors" in agent._registered) == (kind != "array")
     ends.describe()
     ends.stage()
-    assert len(registered) == (kind == "bytes")
+    assert len(registered) == (kind == "array")
     ends.ask("source", 0, "release", ends.epoch)
     if kind == "resized":
         made.untyped_storage().resize_(0)
     else:
         ends.workers["source"][0].tensors = {}
         del made
-        gc.collect()
     agent._give_back_freed()
     assert "tensors" not in agent._registered
 

@@ -11,7 +11,6 @@ import math
 import mmap
 import sys
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -59,17 +58,8 @@ class NumpyLibrary:
         return value.__array_interface__["data"][0], value.strides, "cpu"
 
     def watch(self, value: Any) -> Callable[[], bool] | None:
-        """Return what says later whether the memory of a tensor still exists, and does not keep it.
-
-        It is None for memory of which nobody can say that.
-        """
-        while isinstance(value.base, self._numpy.ndarray):
-            value = value.base
-        try:
-            kept = weakref.ref(value if value.base is None else value.base)
-        except TypeError:  # such as memory of a `bytearray`
-            return None
-        return lambda: kept() is not None
+        """Return None: nobody can say later whether this memory exists. An array with weak references cannot resize."""
+        return None
 
     def buffer(self, length: int, device: str) -> Any:
         """Return new memory of so many bytes, as a tensor."""
