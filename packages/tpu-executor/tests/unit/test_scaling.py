@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many slices to hold, and how long to wait for them."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +31,6 @@ def test_sizes(sizes, held, free, waited_out):
         assert size is None
 
 
-@pytest.mark.xfail(strict=True, reason="d 8: The demand selects hosts by worker id, which no node type has.")
 def test_a_node_type_can_satisfy_the_demand(monkeypatch):
     """An autoscaler can satisfy the demand with a node type that has the resources of a host, and no labels.
 

@@ -10,8 +10,8 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from fairlead_placement.spi import autoscaler_is_there, read_nodes, remove_placement_groups
 
-from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
-from .._accelerators.slices import TYPE, WORKER_ID, SliceInfo, SliceLack, Survey
+from .._accelerators.config import AcceleratorConfigType
+from .._accelerators.slices import SliceInfo, SliceLack, Survey
 from .._health import Head
 from ..exceptions import HeadUnreachableError
 from .leases import RETURN_TIMEOUT_S, explain_busy
@@ -68,7 +68,10 @@ def choose_waits(
 
 
 def show_missing(config: AcceleratorConfigType, shown: list[PlacementGroup], count: int) -> None:
-    """Show an autoscaler `count` missing slices, by placement groups on hosts of their type, in which nothing runs."""
+    """Show an autoscaler `count` missing slices, by placement groups in which nothing runs.
+
+    They ask for resources only: a host gets its worker id and its slice when it starts, so no type of node has them.
+    """
     if not autoscaler_is_there():
         return
     ready = {group.ready(): group for group in shown}
@@ -77,14 +80,10 @@ def show_missing(config: AcceleratorConfigType, shown: list[PlacementGroup], cou
     come = [ready[ref] for ref in placed]
     shown[:] = [group for group in shown if group not in come]
     remove_placement_groups(come, timeout_s=RETURN_TIMEOUT_S)
-    workers = range(config.hosts_per_slice)
-    selectors = None
-    if isinstance(config, TpuAcceleratorConfig):
-        selectors = [{TYPE: config.kind, WORKER_ID: str(worker)} for worker in workers]
     for _ in range(count - len(shown) - len(come)):
-        bundles = [config.bundle(config.nominal(), worker) for worker in workers]
+        bundles = [config.bundle(config.nominal(), worker) for worker in range(config.hosts_per_slice)]
         name = f"fairlead-wanted-{config.kind}-{uuid.uuid4().hex[:8]}"
-        shown.append(placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors))
+        shown.append(placement_group(bundles, strategy="PACK", name=name))
 
 
 def withdraw(config: AcceleratorConfigType, shown: list[PlacementGroup], head: Head) -> None:
