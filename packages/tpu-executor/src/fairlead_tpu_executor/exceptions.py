@@ -10,6 +10,16 @@ from fairlead_placement.spi import ErrorWithFields
 
 from ._accelerators.slices import SliceLack
 
+__all__ = [
+    "HeadUnreachableError",
+    "InsufficientSlicesError",
+    "JaxUnavailableError",
+    "PoolBusyError",
+    "PreemptedTooOftenError",
+    "SliceLostError",
+    "TpuExecutorError",
+]
+
 
 class TpuExecutorError(ErrorWithFields, RuntimeError):
     """Base of all errors that this package raises after its first request to Ray.
