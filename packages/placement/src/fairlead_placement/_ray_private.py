@@ -2,6 +2,7 @@
 """Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -179,15 +180,35 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
 
 
 def autoscaler_is_there() -> bool:
-    """Return whether an autoscaler has reported to Ray which nodes it may add.
+    """Return whether an autoscaler that may add nodes has reported its state to Ray."""
+    return infeasible_groups() is not None
 
-    Reason: only an autoscaler reports a cluster configuration, and nothing public shows it.
-    Fallback: False. A request that the present nodes cannot hold is then refused at once.
+
+def infeasible_groups() -> frozenset[str] | None:
+    """Return the ids of the placement groups that an autoscaler cannot add nodes for; None if no autoscaler adds nodes.
+
+    With each head, `ray start` and `ray.init` start an autoscaler, which adds nothing if it has no configuration.
+    Version 1 then reports each node's type as "node_<id>". Version 2 reports no types, but launches nothing if the head
+    lacks the instance id that launchers give to nodes. If nodes have such ids and the autoscaler has no configuration,
+    as on KubeRay without autoscaling, it reports groups that the nodes have no room for.
+
+    Reason: nothing public shows what an autoscaler has reported. Version 1 does not report what is infeasible.
+    Fallback: None, also before the first report. A request that the present nodes cannot hold is then refused at once.
     """
     try:
-        return ray._private.state.state.get_max_resources_from_cluster_config() is not None
-    except AttributeError:
-        return False
+        from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+
+        client = ray._private.worker.global_worker.gcs_client
+        status = GetClusterStatusReply.FromString(client.get_cluster_status())
+        state, nodes = status.autoscaling_state, status.cluster_resource_state.node_states
+        if state.last_seen_cluster_resource_state_version and any(node.instance_id for node in nodes):
+            return frozenset(gang.details.partition(":")[0] for gang in state.infeasible_gang_resource_requests)
+        key = ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
+        report = json.loads(client.internal_kv_get(key.encode(), None) or "{}").get("autoscaler_report") or {}
+    except (ImportError, AttributeError, TypeError):
+        return None
+    types = report.get("node_type_mapping") or {}
+    return frozenset() if any(name != f"node_{node_id}" for node_id, name in types.items()) else None
 
 
 @dataclass(frozen=True)

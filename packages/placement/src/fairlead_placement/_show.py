@@ -98,7 +98,7 @@ Verdict = Literal["fits", "taken", "impossible", "reserved"]
 _VERDICTS: dict[Verdict, str] = {
     "fits": "It fits now.",
     "taken": "It would fit, but others hold what it needs.",
-    "impossible": "It does not fit, even when nothing else runs.",
+    "impossible": "It does not fit on the present nodes, even when nothing else runs.",
 }
 
 

@@ -20,15 +20,7 @@ from ._nodes.directory import (
     run_on_agents,
     withdraw,
 )
-from ._nodes.head import (
-    alive_nodes,
-    ask_head,
-    choose_alive,
-    head_deadline,
-    read_holders,
-    read_nodes,
-    wait_until,
-)
+from ._nodes.head import alive_nodes, ask_head, choose_alive, head_deadline, read_holders, read_nodes, wait_until
 from ._nodes.rounds import Rounds
 from ._ray_private import (
     autoscaler_is_there,

@@ -5,11 +5,15 @@ Ray's `AutoscalingCluster` stops every Ray on the machine, so the autoscaler's o
 provider launches no nodes.
 """
 
+import contextlib
 import json
+import os
+import signal
 import threading
 
 import pytest
 from ray._private import services
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
@@ -79,49 +83,61 @@ def head(raylets):
 
 
 @pytest.fixture(scope="module")
-def scaled(head, tmp_path_factory, eventually):
+def start_autoscaler(head, tmp_path_factory):
+    """Return a context manager that runs an autoscaler."""
+
+    @contextlib.contextmanager
+    def start(version):
+        folder = tmp_path_factory.mktemp("autoscaler")
+        (folder / "launches_nothing.py").write_text(PROVIDER)
+        provider = {
+            "type": "external",
+            "module": "launches_nothing.Provider",
+            "gcs_address": head.cluster.address,
+            "head_node_id": HEAD,
+        }
+        config = {
+            **{key: [] for key in EMPTY},
+            "auth": {},
+            "file_mounts": {},
+            "file_mounts_sync_continuously": False,
+            "upscaling_speed": 1.0,
+            "idle_timeout_minutes": 10,
+            "cluster_name": "test",
+            "max_workers": 2,
+            "provider": provider,
+            "head_node_type": HEAD,
+            "available_node_types": NODE_TYPES,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_FAKE_CLUSTER", "1")
+            patch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+            patch.setenv("PYTHONPATH", str(folder), prepend=":")
+            process = services.start_monitor(
+                head.cluster.address,
+                str(folder),
+                stdout_filepath=str(folder / "out"),
+                stderr_filepath=str(folder / "err"),
+                autoscaling_config=str(folder / "config.json"),
+                autoscaler_v2=version == 2,
+            ).process
+        try:
+            yield folder
+        finally:
+            process.kill()
+            process.wait()
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def scaled(head, start_autoscaler, eventually):
     """Return the head while an autoscaler (version 2) runs, which has reported its state."""
-    folder = tmp_path_factory.mktemp("autoscaler")
-    (folder / "launches_nothing.py").write_text(PROVIDER)
-    provider = {
-        "type": "external",
-        "module": "launches_nothing.Provider",
-        "gcs_address": head.cluster.address,
-        "head_node_id": HEAD,
-    }
-    config = {
-        **{key: [] for key in EMPTY},
-        "auth": {},
-        "file_mounts": {},
-        "file_mounts_sync_continuously": False,
-        "upscaling_speed": 1.0,
-        "idle_timeout_minutes": 10,
-        "cluster_name": "test",
-        "max_workers": 2,
-        "provider": provider,
-        "head_node_type": HEAD,
-        "available_node_types": NODE_TYPES,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_FAKE_CLUSTER", "1")
-        patch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
-        patch.setenv("PYTHONPATH", str(folder), prepend=":")
-        process = services.start_monitor(
-            head.cluster.address,
-            str(folder),
-            stdout_filepath=str(folder / "out"),
-            stderr_filepath=str(folder / "err"),
-            autoscaling_config=str(folder / "config.json"),
-            autoscaler_v2=True,
-        ).process
-    try:
+    with start_autoscaler(2) as folder:
         if not eventually(head.is_scaled, 120):
             pytest.fail(f"the autoscaler does not run: {[path.read_text() for path in folder.glob('err')]}")
         yield head
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Reservation:
@@ -147,22 +163,28 @@ class Reservation:
         self._cluster.shutdown()
 
 
-NEVER_NOTICED = "d 6: An autoscaler is looked for by a report that none of Ray's autoscalers writes."
+def test_version_1_is_noticed(head, start_autoscaler, eventually):
+    """An autoscaler of version 1 is noticed by its status, which is removed again for the other tests."""
+    assert not autoscaler_is_there()
+    with start_autoscaler(1):
+        assert eventually(autoscaler_is_there)
+    head.client.internal_kv_del(DEBUG_AUTOSCALING_STATUS.encode(), False, None)
+    assert not autoscaler_is_there()
 
 
-@pytest.mark.xfail(strict=True, reason=NEVER_NOTICED, raises=AssertionError)
 def test_an_autoscaler_is_noticed(scaled):
     """An autoscaler that runs and may add nodes is noticed."""
     assert autoscaler_is_there()
 
 
-@pytest.mark.xfail(strict=True, reason=NEVER_NOTICED, raises=AssertionError)
-def test_missing_nodes_are_demand(scaled, eventually):
-    """A request that only a new node could hold is in Ray's pending demand until that node has joined."""
-    cluster = RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=600)
+@pytest.mark.parametrize(("counts", "bundles"), [([6], 6), ([2, 6], 2)])
+def test_missing_nodes_are_demand(scaled, eventually, counts, bundles):
+    """A request that needs a new node is in Ray's pending demand, as one group, until that node has joined."""
+    cluster = RayVirtualCluster(counts, use_gpus=False, reserve_timeout_s=600)
     reservation = Reservation(cluster)
     eventually(lambda: reservation.has_ended() or scaled.demand())
     assert not isinstance(reservation.error, ResourceInsufficientError), "refused at once"
+    assert scaled.demand() == [bundles]
     added = scaled.cluster.add_node(num_cpus=6)
     try:
         reservation.wait()
@@ -172,11 +194,6 @@ def test_missing_nodes_are_demand(scaled, eventually):
         scaled.cluster.remove_node(added)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="d 7: A request that waits for others shows no demand, so no cluster grows.",
-    raises=AssertionError,
-)
 def test_a_wait_for_others_is_demand(scaled, hold_group, pauses, eventually):
     """A request that the nodes could hold if others held nothing is in Ray's pending demand while it waits."""
     cluster = RayVirtualCluster([2], use_gpus=False, node_resource_constraints=[{"x": 1}], reserve_timeout_s=600)
@@ -189,6 +206,59 @@ def test_a_wait_for_others_is_demand(scaled, hold_group, pauses, eventually):
         raise reservation.error
     assert shown == [2]
     assert scaled.demand() == []
+
+
+def test_requests_that_wait_for_one_node_are_served_in_turn(scaled, hold_group, eventually):
+    """Neither takes the node for its demand, so the first to look gets it, and the other one stays demand."""
+    clusters = [
+        RayVirtualCluster([2], use_gpus=False, node_resource_constraints=[{"x": 1}], reserve_timeout_s=600)
+        for _ in range(2)
+    ]
+    with hold_group([{"x": 2}]):
+        waiting = [Reservation(cluster) for cluster in clusters]
+        assert eventually(lambda: scaled.demand() == [2, 2])
+    assert eventually(lambda: any(one.has_ended() for one in waiting), 20)
+    waiting.sort(key=Reservation.has_ended)
+    assert eventually(lambda: scaled.demand() == [2], 2)
+    assert [one.has_ended() for one in waiting] == [False, True]
+    waiting[1].wait()
+    waiting[0].wait()
+    assert [one.error for one in waiting] == [None, None]
+    assert scaled.demand() == []
+
+
+@pytest.mark.parametrize(
+    ("count", "limit_s", "error"),
+    [
+        pytest.param(50, 600, "reports that it cannot add nodes", id="infeasible"),
+        pytest.param(6, 2, r"Waited \d\.\d s for nodes", id="too late"),
+    ],
+)
+def test_no_demand_outlives_a_failure(scaled, eventually, count, limit_s, error):
+    """A reservation that fails has been demand before, and is none after it."""
+    reservation = Reservation(RayVirtualCluster([count], use_gpus=False, reserve_timeout_s=limit_s))
+    assert eventually(scaled.demand)
+    assert eventually(reservation.has_ended, 20)
+    assert eventually(lambda: not scaled.demand(), 2)
+    with pytest.raises(ResourceInsufficientError, match=error):
+        raise reservation.error
+
+
+def test_no_demand_outlives_an_interrupt(scaled, hold_group, eventually):
+    """Ctrl-C ends the wait of a reservation and withdraws its demand."""
+
+    def interrupt():
+        eventually(scaled.demand)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    cluster = RayVirtualCluster([2], use_gpus=False, node_resource_constraints=[{"x": 1}], reserve_timeout_s=600)
+    with hold_group([{"x": 2}]):
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            cluster.reserve()
+        thread.join()
+        assert eventually(lambda: not scaled.demand(), 2)
 
 
 @pytest.mark.xfail(

@@ -50,7 +50,7 @@ def test_explain(address):
     assert fits.stdout.endswith("It fits now.\n")
     too_large = run("explain", "3 GPU", "--address", address)
     assert too_large.returncode == 1
-    assert "It does not fit, even when nothing else runs." in too_large.stdout
+    assert "It does not fit on the present nodes, even when nothing else runs." in too_large.stdout
     read = json.loads(run("explain", "2x1 GPU", "--address", address, "--json").stdout)
     assert read["verdict"] == "fits"
     assert [entry["logical_node"] for entry in read["plan"]] == [0, 1]

@@ -70,7 +70,8 @@ class TestOneNode:
                 cluster.extend([4, 4])
             assert pauses == []
             assert caught.value.reason.startswith(
-                "The cluster cannot hold 8 bundles in 2 logical node(s), even when nothing runs beside what it extends"
+                "The present nodes cannot hold 8 bundles in 2 logical node(s), even when nothing runs beside what it "
+                "extends"
             )
             assert caught.value.report.nodes[0].total["CPU"] == 16
             assert (cluster.slots(), cluster.world_size()) == (before, 9)

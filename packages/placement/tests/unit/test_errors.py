@@ -36,7 +36,7 @@ Found
 │          │          │                │                  │ tasks, or actors that are starting: 0.5 CPU, 2   │
 │          │          │                │                  │ x[/y]                                            │
 └──────────┴──────────┴────────────────┴──────────────────┴──────────────────────────────────────────────────┘
-It does not fit, even when nothing else runs."""
+It does not fit on the present nodes, even when nothing else runs."""
 
 ERRORS = [
     PlacementError("no"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fallbacks for private parts of Ray that are missing (seam: the attribute is removed)."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import ray
 from ray._private import auto_init_hook, utils
 from ray._private.authentication import authentication_token_setup
+from ray.core.generated import autoscaler_pb2
 
 from fairlead_placement import _ray_private as private
 
@@ -39,8 +41,38 @@ def test_drain_deadlines(monkeypatch):
     assert private.draining_nodes() == {"a", "b"}
 
 
-def test_autoscaler(no_state):
+@pytest.mark.parametrize("missing", ["client", "state"])
+def test_autoscaler(monkeypatch, missing):
+    if missing == "client":
+        monkeypatch.setattr(ray._private.worker, "global_worker", State())
+    else:
+        monkeypatch.setitem(sys.modules, "ray.core.generated.autoscaler_pb2", None)
     assert private.autoscaler_is_there() is False
+
+
+@pytest.mark.parametrize(
+    ("version", "ids", "types", "infeasible"),
+    [
+        pytest.param(0, [], None, None, id="none"),
+        pytest.param(0, ["head"], {}, None, id="no report"),
+        pytest.param(0, [], {"ab": "node_ab", "cd": "node_cd"}, None, id="version 1 without configuration"),
+        pytest.param(0, [], {"10.0.0.1": "ray.head.default"}, set(), id="version 1"),
+        pytest.param(7, ["", ""], None, None, id="version 2 without configuration"),
+        pytest.param(7, ["head", ""], None, {"12ab"}, id="version 2"),
+    ],
+)
+def test_what_autoscalers_report(monkeypatch, version, ids, types, infeasible):
+    """Ray's autoscalers write this, with and without a configuration."""
+    status = autoscaler_pb2.GetClusterStatusReply()
+    status.autoscaling_state.last_seen_cluster_resource_state_version = version
+    status.autoscaling_state.infeasible_gang_resource_requests.add(details="12ab:STRICT_PACK|PENDING")
+    for instance_id in ids:
+        status.cluster_resource_state.node_states.add(instance_id=instance_id)
+    report = None if types is None else json.dumps({"autoscaler_report": types and {"node_type_mapping": types}})
+    client = SimpleNamespace(get_cluster_status=status.SerializeToString, internal_kv_get=lambda key, namespace: report)
+    monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(gcs_client=client))
+    assert private.infeasible_groups() == infeasible
+    assert private.autoscaler_is_there() is (infeasible is not None)
 
 
 @pytest.mark.parametrize("missing", ["state", "table"])

@@ -19,14 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
 from .._discovery import refuse_client
-from .._ray_private import (
-    clean_runtime_env,
-    collect,
-    create_actor,
-    driver_of,
-    never_connect,
-    worker_is_alive,
-)
+from .._ray_private import clean_runtime_env, collect, create_actor, driver_of, never_connect, worker_is_alive
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, board, meters, owners
 from .head import alive_nodes, ask_head, choose_alive, head_deadline

@@ -17,13 +17,7 @@ from ray.util.placement_group import placement_group_table
 from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
-from .._ray_private import (
-    connection,
-    drain_deadlines,
-    free_per_node,
-    job_of_placement_group,
-    live_actors,
-)
+from .._ray_private import connection, drain_deadlines, free_per_node, job_of_placement_group, live_actors
 from .._show import Holder
 from ..exceptions import HeadTimeoutError
 from .background import Job, start

@@ -40,11 +40,7 @@ class Shape:
 
 
 def decide(
-    asks: Sequence[Ask],
-    nodes: Sequence[Node],
-    *,
-    own_nodes: bool = False,
-    segment_size: int | None = None,
+    asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
 ) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
     """Choose a node for every bundle from what is free on the nodes, which are in physical order.
 

@@ -23,16 +23,7 @@ from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from ..exceptions import ResourceInsufficientError
-from .groups import (
-    Busy,
-    Impossible,
-    Placed,
-    Reserved,
-    create_pinned,
-    place,
-    remove,
-    remove_on_error,
-)
+from .groups import Busy, Impossible, Placed, Reserved, create_pinned, place, remove, remove_on_error
 from .slots import LEAST_S, accelerator_ids
 
 # Nodes named in an error. The free GPUs of each are read.
@@ -114,10 +105,7 @@ def _try_nodes(
     `on` are the ids of the chosen nodes, by logical node.
     """
     placed: list[Reserved] = []
-    with (
-        remove_on_error(lambda: [one.group for one in placed]),
-        hold_free_gpus(nodes, deadline=deadline) as fillers,
-    ):
+    with remove_on_error(lambda: [one.group for one in placed]), hold_free_gpus(nodes, deadline=deadline) as fillers:
         free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
         if all(request.gpu_ids[node_idx] <= free[node_id] for node_idx, node_id in on.items()):
             placed += exchange(request, on, fillers, deadline=deadline)

@@ -5,6 +5,7 @@ import contextlib
 import math
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -12,15 +13,11 @@ from typing import Any
 
 import ray
 from ray import PlacementGroupID
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from .._model import Ask, Request
+from .._model import Node, Request
 from .._nodes.head import ask_head, wait_until
+from .._plan.planner import decide
 from .._ray_private import connection, free_per_node
 from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 
@@ -181,21 +178,27 @@ def wait_placed(
     return [group for group in groups if group.id in placed]
 
 
-def show_demand(asks: Sequence[Ask], name: str) -> list[PlacementGroup]:
-    """Create unpinned groups that show an autoscaler what is missing, for removal before anything is placed."""
-    return create_groups(
-        [
-            {
-                "name": unique_name(f"{name or 'fairlead'}-{ask.node_idx}"),
-                "bundles": [dict(ask.bundle)] * ask.count,
-                "strategy": ask.strategy,
-                "bundle_label_selector": [{key: text.replace(" ", "") for key, text in ask.labels.items()}] * ask.count
-                if ask.labels
-                else None,
-            }
-            for ask in asks
-        ]
-    )
+def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]:
+    """Create one unpinned group that shows a request to an autoscaler, for removal before anything is placed.
+
+    The first logical node that the nodes have no room for has to be on another one, so Ray places nothing of the group
+    before a node joins. Otherwise requests that wait for the same node would take it from each other again and again.
+    """
+    asks, own = request.asks, request.unified or request.segment_size is not None
+    lacking = bisect_left(range(1, len(asks)), True, key=lambda n: decide(asks[:n], nodes, own_nodes=own)[0] is None)
+    bundles, selectors = [], []
+    for at, ask in enumerate(asks):
+        pack = ask.strategy == "STRICT_PACK"
+        whole = {name: amount * ask.count for name, amount in ask.bundle.items()}
+        parts = [whole] if pack and len(asks) > 1 else [dict(ask.bundle)] * ask.count
+        labels = {key: text.replace(" ", "") for key, text in ask.labels.items()}
+        new = {"ray.io/node-id": f"!in({','.join(node.node_id for node in nodes)})"} if nodes and at == lacking else {}
+        bundles += parts
+        selectors += [{**(new if pack or part == 0 else {}), **labels} for part in range(len(parts))]
+    strategy = asks[0].strategy if len(asks) == 1 else "STRICT_SPREAD" if own else "PACK"
+    name = unique_name(f"{request.name or 'fairlead'}-{asks[0].node_idx}")
+    shown = {"name": name, "bundles": bundles, "strategy": strategy, "bundle_label_selector": selectors}
+    return create_groups([shown])
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:

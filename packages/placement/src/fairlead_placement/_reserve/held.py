@@ -275,9 +275,7 @@ class Holding:
                 assert before is not None, "no other thread changes it"
                 made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
                 held = self.held = replace(
-                    before,
-                    places=replace_slots(before.places, lost, new),
-                    replacements={**before.replacements, **made},
+                    before, places=replace_slots(before.places, lost, new), replacements={**before.replacements, **made}
                 )
             # Groups that have lost all their bundles: no slot is in them.
             kept = {slot.placement_group.id for slot in held.slots}

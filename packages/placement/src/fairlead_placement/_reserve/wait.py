@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from .._model import Ask, Node, Request, group_pairs
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide
-from .._ray_private import autoscaler_is_there
+from .._ray_private import infeasible_groups
 from .._show import Report, Verdict, Waiting
 from .._slot import Slot
 from ..exceptions import ResourceInsufficientError
@@ -60,39 +60,46 @@ def reserve(
     deadline, pause = began + request.timeout_s, POLL_S[0]
     names: dict[str, tuple[str, ...]] = {}
     shown: list[PlacementGroup] = []  # to an autoscaler
+    infeasible: frozenset[str] | None = None  # the groups that it cannot add nodes for, if there is one
 
     def withdraw() -> None:
-        if shown:
-            remove(shown)
-            shown.clear()
+        remove(shown)
+        shown.clear()
 
     with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting, contextlib.ExitStack() as stack:
         stack.callback(withdraw)
         while True:
             waited = time.monotonic() - began
+            # Reported before the nodes are read, so the nodes that have joined since are taken into account.
+            is_infeasible = any(group.id.hex() in (infeasible or ()) for group in shown)
+            if shown and ask_head("look for demand", placement_group_table, shown[0])["state"] == "CREATED":
+                withdraw()  # so what Ray has placed is free again
             nodes = look()
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, names, deadline=deadline)
             else:
                 outcome = try_once(request, nodes, held, withdraw, deadline=deadline)
+            if not isinstance(outcome, (Busy, Impossible)):
+                return outcome
+            limit = request.timeout_s
+            if not request.gpu_ids and (waited < limit or isinstance(outcome, Impossible)):
+                infeasible = ask_head("look for an autoscaler", infeasible_groups)
             if isinstance(outcome, Impossible):
-                limit = request.wait_for_nodes_s
-                if not request.gpu_ids and ask_head("look for an autoscaler", autoscaler_is_there):
-                    limit = max(limit, request.timeout_s)
-                    shown += () if shown else show_demand(request.asks, request.name)
+                may_grow = infeasible is not None and not is_infeasible
+                limit = max(request.wait_for_nodes_s, limit if may_grow else 0.0)
                 if waited >= limit:
                     after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
+                    after += " The autoscaler reports that it cannot add nodes for it." if is_infeasible else ""
                     reason = f"{outcome.why}{after} {outcome.advice}"
                     raise ResourceInsufficientError(reason, _report(request.asks, nodes, "impossible"))
                 waiting.show("nodes have to join", limit)
-            elif isinstance(outcome, Busy):
-                limit = request.timeout_s
+            else:
                 if waited >= limit:
                     reason = f"Waited {waited:.1f} s{outcome.why} or wait longer ({request.timeout_name})."
                     raise outcome.error(reason, _report(request.asks, nodes, "taken"))
                 waiting.show("others hold what it needs", limit)
-            else:
-                return outcome
+            if infeasible is not None and not shown:
+                shown += show_demand(request, nodes)
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
@@ -119,16 +126,16 @@ def try_once(
         own = ", each logical node on a physical node of its own" if request.unified else ""
         size = request.segment_size
         segments = f", in segments of {size} nodes of one topology domain" if size else ""
-        when = "when nothing runs beside what it extends" if held else "when it is idle"
+        when = "when nothing runs beside what it extends" if held else "when they are idle"
         return Impossible(
-            f"The cluster cannot hold {bundles} bundles in {len(request.asks)} logical node(s){own}{segments}, even "
-            f"{when} (see below).",
+            f"The present nodes cannot hold {bundles} bundles in {len(request.asks)} logical node(s){own}{segments}, "
+            f"even {when} (see below).",
             "Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s).",
         )
-    withdraw()  # what Ray has placed for it is free again at the next look
-    placed = None if chosen is None else place(request, chosen, deadline=deadline)
-    if placed is not None:
-        return placed
+    if chosen is not None:
+        withdraw()
+        if (placed := place(request, chosen, deadline=deadline)) is not None:
+            return placed
     return Busy(
         ": the request would fit on these nodes, but others hold what it needs (see below). Release some of it,"
     )
