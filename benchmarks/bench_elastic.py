@@ -16,7 +16,7 @@ from _measure import Row, table
 from _torch_worker import TorchWorker
 
 from fairlead_placement import RayVirtualCluster, init_ray
-from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart
 
 WORKERS = 4
 KILLS = 3
@@ -63,11 +63,11 @@ def _take_over_rows() -> Iterator[Row]:
 def _time_losses(worker: type) -> tuple[float, float]:
     """Return the medians of the time from a kill to an answer of all ranks, by restarts and by standbys."""
     times: dict[int, list[float]] = {0: [], 1: []}
-    options: dict[str, Any] = {"workers_per_node": [WORKERS], "restart_on_failure": True, "max_restarts": 100}
+    options: dict[str, Any] = {"workers_per_node": [WORKERS], "restart": Restart(on_failure=True, max_restarts=100)}
     with RayVirtualCluster([WORKERS + 1], use_gpus=False) as cluster:
         for _ in range(2):
             for standby, seconds in times.items():
-                with RayWorkerGroup(cluster, worker, standby=standby, **options) as group:
+                with RayWorkerGroup(cluster, worker, elastic=Elastic(standby=standby), **options) as group:
                     for rank in range(1, 1 + KILLS):
                         _wait_until_warm(group, standby)
                         group.call("nothing").result()

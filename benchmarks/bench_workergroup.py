@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_inspect._remote.ring import CALL, CALLS_FILE, make_ring, start_rings
 from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
+from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, _make_plan, _piece_index, plan_call
 from fairlead_workergroup._calls.sender import make_requests, store_columns
@@ -258,7 +258,7 @@ def _loss_rows() -> Iterator[Row]:
     seen, back = [], []
     with (
         RayVirtualCluster([WORKERS], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, restart_on_failure=True, max_restarts=100) as group,
+        RayWorkerGroup(cluster, Worker, restart=Restart(on_failure=True, max_restarts=100)) as group,
     ):
         for rank in range(WORKERS):
             call = group.call("sleep", 1.0)

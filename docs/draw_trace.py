@@ -26,7 +26,7 @@ def run_job(trace: Path) -> None:
     from fairlead_inspect import trace as write_trace
     from fairlead_placement import RayVirtualCluster, init_ray
     from fairlead_sharding import NamedSharding
-    from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, current_worker, report_progress, spi
+    from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError, current_worker, report_progress, spi
     from fairlead_workergroup.testing import kill
 
     class Trainer:
@@ -47,7 +47,7 @@ def run_job(trace: Path) -> None:
     with (
         RayVirtualCluster([8], use_gpus=False) as cluster,
         RayWorkerGroup(
-            cluster, Trainer, name_prefix="policy", sharding_annotations=mesh, restart_on_failure=True
+            cluster, Trainer, name_prefix="policy", sharding_annotations=mesh, restart=Restart(on_failure=True)
         ) as group,
         tempfile.TemporaryDirectory() as folder,
     ):

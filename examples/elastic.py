@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, Shard, WorkerFailureError
+from fairlead_workergroup import Elastic, RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup.testing import kill
 from fairlead_workergroup.torch import broadcast_state, destroy, init_process_group, rewrap_ddp, wrap_ddp
 
@@ -169,8 +169,7 @@ def main(argv: list[str] | None = None) -> int:
                 name_prefix="trainer",
                 workers_per_node=[2],
                 sharding_annotations=NamedSharding.from_shape(dp=2),
-                on_resize="connect",
-                standby=1,
+                elastic=Elastic(on_resize="connect", standby=1),
             ) as group,
         ):
             group.call("connect", timeout=120).result()

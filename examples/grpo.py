@@ -42,7 +42,7 @@ from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, RemoteBatch
 from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, current_worker
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, Timeouts, current_worker
 from fairlead_workergroup.torch import destroy, init_process_group
 
 CHARS = "0123456789+=;"
@@ -347,7 +347,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --steps: must be at least 1, got {options.steps}")
 
     began = time.monotonic()
-    make = partial(RayWorkerGroup, sharding_annotations=NamedSharding.from_shape(dp=options.dp), call_timeout_s=120)
+    make = partial(
+        RayWorkerGroup, sharding_annotations=NamedSharding.from_shape(dp=options.dp), timeouts=Timeouts(call_s=120)
+    )
     try:
         init_ray(address=options.address, num_cpus=2 * options.dp)
         with (

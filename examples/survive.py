@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the model of train_digits_torch.py twice, the second time with a worker killed in the middle.
 
-A collective fails if any of its members dies, so the whole group restarts (`restart_scope="group"`) on a new port, and
-every worker reloads the last checkpoint that all workers have written (`on_restart`). The driver continues from the
+A collective fails if any of its members dies, so the whole group restarts (`Restart(scope="group")`) on a new port, and
+every worker reloads the last checkpoint that all workers have written (`Restart.method`). The driver continues from the
 step of that checkpoint. Both runs end with exactly the same accuracy.
 
     python examples/survive.py --steps 300
@@ -23,7 +23,7 @@ from train_digits_torch import DigitsWorker
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Shard, WorkerFailureError, current_worker
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart, Shard, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import kill
 
 DP, TP = 2, 2
@@ -43,7 +43,7 @@ class CheckpointingWorker(DigitsWorker):
         torch.save({"weights": self.weights, "optimizer": self.optimizer.state_dict()}, file)
 
     def restore(self) -> None:
-        """Join the restarted group, and load the last complete checkpoint if there is one (see `on_restart`)."""
+        """Join the restarted group, and load the last complete checkpoint if there is one (see `Restart.method`)."""
         import torch
 
         self.connect()
@@ -93,7 +93,7 @@ def run(cluster: RayVirtualCluster, *, steps: int, save_every: int, kill_at: int
     """Run one training, and return the accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         builder = RayWorkerBuilder(CheckpointingWorker, hidden=128, lr=3e-3, folder=folder)
-        options = {"restart_on_failure": True, "restart_scope": "group", "on_restart": "restore"}
+        options = {"restart": Restart(on_failure=True, scope="group", method="restore")}
         axes = NamedSharding.from_shape(dp=DP, tp=TP)
         with RayWorkerGroup(cluster, builder, name_prefix="digits", sharding_annotations=axes, **options) as group:
             group.call("connect", timeout=120).result()

@@ -19,7 +19,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import alive_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError
 
 
 class Worker:
@@ -73,7 +73,10 @@ def test_group_over_two_nodes(three_nodes):
 
 def test_restart_without_free_slots(three_nodes):
     """A restart that finds no slots fails and does not count as a restart. Once a node joins, a restart succeeds."""
-    with RayVirtualCluster([4, 4], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as group:
+    with (
+        RayVirtualCluster([4, 4], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, restart=Restart(max_restarts=1)) as group,
+    ):
         gone = next(node for node in three_nodes.worker_nodes if node.node_id == group.worker_metadata[-1]["node_id"])
         three_nodes.remove_node(gone, allow_graceful=False)
         patient = group._launcher.spec

@@ -7,6 +7,7 @@ lists the intended differences, and docs/migration.md gives the reasons.
 """
 
 import inspect
+import typing
 
 import pytest
 
@@ -201,3 +202,15 @@ def test_attributes(ours, names):
         workergroup.MultiWorkerFuture: lambda: workergroup.MultiWorkerFuture([]),
     }[ours]()
     assert [name for name in names.split() if not hasattr(instance, name)] == []
+
+
+def test_flat_keywords():
+    """A group accepts the keywords for restarts, balancing and compression, and no others beside its parameters."""
+    flat = typing.get_args(inspect.signature(Group).parameters["flat"].annotation)[0]
+    assert set(flat.__annotations__) == {
+        "restart_on_failure",
+        "max_restarts",
+        "enable_load_balancing",
+        "load_balancing_strategy",
+        "enable_gradient_compression",
+    }

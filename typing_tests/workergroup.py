@@ -21,6 +21,7 @@ from fairlead_workergroup import (
     CallStatistics,
     CallTimeoutError,
     CurrentWorker,
+    Elastic,
     EpochError,
     GroupHandle,
     GroupState,
@@ -35,11 +36,13 @@ from fairlead_workergroup import (
     RayWorkerGroup,
     RemoteError,
     ResizeTimeoutError,
+    Restart,
     ResultStream,
     Shard,
     StartPhase,
     StartReport,
     StuckWorker,
+    Timeouts,
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
@@ -118,7 +121,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         assert_type(group.resize(dp=3), int)
         assert_type(group.resize(dp=4, slots=slots, timeout=60), int)
         assert_type(group.shutdown("save", timeout=None), bool)
-    RayWorkerGroup(slots, "package.module.Worker", [1, 2], "prefix", call_timeout_s=60)
+    RayWorkerGroup(slots, "package.module.Worker", [1, 2], "prefix", timeouts=Timeouts(call_s=60))
     RayWorkerGroup(
         cluster=cluster,
         remote_worker_builder=builder,
@@ -130,9 +133,20 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     )
     RayWorkerGroup(slots, Worker, bundle_indices_list=[(0, [0, 1])], load_balancing_strategy=lambda loads: loads[0])
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
-    RayWorkerGroup(slots, Worker, restart_on_failure=True, restart_scope="group", on_restart="load", memory_limit="8GB")
-    RayWorkerGroup(slots, Worker, on_resize="join", standby=2)
-    RayWorkerGroup(slots, Worker, on_restart="load", on_handover="save", on_drain="replace")
+    RayWorkerGroup(slots, Worker, restart=Restart(on_failure=True, scope="group", method="load"), memory_limit="8GB")
+    restart = Restart(max_restarts=5, scope="group")
+    assert_type((restart.on_failure, restart.max_restarts, restart.method), tuple[bool, int, str | None])
+    assert_type(restart.scope, Literal["worker", "group"])
+    elastic = Elastic(on_resize="join", standby=2)
+    assert_type((elastic.standby, elastic.on_resize, elastic.on_handover), tuple[int, str | None, str | None])
+    assert_type(elastic.on_drain, Literal["replace"] | None)
+    timeouts = Timeouts(start_s=60, call_s=None)
+    assert_type((timeouts.start_s, timeouts.call_s), tuple[float, float | None])
+    RayWorkerGroup(slots, Worker, restart=restart, elastic=elastic, timeouts=timeouts)
+    RayWorkerGroup(slots, Worker, restart_on_failure=True, max_restarts=5, enable_load_balancing=True)
+    RayWorkerGroup(
+        slots, Worker, restart=Restart(method="load"), elastic=Elastic(on_handover="save", on_drain="replace")
+    )
 
 
 def build(group: PlacementGroup) -> None:
@@ -170,7 +184,7 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     made.answers()
     assert_type(made.made_by(), str)
     assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), ResultStream[Any])
-    assert_type(group.map("step", range(3), return_exceptions=True), ResultStream[Any])
+    assert_type(group.map("step", range(3), return_exceptions=True, move_items=True), ResultStream[Any])
     assert_type(made.stream(), ResultStream[Outcome])
 
 
@@ -603,7 +617,8 @@ def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: Work
     RayWorkerGroup(slots)  # type: ignore[call-arg]
     RayWorkerGroup(8, Worker)  # type: ignore[arg-type]
     RayWorkerGroup(slots, worker=Worker)  # type: ignore[call-arg]
-    RayWorkerGroup(slots, Worker, restart_scope="all")  # type: ignore[arg-type]
+    RayWorkerGroup(slots, Worker, restart=Restart(scope="all"))  # type: ignore[arg-type]
+    RayWorkerGroup(slots, Worker, restart_scope="group")  # type: ignore[call-arg]
     RayWorkerGroup(slots, Worker, load_balancing_strategy="random")  # type: ignore[arg-type]
     RayWorkerGroup(slots, Worker, enable_gradient_compression="int8")  # type: ignore[arg-type]
     RayWorkerGroup(slots, Worker, env_vars={"A": 1})  # type: ignore[dict-item]

@@ -18,7 +18,9 @@ from fairlead_workergroup import (
     LaneError,
     RayWorkerGroup,
     ResizeTimeoutError,
+    Restart,
     Shard,
+    Timeouts,
     WorkerFailureError,
     WorkerGroupError,
     WorkerStartError,
@@ -108,7 +110,7 @@ def test_soak(hosts):
 
     def driver(seconds, seed):
         rng, counts = random.Random(seed), Counter()
-        options = {"restart_on_failure": True, "max_restarts": 100_000, "start_timeout_s": 240}
+        options = {"restart": Restart(on_failure=True, max_restarts=100_000), "timeouts": Timeouts(start_s=240)}
         options["sharding_annotations"] = NamedSharding.from_shape(dp=3, tp=2)
         with (
             RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster,

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, current_worker
+from fairlead_workergroup import RayWorkerGroup, Restart, Timeouts, WorkerFailureError, current_worker
 
 SPARE = {"spare": 1.0}
 
@@ -64,7 +64,7 @@ def test_lost_host(hosts, start_spare):
 
     def driver():
         yield
-        options = {"restart_on_failure": True, "on_restart": "load", "start_timeout_s": 300}
+        options = {"restart": Restart(on_failure=True, method="load"), "timeouts": Timeouts(start_s=300)}
         with (
             RayVirtualCluster([1, 2], use_gpus=False, node_resource_constraints=[{}, SPARE]) as cluster,
             RayWorkerGroup(cluster, Member, **options) as group,
@@ -108,7 +108,7 @@ def test_collectives_after_master_host_is_lost(hosts, start_spare):
         yield
         # Rank 0 runs on the spare host, and so does the store.
         cluster = RayVirtualCluster([1, 1], use_gpus=False, node_resource_constraints=[SPARE, {}])
-        options = {"restart_on_failure": True, "restart_scope": "group", "start_timeout_s": 300}
+        options = {"restart": Restart(on_failure=True, scope="group"), "timeouts": Timeouts(start_s=300)}
         options["bundle_indices_list"] = [(0, [0]), (1, [0])]
         with cluster, RayWorkerGroup(cluster, Member, **options) as group:
             answers = group.call("sum_of_ranks", timeout=240).result()

@@ -15,7 +15,7 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, LocalTensor, TransferError
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart, current_worker
 
 TIMEOUT_S = 4.0
 SHAPE = 64, 1 << 15
@@ -85,7 +85,7 @@ class Holder:
 
 def make_groups(cluster):
     """Return a source of two ranks that hold half each, and a target of two replicas, each on a host of its own."""
-    slots, options = cluster.slots(), {"env_vars": OVER_TCP, "max_restarts": 1000}
+    slots, options = cluster.slots(), {"env_vars": OVER_TCP, "restart": Restart(max_restarts=1000)}
     return (
         RayWorkerGroup(
             slots[:2], RayWorkerBuilder(Holder, 1.0), sharding_annotations=NamedSharding.from_shape(tp=2), **options

@@ -10,7 +10,7 @@ import numpy as np
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LocalTensor
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart, current_worker
 
 SHAPE = 12, 8
 
@@ -150,13 +150,13 @@ def two_groups(slots, worker):
             slots[:2],
             RayWorkerBuilder(worker, {0: "tp"}, 1.0),
             sharding_annotations=NamedSharding.from_shape(tp=2),
-            max_restarts=1000,
+            restart=Restart(max_restarts=1000),
         ) as source,
         RayWorkerGroup(
             slots[2:4],
             RayWorkerBuilder(worker, {}),
             sharding_annotations=NamedSharding.from_shape(replica=2),
-            max_restarts=1000,
+            restart=Restart(max_restarts=1000),
         ) as target,
     ):
         yield source, target

@@ -20,7 +20,7 @@ from fairlead_placement._reserve import claims
 from fairlead_placement._reserve.groups import are_shown
 from fairlead_placement.testing import _snapshot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, _group
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, _group
 from fairlead_workergroup._remote.process import Trees
 from fairlead_workergroup.testing import kill
 
@@ -103,11 +103,8 @@ def use_group(cluster, phases, standby, workers=2):
         Worker,
         sharding_annotations=NamedSharding.from_shape(dp=workers),
         workers_per_node=workers,
-        restart_on_failure=True,
-        on_restart="load",
-        on_resize="load",
-        on_handover="hand_over",
-        standby=standby,
+        restart=Restart(on_failure=True, method="load"),
+        elastic=Elastic(on_resize="load", on_handover="hand_over", standby=standby),
     ) as group:
         for phase in phases:
             enter(phase)

@@ -22,7 +22,7 @@ DRIVER = """
     import ray
     from fairlead_placement import RayVirtualCluster
     from fairlead_sharding import NamedSharding
-    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker, report_progress
+    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart, current_worker, report_progress
     from fairlead_workergroup.testing import kill
 
     class Trainer:
@@ -56,12 +56,12 @@ DRIVER = """
     # Ray prints to standard output when a worker dies.
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    env = {"TOKEN": "secret-in-the-environment"}
+    options = {"env_vars": {"TOKEN": "secret-in-the-environment"}, "restart": Restart(on_failure=True)}
     mesh = NamedSharding.from_shape(dp=2, tp=2)
     with RayVirtualCluster([4], use_gpus=False) as cluster:
         builder = RayWorkerBuilder(Trainer, sys.argv[1])
         with RayWorkerGroup(
-            cluster, builder, name_prefix="policy", sharding_annotations=mesh, env_vars=env, restart_on_failure=True
+            cluster, builder, name_prefix="policy", sharding_annotations=mesh, **options
         ) as group:
             print(ray.get_runtime_context().gcs_address, file=out, flush=True)
             for line in sys.stdin:

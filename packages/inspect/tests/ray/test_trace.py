@@ -17,7 +17,7 @@ import ray
 from fairlead_inspect import stragglers, trace
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError, current_worker, spi
+from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Restart, WorkerFailureError, current_worker, spi
 from fairlead_workergroup.testing import kill
 
 # `nox -s soak` repeats what has to hold each time.
@@ -168,7 +168,7 @@ def test_trace_of_a_loss(local_ray, tmp_path, gate, monkeypatch):
     monkeypatch.setenv("FAIRLEAD_TRACE_DIR", str(tmp_path / "traces"))
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, restart_on_failure=True, max_restarts=2) as group,
+        RayWorkerGroup(cluster, Worker, restart=Restart(on_failure=True, max_restarts=2)) as group,
     ):
         call = group.call("wait_for", gate, retries=1)
         kill(group, 1)

@@ -19,7 +19,7 @@ from fairlead_lane._session import WINDOW
 from fairlead_lane._transport import Lane
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, Restart, WorkerFailureError
 from fairlead_workergroup.testing import hang, kill
 
 from ..lanes import connect_stranger
@@ -281,7 +281,7 @@ class TestFaults:
         """A restarted worker joins the lane."""
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Worker, restart_on_failure=True) as group,
+            RayWorkerGroup(cluster, Worker, restart=Restart(on_failure=True)) as group,
             group.lane(),
         ):
             before = group.call("pid").result()

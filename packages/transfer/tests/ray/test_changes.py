@@ -15,7 +15,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, TransferError
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup import Elastic, RayWorkerBuilder, RayWorkerGroup
 from fairlead_workergroup.testing import kill
 
 from ..holders import Gated
@@ -96,7 +96,11 @@ def test_sends_and_resizes(local_ray, tmp_path, eventually):
         RayVirtualCluster([4], use_gpus=False, max_colocated_worker_groups=2) as cluster,
         RayWorkerGroup(cluster, RayWorkerBuilder(Gated, folder, {}, 1.0), name_prefix="policy", **options) as source,
         RayWorkerGroup(
-            cluster, RayWorkerBuilder(Gated, folder, {}), name_prefix="generation", on_resize="rejoin", **options
+            cluster,
+            RayWorkerBuilder(Gated, folder, {}),
+            name_prefix="generation",
+            elastic=Elastic(on_resize="rejoin"),
+            **options,
         ) as target,
         Link(source, target, source="weights", target="weights") as link,
         Link(source, target, source="weights", apply="load") as applied,
@@ -161,7 +165,7 @@ def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
                 RayWorkerBuilder(Gated, folder, {}),
                 name_prefix="generation",
                 sharding_annotations=axes,
-                on_resize="rejoin",
+                elastic=Elastic(on_resize="rejoin"),
             ) as target,
             source.lane(),
             target.lane(),

@@ -27,6 +27,7 @@ from ._group import RayWorkerGroup
 from ._handle import GroupHandle, attach
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
+from ._options import Elastic, Restart, Timeouts
 from ._start.options import recursive_merge_options
 from ._start.report import GroupState, StartPhase, StartReport
 from .exceptions import (
@@ -54,6 +55,7 @@ __all__ = [
     "CallStatistics",
     "CallTimeoutError",
     "CurrentWorker",
+    "Elastic",
     "EpochError",
     "GroupHandle",
     "GroupState",
@@ -68,11 +70,13 @@ __all__ = [
     "RayWorkerGroup",
     "RemoteError",
     "ResizeTimeoutError",
+    "Restart",
     "ResultStream",
     "Shard",
     "StartPhase",
     "StartReport",
     "StuckWorker",
+    "Timeouts",
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",

@@ -86,11 +86,7 @@ class RayWorkerBuilder:
             "num_gpus_per_node": sum(one == node_id for one in node_ids.values()),
         }
         described = describe_class(
-            self.worker,
-            asks=[ask],
-            node_id=node_id,
-            runtime_env=extra_options.get("runtime_env"),
-            timeout_s=START_S,
+            self.worker, asks=[ask], node_id=node_id, runtime_env=extra_options.get("runtime_env"), timeout_s=START_S
         )
         resources, env_vars, init_kwargs, overrides = described.configuration(0)
         options = dict(described.options)

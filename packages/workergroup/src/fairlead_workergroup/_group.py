@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of workers: one process in each slot, called by rank or along named axes."""
 
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import ray
 
@@ -24,7 +23,7 @@ from ._calls.results import ClassicFutures
 from ._calls.route import serving_handles, use_transport
 from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
-from ._context import Compression, check_compression
+from ._context import check_compression
 from ._deadline import check_timeout
 from ._display import table_html
 from ._elastic.axis import find_elastic_axis
@@ -40,7 +39,7 @@ from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
 from ._membership.judge import Judge
 from ._membership.machine import Membership
-from ._membership.operations import Restart, RestartPolicy, Start
+from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
 from ._observe.extensions import extend
@@ -48,6 +47,7 @@ from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
 from ._observe.statistics import Counters
+from ._options import Elastic, FlatOptions, Restart, Timeouts, read_restart
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.report import GroupState, StartClock
@@ -72,36 +72,18 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
             needs no package of Fairlead.
-        restart_on_failure: restart lost workers before the next call that reaches one of them. The call that met the
-            loss still raises, unless it was made with `retries`.
-        max_restarts: the number of restarts for each rank, or with scope "group" for the group.
-        restart_scope: "worker" restarts only the lost workers; "group" restarts all workers with a new master port,
-            which collectives need. With `restart_on_failure` and "group", every call restarts them while a worker is
-            lost.
-        on_restart: a method of the class, without arguments, that restarted workers run first, such as one that reloads
-            a checkpoint.
-        on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
-            as one that sets up the collectives again.
-        standby: how many more processes wait in slots that the group does not use, with the environment and the
-            class's module loaded and without its constructor run. A lost rank takes one instead of a new process, on
-            its own node if there is one there, and moves to its slot. They have no rank: a module that reads RANK when
-            it is imported finds none.
-        on_handover: a method of the class, without arguments, that a worker runs before `replace` ends it. Its result
-            is the argument of `on_restart` in the worker that takes over the rank.
-        on_drain: "replace" moves the workers of a node that Ray drains, such as one that will be preempted, to
-            standbys or free slots on other nodes.
+        restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
+        elastic: the standbys, and the methods and events of changes; None for `Elastic()`.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
         async_communication: let the async methods of a worker overlap on one event loop, which its other methods
             block. Otherwise a worker runs one method at a time.
-        enable_load_balancing: if a worker dies, let `map` move its items to the others.
-        load_balancing_strategy: chooses the worker of the next item of `map`: "round_robin", "least_loaded", or a
-            function that takes the number of items of each worker and returns the position of one worker.
-        enable_gradient_compression: the compression that `fairlead_workergroup.torch.wrap_ddp` uses in the workers:
-            True or "fp16", "bf16", "powersgd", or False for none.
-        call_timeout_s: the timeout in seconds of a `call` without one of its own; None for no limit.
-        start_timeout_s: the seconds that all constructors together may take.
+        timeouts: of the start and of calls; None for `Timeouts()`.
+        flat: `restart_on_failure` and `max_restarts`, which stand for `restart`; `enable_load_balancing` and
+            `load_balancing_strategy`, the defaults of `move_items` and `strategy` of `map`; and
+            `enable_gradient_compression`, the compression that `fairlead_workergroup.torch.wrap_ddp` uses in the
+            workers: True or "fp16", "bf16", "powersgd", or False for none.
 
     Raises:
         TypeError, ValueError: an argument is not valid; nothing has been launched.
@@ -128,61 +110,44 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         env_vars: Mapping[str, str] | None = None,
         *,
         python: str | VenvSpec | None = None,
-        restart_on_failure: bool = False,
-        max_restarts: int = 3,
-        restart_scope: Literal["worker", "group"] = "worker",
-        on_restart: str | None = None,
-        on_resize: str | None = None,
-        standby: int = 0,
-        on_handover: str | None = None,
-        on_drain: Literal["replace"] | None = None,
+        restart: Restart | None = None,
+        elastic: Elastic | None = None,
         memory_limit: int | str | None = None,
         async_communication: bool = False,
-        enable_load_balancing: bool = False,
-        load_balancing_strategy: Strategy = "round_robin",
-        enable_gradient_compression: bool | Compression = False,
-        call_timeout_s: float | None = None,
-        start_timeout_s: float = 600.0,
+        timeouts: Timeouts | None = None,
+        **flat: Unpack[FlatOptions],
     ) -> None:
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
         env_vars = dict(env_vars or {})
         check_env_vars(env_vars)
-        if not 0 < start_timeout_s < math.inf:
-            raise ValueError(f"start_timeout_s must be positive and finite, got {start_timeout_s!r}")
-        call_timeout_s = check_timeout("call_timeout_s", call_timeout_s)
-        map_options = MapOptions(strategy=load_balancing_strategy, move_items=enable_load_balancing)
-        compression = check_compression(enable_gradient_compression)
-        policy = RestartPolicy(restart_on_failure, max_restarts, restart_scope)
+        restart = read_restart(restart, flat, RayWorkerGroup.__init__)
+        elastic, timeouts = elastic or Elastic(), timeouts or Timeouts()
+        if elastic.on_handover is not None and restart.method is None:
+            raise ValueError("on_handover needs Restart(method=...), the method that receives what a worker hands over")
+        strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")
+        map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
+        compression = check_compression(flat.get("enable_gradient_compression", False))
+        policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
+        start_timeout_s = float(timeouts.start_s)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
-        if on_handover is not None and on_restart is None:
-            raise ValueError("on_handover needs on_restart, the method that receives what a worker hands over")
-        if on_drain not in (None, "replace"):
-            raise ValueError(f"on_drain must be 'replace' or None, got {on_drain!r}")
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
         clock = StartClock()
         with clock.phase("reserve"):
             slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places = lay_out(
-            slots,
-            prefix=self.name_prefix,
-            workers_per_node=workers_per_node,
-            bundle_indices_list=bundle_indices_list,
+            slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
         )
         self.cluster = cluster
         self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
         self._roster.judge = Judge(RayWitnesses(self._roster, limit))
-        self._resources = Resources(self._roster, getattr(cluster, "port_range", None))
+        self._resources = resources = Resources(self._roster, getattr(cluster, "port_range", None))
         self._counters = Counters()
-        resources = self._resources
         self._observer = Observer(self._roster)
-        facts = {
-            "communication_backend": getattr(cluster, "communication_backend", None),
-            "gradient_compression": compression,
-        }
+        backend = getattr(cluster, "communication_backend", None)
         spec = GroupSpec(
             cluster=cluster,
             worker=builder.worker,
@@ -190,17 +155,17 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
-            facts=facts,
+            facts={"communication_backend": backend, "gradient_compression": compression},
             memory_limit=limit,
             token=token,
             concurrent=async_communication,
-            start_timeout_s=float(start_timeout_s),
+            start_timeout_s=start_timeout_s,
         )
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
-        self._standbys = Standbys(self._launcher, standby)
+        self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping.wait)
-        hooks = Hooks(on_restart, on_resize, on_handover, float(start_timeout_s), delivery)
+        hooks = Hooks(restart.method, elastic.on_resize, elastic.on_handover, start_timeout_s, delivery)
         crew = Crew(self._launcher, self._standbys, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
         self._teardown = Teardown(self._launcher, self._membership)
@@ -210,7 +175,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._membership,
             self._counters,
             read_group=lambda: find_own_group(resources.registration),
-            call_timeout_s=call_timeout_s,
+            call_timeout_s=timeouts.call_s,
             overlapping=overlapping,
         )
         set_sender(self, self._sender)
@@ -229,8 +194,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._launcher.store()
             self._membership.change(Start())
             self._start_report = clock.report(self.name_prefix)
-            if on_drain is not None:
-                watch = DrainWatch(self, self._roster, self._membership, self._launcher.spec.start_timeout_s)
+            if elastic.on_drain is not None:
+                watch = DrainWatch(self, self._roster, self._membership, start_timeout_s)
                 self._resources.start_thread("fairlead-drain", watch.run)
         except BaseException:
             self.shutdown(force=True)
@@ -354,8 +319,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         A worker restarts in its slot. If its node is gone, it restarts in the slot that the cluster's
         `replace_lost_nodes` reserves instead; if Ray drains the node, in a free slot of another node. With
-        `restart_scope="group"` all workers are ended and started, with a new master port. Then the restarted workers
-        run `on_restart`. Calls of other threads wait meanwhile.
+        `Restart(scope="group")` all workers are ended and started, with a new master port. Then the restarted workers
+        run `Restart.method`. Calls of other threads wait meanwhile.
 
         Returns:
             The ranks that were started; an empty list if no worker is dead.
@@ -365,7 +330,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
                 "start-failed"). Dead workers stay dead, and you can try again.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return sorted(self._membership.change(Restart()).ranks)
+        return sorted(self._membership.change(RestartLost()).ranks)
 
     def resize(self, /, *, slots: Sequence[Slot] | None = None, timeout: float | None = None, **sizes: int) -> int:
         """Change the number of workers along the slowest-varying axis: `group.resize(dp=6)`.
@@ -379,7 +344,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Args:
             slots: the slots of the new workers, in order; None for the first free ones of the cluster, which
                 `cluster.extend` adds. Slots of nodes that are lost or drain are left out.
-            timeout: the seconds that all of this may take, the environment included; None for `start_timeout_s`.
+            timeout: the seconds that all of this may take, the environment included; None for `Timeouts.start_s`.
                 Workers that leave and have not finished by then are ended.
             sizes: the axis and its new size.
 
@@ -409,14 +374,14 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Their processes are prepared first, while calls go on. Then the old workers finish their calls, run
         `on_handover` if they live, and end. The new ones run their constructor with the same arguments, and
-        `on_restart`, which gets what the old one has handed over. With `restart_scope="group"` the other workers are
+        `Restart.method`, which gets what the old one has handed over. With `Restart(scope="group")` the others are
         restarted too. A worker that is busy until the timeout is ended without a handover. A replacement does not count
         as a restart.
 
         Args:
             ranks: the ranks.
             timeout: the seconds that the preparation, the calls before and `on_handover` may take; None for
-                `start_timeout_s`. The constructors and `on_restart` of the new workers have as much time again.
+                `Timeouts.start_s`. The constructors and `Restart.method` of the new workers have as much time again.
 
         Returns:
             The epoch of the group.

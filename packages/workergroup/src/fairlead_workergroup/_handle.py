@@ -50,7 +50,7 @@ HEAD_S = 30.0
 ASKED_AT_ONCE = 16
 REMEDY = (
     "Only the process that made the group starts workers again: with `restart_failed_workers()`, or with its next call "
-    "if it has `restart_on_failure`. Make this call again after that."
+    "if it has `Restart(on_failure=True)`. Make this call again after that."
 )
 
 
@@ -103,10 +103,10 @@ class GroupHandle(TypedCalls):
     worker alive: the group ends with the process that made it. It calls the workers itself, so it works while the
     process that made the group is busy or stopped.
 
-    `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group
-    restarts it and ends it, so `retries` is refused, and its `call_timeout_s` and `enable_load_balancing` do not apply.
-    Before each call, and once before a `map`, the handle asks a node agent whether workers have been replaced. If so,
-    it finds the new ones first.
+    `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group restarts it and
+    ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply. Before each call, and
+    once before a `map`, the handle asks a node agent whether workers have been replaced. If so, it finds the new ones
+    first.
 
     Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it. If
     all called workers have refused a call, it is planned again and sent once more when its results are taken. Workers

@@ -103,7 +103,7 @@ class BrokenEpochError(WorkerFailureError):
     """A resize failed after it had begun to change the workers, so the group cannot be used until it is repaired.
 
     `restart_failed_workers()` starts the failed ranks again and runs `on_resize` on all workers once more; so does
-    another `resize`. With `restart_on_failure` the next call does it.
+    another `resize`. With `Restart(on_failure=True)` the next call does it.
 
     Attributes:
         epoch: the epoch that the resize began.

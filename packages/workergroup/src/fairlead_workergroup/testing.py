@@ -88,13 +88,7 @@ class Hang(AbstractContextManager["Hang"]):
         self.close()
 
 
-def hang(
-    group: RayWorkerGroup,
-    rank: int,
-    how: Way = "sleep",
-    *,
-    timeout_s: float = 60.0,
-) -> Hang:
+def hang(group: RayWorkerGroup, rank: int, how: Way = "sleep", *, timeout_s: float = 60.0) -> Hang:
     """Make a worker hang in a separate call named "hang", and wait until it does.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsufficientError, spi
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, current_worker
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, WorkerFailureError, current_worker
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup.testing import kill
 
@@ -135,7 +135,7 @@ def where(group):
 def test_restart_while_nodes_drain(cluster, ends, eventually):
     """A lost rank takes no standby on a node that drains, and leaves a node that drains itself."""
     (reserved, head, first, last), (_, draining) = cluster, ends
-    with start(reserved, {head: 2}, standby=1, start_timeout_s=60) as group:
+    with start(reserved, {head: 2}, elastic=Elastic(standby=1), timeouts=Timeouts(start_s=60)) as group:
         assert eventually(lambda: group.inspect().standby == 1)
         assert group.inspect().standby_metadata[0]["node_id"] == first
         draining[first] = 0
@@ -159,7 +159,7 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
     """Starts, resizes, replacements and standbys choose no slot whose node is lost or drains."""
     (reserved, head, first, last), (lost, draining) = cluster, ends
     bad = [slot for slot in reserved.slots() if slot.node_id == first]
-    with start(reserved, {head: 2}, start_timeout_s=60) as group:
+    with start(reserved, {head: 2}, timeouts=Timeouts(start_s=60)) as group:
         lost.add(first)
         group.resize(worker=3)
         assert where(group) == [head, head, last]
@@ -174,7 +174,7 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
         group.resize(worker=2)
         good = [slot for slot in reserved.slots() if slot.node_id == last][:1]
         with pytest.raises(ValueError, match="needs slots that the group does not use, and there are 0"):
-            RayWorkerGroup([*bad, *good], Worker, workers_per_node=[0, 1], standby=1)
+            RayWorkerGroup([*bad, *good], Worker, workers_per_node=[0, 1], elastic=Elastic(standby=1))
         with pytest.raises(ValueError, match="3 more workers need 3 free slots, and the cluster has 2"):
             group.resize(worker=5)
 
@@ -182,7 +182,11 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
 def test_handover_that_outlives_the_notice(cluster, ends, gate, clock, eventually):
     """A worker that has not handed over when its node ends is replaced without a handover."""
     (reserved, _, first, _), (_, draining) = cluster, ends
-    options = {"on_handover": "hand_over", "on_restart": "take", "on_drain": "replace", "start_timeout_s": 3600}
+    options = {
+        "elastic": Elastic(on_handover="hand_over", on_drain="replace"),
+        "restart": Restart(method="take"),
+        "timeouts": Timeouts(start_s=3600),
+    }
     with start(reserved, {first: 1}, Slow, **options) as group:
         group.call("keep", str(gate)).result()
         draining[first] = int((time.time() + 600) * 1000)
@@ -198,7 +202,7 @@ def test_handover_that_outlives_the_notice(cluster, ends, gate, clock, eventuall
 def test_drain(cluster, eventually):
     """The state is handed over, the other node is untouched, and calls go on."""
     head = cluster[1]
-    options = {"on_handover": "hand_over", "on_restart": "take", "on_drain": "replace"}
+    options = {"elastic": Elastic(on_handover="hand_over", on_drain="replace"), "restart": Restart(method="take")}
     with RayWorkerGroup(cluster[0], Worker, workers_per_node=1, **options) as group:
         group.call("keep", 7).result()
         before = group.call("where").result()

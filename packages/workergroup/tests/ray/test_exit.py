@@ -11,7 +11,7 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Timeouts, WorkerFailureError, WorkerStartError
 from fairlead_workergroup._remote import exits
 
 EXITS = {"sys.exit": lambda: sys.exit(3), "exit_actor": ray.actor.exit_actor}
@@ -151,4 +151,6 @@ def test_constructor(cluster, how, overlaps):
     """An exit of a constructor fails the start of the group."""
     builder = RayWorkerBuilder(Worker, how)
     with pytest.raises(WorkerStartError, match="lost while it started: killed"):
-        RayWorkerGroup(cluster, builder, workers_per_node=1, async_communication=overlaps, start_timeout_s=20)
+        RayWorkerGroup(
+            cluster, builder, workers_per_node=1, async_communication=overlaps, timeouts=Timeouts(start_s=20)
+        )

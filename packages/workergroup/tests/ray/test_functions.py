@@ -13,7 +13,15 @@ import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import CallTimeoutError, PerWorker, RayWorkerGroup, Shard, WorkerFailureError, current_worker
+from fairlead_workergroup import (
+    CallTimeoutError,
+    PerWorker,
+    RayWorkerGroup,
+    Restart,
+    Shard,
+    WorkerFailureError,
+    current_worker,
+)
 from fairlead_workergroup.testing import slow
 
 from ..calling import Worker
@@ -202,7 +210,7 @@ class TestCalls:
 
         with (
             RayVirtualCluster([1], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Worker, restart_on_failure=True) as one,
+            RayWorkerGroup(cluster, Worker, restart=Restart(on_failure=True)) as one,
         ):
             assert one.call(die_once, retries=1).result() == [0]
             with pytest.raises(WorkerFailureError):

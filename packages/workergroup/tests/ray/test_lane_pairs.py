@@ -18,8 +18,10 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
+    Elastic,
     RayWorkerBuilder,
     RayWorkerGroup,
+    Restart,
     WorkerFailureError,
     WorkerGroupError,
     attach,
@@ -105,7 +107,7 @@ class TestMembership:
             return count
 
         with (
-            RayWorkerGroup(slots[:2], Worker, sharding_annotations=axes, on_resize="rejoin") as group,
+            RayWorkerGroup(slots[:2], Worker, sharding_annotations=axes, elastic=Elastic(on_resize="rejoin")) as group,
             group.lane(),
             ThreadPoolExecutor() as threads,
         ):
@@ -126,7 +128,11 @@ class TestMembership:
 
     def test_replace_and_standby(self, shared_cluster, eventually):
         """A rank that moves, and one that a standby takes over, join the lane; calls in flight end before."""
-        options = {"on_handover": "save", "on_restart": "load", "workers_per_node": [2], "standby": 1}
+        options = {
+            "elastic": Elastic(on_handover="save", standby=1),
+            "restart": Restart(method="load"),
+            "workers_per_node": [2],
+        }
         with RayWorkerGroup(shared_cluster, RayWorkerBuilder(Worker, []), **options) as group, group.lane():
             assert eventually(lambda: group.inspect().standby == 1, 60)
             before = group.call("pid").result(timeout=60)
@@ -213,7 +219,11 @@ class TestOtherProcesses:
 class TestFaults:
     def test_kill(self, shared_cluster, eventually):
         """The calls of a killed worker say so, the others' are answered, and the restarted worker joins the lane."""
-        options = {"restart_on_failure": True, "max_restarts": 10, "memory_limit": "600MB", "workers_per_node": [2]}
+        options = {
+            "restart": Restart(on_failure=True, max_restarts=10),
+            "memory_limit": "600MB",
+            "workers_per_node": [2],
+        }
         with RayWorkerGroup(shared_cluster, Worker, **options) as group:
             pids = group.call("pid").result(timeout=60)
 

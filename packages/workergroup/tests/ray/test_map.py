@@ -196,7 +196,7 @@ def test_options_of_a_view(group, gate):
     assert list(group.with_options(timeout=0.01).map("work", [("easy", 0)], timeout=60)) == [(0, 0)]
     with pytest.raises(ValueError, match=r"the options \['discard'\] of this view have no meaning"):
         group.with_options(discard=True).map("work", [])
-    with pytest.raises(ValueError, match="needs a group with restart_on_failure=True"):
+    with pytest.raises(ValueError, match=r"needs a group with restart=Restart\(on_failure=True\)"):
         group.with_options(retries=1).map("work", [])
 
 
@@ -257,13 +257,13 @@ def test_leaders_of_tied_groups(local_ray):
 
 
 def test_a_dead_workers_items(local_ray):
-    """With enable_load_balancing the other workers take over, also later items; without it the loss is raised."""
+    """With `move_items` the other workers take over, also later items; without it the loss is raised."""
     items = [("easy", 0), ("fatal to 1", 1), *(("easy", i) for i in range(2, 12))]
-    for group in made(2, enable_load_balancing=True):
-        results = list(group.map("work", items, strategy="round_robin"))
+    for group in made(2):
+        results = list(group.map("work", items, strategy="round_robin", move_items=True))
         assert [number for number, _ in results] == list(range(12))
         assert 1 not in {rank for _, rank in results}
-        assert [number for number, _ in group.map("work", items)] == list(range(12))
+        assert [number for number, _ in group.map("work", items, move_items=True)] == list(range(12))
     for group in made(2):
         results = list(group.map("work", items, return_exceptions=True))
         lost = [result for result in results if isinstance(result, WorkerFailureError)]

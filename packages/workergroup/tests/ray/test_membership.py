@@ -16,7 +16,14 @@ import ray
 
 from fairlead_placement import PlacementError, RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, ResizeTimeoutError, WorkerFailureError, current_worker
+from fairlead_workergroup import (
+    Elastic,
+    RayWorkerGroup,
+    ResizeTimeoutError,
+    Restart,
+    WorkerFailureError,
+    current_worker,
+)
 from fairlead_workergroup.testing import assert_no_leaks, hang, kill
 
 EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "8"))
@@ -178,8 +185,12 @@ def count_workers():
 def test_random_events(raylets, eventually, store_used):
     """No call mixes epochs, and slots, ports, processes and memory are as before at the end."""
     rng, counts = random.Random(SEED), Counter()
-    options = {"workers_per_node": [2], "standby": 1, "on_resize": "join", "max_restarts": 10**6}
-    options |= {"sharding_annotations": NamedSharding.from_shape(dp=2), "on_drain": "replace"}
+    options = {
+        "workers_per_node": [2],
+        "elastic": Elastic(standby=1, on_resize="join", on_drain="replace"),
+        "restart": Restart(max_restarts=10**6),
+    }
+    options |= {"sharding_annotations": NamedSharding.from_shape(dp=2)}
     quiet = {"logging_level": "error", "log_to_driver": False}
     with raylets({"num_cpus": SLOTS}, **quiet) as nodes, assert_no_leaks():
         used = store_used()

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from fairlead_workergroup import WorkerFailureError
+from fairlead_workergroup import Restart, WorkerFailureError
 
 from ..calling import MB
 
@@ -18,7 +18,7 @@ def test_bad_limits(make_group, limit):
 
 def test_limit(make_group):
     """A worker that passes the limit is ended, and the cause has both numbers; the limit holds after a restart too."""
-    group = make_group(restart_on_failure=True, memory_limit="600MB")
+    group = make_group(restart=Restart(on_failure=True), memory_limit="600MB")
     for incarnation in (1, 2):
         with pytest.raises(WorkerFailureError) as caught:
             group.at(dp=1).call("grow", 800_000_000).result()
@@ -31,7 +31,7 @@ def test_limit(make_group):
 
 def test_memory_that_counts(make_group):
     """Values of the object store that a worker maps do not count; the memory of its children does."""
-    group = make_group(restart_on_failure=True, memory_limit="300MB")
+    group = make_group(restart=Restart(on_failure=True), memory_limit="300MB")
     assert group.at(dp=1).call("sum_slowly", np.ones(50 * MB)).result() == [50 * MB]
     with pytest.raises(WorkerFailureError) as caught:
         group.at(dp=1).call("start_child", 400_000_000).result()

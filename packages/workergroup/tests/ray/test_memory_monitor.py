@@ -10,7 +10,7 @@ import ray
 
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError
 from fairlead_workergroup.testing import fill_memory
 
 GB = 10**9
@@ -45,7 +45,7 @@ def test_kill_by_the_monitor(monkeypatch):
         with (
             assert_no_leaks(),
             RayVirtualCluster([2], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Worker, restart_on_failure=True) as group,
+            RayWorkerGroup(cluster, Worker, restart=Restart(on_failure=True)) as group,
         ):
             with pytest.raises(WorkerFailureError) as caught:
                 group.at(worker=1).call("take", TAKEN).result(timeout=120)

@@ -15,11 +15,14 @@ from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsuff
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     BrokenEpochError,
+    Elastic,
     EpochError,
     PerWorker,
     RayWorkerGroup,
     ResizeTimeoutError,
+    Restart,
     Shard,
+    Timeouts,
     WorkerFailureError,
     WorkerGroupError,
     WorkerStartError,
@@ -85,12 +88,12 @@ def cluster(local_ray):
 
 
 def make(cluster, **options):
-    options = {"sharding_annotations": AXES, "on_resize": "set_up", "workers_per_node": [2], **options}
+    options = {"sharding_annotations": AXES, "elastic": Elastic(on_resize="set_up"), "workers_per_node": [2], **options}
     return RayWorkerGroup(cluster, Worker, **options)
 
 
 def make_lasting(cluster):
-    return make(cluster, max_restarts=100)
+    return make(cluster, restart=Restart(max_restarts=100))
 
 
 @pytest.fixture
@@ -189,13 +192,13 @@ def test_one_deadline(group, monkeypatch):
 
 @pytest.mark.timeout(300)
 def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait_until_running):
-    """The timeout holds for `on_restart` of a lost worker that the resize starts again."""
+    """The timeout holds for `Restart.method` of a lost worker that the resize starts again."""
     hang = tmp_path / "gate.hang0"
     hang.touch()
     options = {
-        "on_restart": "set_up",
-        "on_resize": None,
-        "start_timeout_s": 1200,
+        "restart": Restart(method="set_up"),
+        "elastic": Elastic(on_resize=None),
+        "timeouts": Timeouts(start_s=1200),
         "env_vars": {"GATE": f"{tmp_path}/gate"},
     }
     monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
@@ -208,7 +211,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
 
         with ThreadPoolExecutor() as threads:
             passed = threads.submit(let_time_pass)
-            with pytest.raises(BrokenEpochError, match="on_restart failed") as caught:
+            with pytest.raises(BrokenEpochError, match=r"Restart\.method failed") as caught:
                 group.resize(dp=1, timeout=600)
             passed.result()
         assert [failure.rank for failure in caught.value.failures] == [0]
@@ -228,7 +231,7 @@ def test_silent_agent(cluster, clock, monkeypatch):
             return [None] * len(workers)
         return query.ask_nodes(workers, function, *more, **options)
 
-    with make(cluster, memory_limit="2GB", start_timeout_s=120) as group:
+    with make(cluster, memory_limit="2GB", timeouts=Timeouts(start_s=120)) as group:
         monkeypatch.setattr(memory, "ask_nodes", ask_nodes)
         assert group.resize(dp=3) == 1
         assert asked == ["start_guard"] * 2

@@ -15,7 +15,9 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
+    Restart,
     Shard,
+    Timeouts,
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
@@ -44,7 +46,7 @@ class Configured:
 
 def make_lasting(cluster):
     builder = RayWorkerBuilder(Worker, VALUE)
-    return RayWorkerGroup(cluster, builder, [2], sharding_annotations=AXES, max_restarts=100)
+    return RayWorkerGroup(cluster, builder, [2], sharding_annotations=AXES, restart=Restart(max_restarts=100))
 
 
 def incarnations(group):
@@ -92,11 +94,11 @@ def test_death_that_no_call_reported(lasting, monkeypatch, eventually, explained
 
 
 def test_restart_of_the_group(make_group):
-    """With scope "group" all workers restart with a new master port, and all run `on_restart`.
+    """With scope "group" all workers restart with a new master port, and all run `Restart.method`.
 
     No call runs while a rank is lost: `map` and views without that rank restart the group too.
     """
-    group = make_group(restart_on_failure=True, restart_scope="group", on_restart="load")
+    group = make_group(restart=Restart(on_failure=True, scope="group", method="load"))
     port = group.master_port
     die(group, 1)
     assert group.restart_failed_workers() == [0, 1]
@@ -113,7 +115,7 @@ def test_restart_of_the_group(make_group):
 @pytest.mark.parametrize("scope", ["worker", "group"])
 def test_map_after_a_loss(make_group, tmp_path, scope):
     """Other workers get the items of a worker that died; with scope "group" all workers restart and take part again."""
-    group = make_group(restart_on_failure=True, restart_scope=scope, enable_load_balancing=True, max_restarts=1)
+    group = make_group(restart=Restart(on_failure=True, scope=scope, max_restarts=1), enable_load_balancing=True)
     assert list(group.map("die_once", [(item, tmp_path / "died") for item in range(20)])) == list(range(20))
     incarnations = [state[1] for state in group.call("state").result()]
     assert sorted(incarnations) == ([0, 1] if scope == "worker" else [1] * 2)
@@ -132,7 +134,7 @@ def test_cluster_shut_down(local_ray, bare):
     """Calls and restarts report that the cluster is gone, instead of waiting for ever."""
     cluster = RayVirtualCluster([1], use_gpus=False)
     place = cluster.slots() if bare else cluster
-    with RayWorkerGroup(place, Worker, restart_on_failure=True, start_timeout_s=60) as group:
+    with RayWorkerGroup(place, Worker, restart=Restart(on_failure=True), timeouts=Timeouts(start_s=60)) as group:
         cluster.shutdown()
         call = group.call("pid")
         for asks in (call.result, lambda: group.call("pid"), group.restart_failed_workers):
@@ -143,8 +145,8 @@ def test_cluster_shut_down(local_ray, bare):
 
 @pytest.mark.smoke
 def test_restart_before_the_next_call(make_group):
-    """With `restart_on_failure` the call that meets the loss raises; the next one works, also a classic one."""
-    group = make_group(axes=GRID, restart_on_failure=True, on_restart="load")
+    """With `on_failure` the call that meets the loss raises; the next one works, also a classic one."""
+    group = make_group(axes=GRID, restart=Restart(on_failure=True, method="load"))
     with pytest.raises(WorkerFailureError, match=r"next call that reaches rank\(s\) [03, ]+ starts them again"):
         group.call("die", [0, 3]).result()
     assert group.call("double", Shard([1, 2], "dp"), retries=1).result() == [2, 2, 4, 4]
@@ -156,12 +158,12 @@ def test_restart_before_the_next_call(make_group):
 @pytest.mark.smoke
 def test_retries(make_group):
     """With `retries` the call is repeated on the lost ranks only, also if it is awaited or streams."""
-    group = make_group(axes=GRID, restart_on_failure=True, on_restart="load", max_restarts=5)
+    group = make_group(axes=GRID, restart=Restart(on_failure=True, method="load", max_restarts=5))
     big = np.ones(20_000)
     requests = group.inspect().statistics.requests
     call = group.call("double", Shard([big, big], "dp"), die_at=[1], retries=1, collect="tp")
     assert [float(value[0]) for value in call.result()] == [2.0, 2.0]
-    # 4 of the call, 1 start, 1 on_restart, 1 again.
+    # 4 of the call, 1 start, 1 Restart.method, 1 again.
     assert group.inspect().statistics.requests - requests == 7
     assert call.statistics().puts == 1
     assert [state[1] for state in group.call("state").result()] == [0, 1, 0, 0]
@@ -194,7 +196,7 @@ def test_retries_with_two_waiting_threads(make_group, scope):
 
     With scope "group" all ranks repeat it, after all have been restarted.
     """
-    group = make_group(restart_on_failure=True, restart_scope=scope)
+    group = make_group(restart=Restart(on_failure=True, scope=scope))
     call = group.call("double", 3, die_at=[1], retries=1)
     before = group.inspect().statistics.requests
     with ThreadPoolExecutor() as pool:
@@ -207,7 +209,7 @@ def test_retries_with_two_waiting_threads(make_group, scope):
 
 def test_loss_reported_by_a_worker(make_group):
     """A worker that raises WorkerFailureError about workers of its own is not lost, and nothing is repeated."""
-    group = make_group(restart_on_failure=True, restart_scope="group")
+    group = make_group(restart=Restart(on_failure=True, scope="group"))
     call = group.call("raise_loss", retries=2)
     with pytest.raises(WorkerFailureError, match="of a group of mine"):
         call.result()
@@ -244,7 +246,7 @@ def test_status_during_a_restart(lasting, monkeypatch):
 
 def test_max_restarts(make_group):
     """The limit counts per rank with scope "worker"; at the limit the error says so, and nothing is started."""
-    group = make_group(max_restarts=1)
+    group = make_group(restart=Restart(max_restarts=1))
     for rank in (0, 1):
         die(group, rank)
         assert group.restart_failed_workers() == [rank]
@@ -253,7 +255,7 @@ def test_max_restarts(make_group):
         group.restart_failed_workers()
     with pytest.raises(WorkerFailureError, match="rank 1 has been restarted max_restarts=1 times"):
         group.call("pid")
-    group = make_group(max_restarts=0, restart_scope="group", restart_on_failure=True)
+    group = make_group(restart=Restart(max_restarts=0, scope="group", on_failure=True))
     die(group, 0)
     with pytest.raises(WorkerFailureError, match="the group has been restarted max_restarts=0 times"):
         group.call("pid")
@@ -261,7 +263,7 @@ def test_max_restarts(make_group):
 
 def test_failed_restart(make_group):
     """The failure has kind "start-failed" and the reason; the restart can be repeated until max_restarts."""
-    group = make_group(VALUE, [1], max_restarts=2)
+    group = make_group(VALUE, [1], restart=Restart(max_restarts=2))
     die(group, 1)
     for _ in range(2):
         with pytest.raises(WorkerFailureError, match="cannot start a second time") as caught:
@@ -270,7 +272,7 @@ def test_failed_restart(make_group):
     with pytest.raises(WorkerFailureError, match="max_restarts=2"):
         group.restart_failed_workers()
     assert group.at(dp=0).call("double", 1).result() == [2]
-    group = make_group(on_restart="fail_to_load")
+    group = make_group(restart=Restart(method="fail_to_load"))
     die(group, 0)
     with pytest.raises(WorkerFailureError, match="no checkpoint"):
         group.restart_failed_workers()
@@ -281,12 +283,12 @@ def test_failed_restart(make_group):
 def test_shutdown_during_a_restart(make_group, tmp_path, eventually):
     """A shutdown also ends the workers that another thread is starting, and no call restarts the group."""
     env_vars = {"GATE": str(tmp_path / "never")}
-    group = make_group(restart_on_failure=True, on_restart="load_when_open", env_vars=env_vars)
+    group = make_group(restart=Restart(on_failure=True, method="load_when_open"), env_vars=env_vars)
     die(group, 1)
     with ThreadPoolExecutor() as pool:
         call = pool.submit(group.call, "pid")
         assert eventually(lambda: is_restarting(group), 60)
-        assert eventually((tmp_path / "never.1").exists, 60)  # the new process runs `on_restart`
+        assert eventually((tmp_path / "never.1").exists, 60)  # the new process runs `Restart.method`
         group.shutdown()
         with pytest.raises((WorkerGroupError, WorkerFailureError)):
             call.result(timeout=60)
@@ -296,16 +298,19 @@ def test_shutdown_during_a_restart(make_group, tmp_path, eventually):
 
 
 def test_time_of_on_restart(make_group):
-    """`on_restart` may take as long as a start; the timeout of calls does not apply."""
-    group = make_group(restart_on_failure=True, on_restart="slowly_load", call_timeout_s=0.5)
+    """`Restart.method` may take as long as a start; the timeout of calls does not apply."""
+    group = make_group(restart=Restart(on_failure=True, method="slowly_load"), timeouts=Timeouts(call_s=0.5))
     die(group, 1)
     assert group.restart_failed_workers() == [1]
 
 
 def test_two_groups(make_group, local_ray):
     """The loss, restart and end of one group do not affect the other."""
-    with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker, max_restarts=1) as other:
-        ours = make_group(restart_on_failure=True)
+    with (
+        RayVirtualCluster([1], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, restart=Restart(max_restarts=1)) as other,
+    ):
+        ours = make_group(restart=Restart(on_failure=True))
         pids = other.call("pid").result()
         pending = other.call("double", 4)
         die(ours, 0, 1)
@@ -316,32 +321,18 @@ def test_two_groups(make_group, local_ray):
 
 def test_restart_after_forced_cancel(make_group, wait_until_running):
     """A worker that cancel(force=True) has ended restarts like any lost worker."""
-    group = make_group(restart_on_failure=True)
+    group = make_group(restart=Restart(on_failure=True))
     call = group.at(dp=0).call("grow", 8)
     wait_until_running(group, "grow", 0)
     assert call.cancel(force=True) == [0]
     assert group.call("double", 1).result() == [2] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_restarts": -1}, "max_restarts must be a whole number"),
-        ({"max_restarts": 1.5}, "max_restarts must be a whole number"),
-        ({"restart_scope": "node"}, "restart_scope must be 'worker' or 'group', got 'node'"),
-    ],
-)
-def test_bad_options(make_group, options, message):
-    """Wrong options are refused before anything starts."""
-    with pytest.raises(ValueError, match=message):
-        make_group(**options)
-
-
 def test_bad_methods_and_retries(make_group, lasting):
-    """An unknown on_restart method is refused with a list of methods; retries need a group that restarts workers."""
+    """An unknown restart method is refused with a list of methods; retries need a group that restarts workers."""
     with pytest.raises(AttributeError, match="Worker has no public method 'reload'"):
-        make_group(on_restart="reload")
-    with pytest.raises(ValueError, match="needs a group with restart_on_failure=True"):
+        make_group(restart=Restart(method="reload"))
+    with pytest.raises(ValueError, match=r"needs a group with restart=Restart\(on_failure=True\)"):
         lasting.call("pid", retries=1)
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="retries must be a whole number"):
@@ -353,7 +344,7 @@ def test_slots_of_two_clusters(local_ray):
     with (
         RayVirtualCluster([1], use_gpus=False) as one,
         RayVirtualCluster([1], use_gpus=False) as other,
-        RayWorkerGroup([*one.slots(), *other.slots()], Worker, restart_on_failure=True) as group,
+        RayWorkerGroup([*one.slots(), *other.slots()], Worker, restart=Restart(on_failure=True)) as group,
     ):
         before = group.call("pid").result()
         die(group, 0)

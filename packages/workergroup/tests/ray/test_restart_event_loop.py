@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fairlead_workergroup import CallCancelledError, CallTimeoutError, WorkerFailureError
+from fairlead_workergroup import CallCancelledError, CallTimeoutError, Restart, WorkerFailureError
 
 from ..restarting import VALUE, die, is_restarting
 
@@ -14,7 +14,7 @@ from ..restarting import VALUE, die, is_restarting
 def test_deadline_during_a_restart(make_group, tmp_path, eventually):
     """A call waits for a restart until its deadline, then reports it and sends nothing; the restart continues."""
     gate = tmp_path / "gate"
-    group = make_group(restart_on_failure=True, on_restart="load_when_open", env_vars={"GATE": str(gate)})
+    group = make_group(restart=Restart(on_failure=True, method="load_when_open"), env_vars={"GATE": str(gate)})
     die(group, 1)
     with pytest.raises(CallTimeoutError, match="'pid' was not sent to its 2 workers"):
         group.call("pid", timeout=0.2)
@@ -36,7 +36,7 @@ def test_event_loop_during_a_restart(make_group, tmp_path, eventually):
     The restart ends when this coroutine opens the gate, so a call that blocks the loop would wait forever.
     """
     gate = tmp_path / "gate"
-    group = make_group(restart_on_failure=True, on_restart="load_when_open", env_vars={"GATE": str(gate)})
+    group = make_group(restart=Restart(on_failure=True, method="load_when_open"), env_vars={"GATE": str(gate)})
     die(group, 1)
 
     async def main():
@@ -85,7 +85,7 @@ def test_event_loop_during_a_restart(make_group, tmp_path, eventually):
 
 def test_failed_restart_on_an_event_loop(make_group):
     """The awaited call raises the reason why it was not sent."""
-    group = make_group((), [1], restart_on_failure=True)
+    group = make_group((), [1], restart=Restart(on_failure=True))
     die(group, 1)
 
     async def main():

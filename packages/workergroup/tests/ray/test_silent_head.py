@@ -15,10 +15,13 @@ import ray
 from fairlead_placement import HeadTimeoutError, NodeAgent, RayVirtualCluster
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import (
+    Elastic,
     GroupHandle,
     GroupView,
     RayWorkerGroup,
     ResizeTimeoutError,
+    Restart,
+    Timeouts,
     WorkerFailureError,
     _handle,
     _head,
@@ -185,7 +188,10 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
             **bind(VIEW, group.at(worker=slice(0, 2))),
             "attach": (lambda: attach("calls"), HeadTimeoutError),
             "fresh handle": (lambda: fresh.call("rank"), HeadTimeoutError),
-            "constructor": (lambda: RayWorkerGroup(slots[6:7], Worker, start_timeout_s=LIMIT_S), HeadTimeoutError),
+            "constructor": (
+                lambda: RayWorkerGroup(slots[6:7], Worker, timeouts=Timeouts(start_s=LIMIT_S)),
+                HeadTimeoutError,
+            ),
         }
         assert isinstance(handle, GroupHandle)
         assert isinstance(group.at(worker=0), GroupView)
@@ -268,7 +274,7 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, on_drain="replace") as group,
+        RayWorkerGroup(cluster, Worker, elastic=Elastic(on_drain="replace")) as group,
         looking(group),
         contextlib.ExitStack() as lane,
     ):
@@ -324,7 +330,9 @@ def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_pro
     enter, stopped = Membership._enter, contextlib.ExitStack()
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, 2, on_restart="rank", on_resize="rank", max_restarts=100) as group,
+        RayWorkerGroup(
+            cluster, Worker, 2, restart=Restart(method="rank", max_restarts=100), elastic=Elastic(on_resize="rank")
+        ) as group,
         stopped,
     ):
         for phase, name in itertools.product(OUTCOMES, CHANGES):

@@ -14,8 +14,11 @@ from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
+    Elastic,
     RayWorkerBuilder,
     RayWorkerGroup,
+    Restart,
+    Timeouts,
     WorkerFailureError,
     WorkerStartError,
     current_worker,
@@ -103,7 +106,7 @@ def test_take_over(cluster, eventually):
     events = []
     builder = RayWorkerBuilder(Worker, [7])
     with (
-        RayWorkerGroup(cluster, builder, workers_per_node=[2], standby=1) as group,
+        RayWorkerGroup(cluster, builder, workers_per_node=[2], elastic=Elastic(standby=1)) as group,
     ):
         spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.inspect().standby == 1, 60)
@@ -149,22 +152,22 @@ def test_take_over(cluster, eventually):
 def test_standbys_are_refused(cluster):
     """Nothing is launched if there is no room for standbys, or if ranks could not take each other's place."""
     for options, match in [
-        ({"standby": 1}, "needs slots that the group does not use, and there are 0"),
-        ({"standby": -1}, "whole number"),
-        ({"standby": True}, "whole number"),
-        ({"standby": 1, "bundle_indices_list": [(0, [0, 1])]}, "tied groups cannot"),
+        ({}, "needs slots that the group does not use, and there are 0"),
+        ({"bundle_indices_list": [(0, [0, 1])]}, "tied groups cannot"),
     ]:
         with pytest.raises(ValueError, match=match):
-            RayWorkerGroup(cluster, Worker, **options)
+            RayWorkerGroup(cluster, Worker, elastic=Elastic(standby=1), **options)
     with pytest.raises(ValueError, match="rank 1 has other options"):
-        RayWorkerGroup(cluster, Different, workers_per_node=[2], standby=1)
+        RayWorkerGroup(cluster, Different, workers_per_node=[2], elastic=Elastic(standby=1))
     with RayWorkerGroup(cluster, Worker, [1]) as group:
         assert group.inspect().standby == 0
 
 
 def test_group_scope(cluster, eventually):
     """With scope "group" everybody restarts, and the lost rank in the standby's process."""
-    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], standby=1, restart_scope="group") as group:
+    with RayWorkerGroup(
+        cluster, Worker, workers_per_node=[2], elastic=Elastic(standby=1), restart=Restart(scope="group")
+    ) as group:
         assert eventually(lambda: group.inspect().standby == 1, 60)
         lose(group, 0)
         assert group.restart_failed_workers() == [0, 1]
@@ -175,9 +178,13 @@ def test_group_scope(cluster, eventually):
 def test_replace_with_a_standby(cluster, eventually, tmp_path):
     """The old worker hands its state over, the others keep theirs, and the vacated slot gets the next standby."""
     events = []
-    options = {"on_handover": "save", "on_restart": "load", "env_vars": {"FAIL_TO_SAVE": str(tmp_path / "full")}}
+    options = {
+        "elastic": Elastic(standby=1, on_handover="save"),
+        "restart": Restart(method="load"),
+        "env_vars": {"FAIL_TO_SAVE": str(tmp_path / "full")},
+    }
     with (
-        RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], standby=1, **options) as group,
+        RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], **options) as group,
     ):
         spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.inspect().standby == 1, 60)
@@ -217,7 +224,9 @@ def test_interrupted_takeover(cluster, eventually, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    with RayWorkerGroup(cluster, Worker, workers_per_node=[1], standby=1, start_timeout_s=60) as group:
+    with RayWorkerGroup(
+        cluster, Worker, workers_per_node=[1], elastic=Elastic(standby=1), timeouts=Timeouts(start_s=60)
+    ) as group:
         assert eventually(lambda: group.inspect().standby == 1)
         before = {number for number in group._resources._workers if number < 0}
         lose(group, 0)
@@ -250,7 +259,7 @@ def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
     monkeypatch.setattr(Resources, "give_back", note_release)
     with (
         ThreadPoolExecutor() as pool,
-        RayWorkerGroup(cluster, Worker, workers_per_node=[1], standby=1) as group,
+        RayWorkerGroup(cluster, Worker, workers_per_node=[1], elastic=Elastic(standby=1)) as group,
     ):
         assert creating.wait(60)
         ended = pool.submit(group.shutdown)
@@ -261,9 +270,13 @@ def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
 
 
 def test_replace_with_a_collective(cluster, tmp_path):
-    """With scope "group" all ranks run `on_restart` at the same time, those that get a handed-over value too."""
-    options = {"on_handover": "save", "on_restart": "meet", "env_vars": {"FOLDER": str(tmp_path)}}
-    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart_scope="group", **options) as group:
+    """With scope "group" all ranks run `Restart.method` at the same time, those that get a handed-over value too."""
+    options = {
+        "elastic": Elastic(on_handover="save"),
+        "restart": Restart(scope="group", method="meet"),
+        "env_vars": {"FOLDER": str(tmp_path)},
+    }
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:
         group.replace([1])
         assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
 
@@ -271,19 +284,19 @@ def test_replace_with_a_collective(cluster, tmp_path):
 def test_resize_after_a_loss_with_group_scope(cluster):
     """A resize restarts the ranks that `restart_failed_workers` would restart: with scope "group" all of them."""
     builder = RayWorkerBuilder(Worker, "new")
-    with RayWorkerGroup(cluster, builder, workers_per_node=[2], restart_scope="group", on_restart="load") as group:
+    with RayWorkerGroup(cluster, builder, workers_per_node=[2], restart=Restart(scope="group", method="load")) as group:
         lose(group, 1)
         group.resize(worker=3)
         states = [(incarnation, value) for _, _, incarnation, _, value in group.call("facts").result()]
         assert states == [(1, None), (1, None), (0, "new")]
 
 
-@pytest.mark.parametrize("late", ["on_handover", "on_restart"])
-def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, late):
+@pytest.mark.parametrize(("save", "load"), [("save_late", "load"), ("save", "load_late")])
+def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, save, load):
     """A method of the user that takes longer than the timeout of a replacement is not waited for."""
     monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
-    options = {"on_handover": "save", "on_restart": "load", late: "save_late" if late == "on_handover" else "load_late"}
-    options |= {"start_timeout_s": 3600, "env_vars": {"GATE": str(gate)}}
+    options = {"elastic": Elastic(on_handover=save), "restart": Restart(method=load)}
+    options |= {"timeouts": Timeouts(start_s=3600), "env_vars": {"GATE": str(gate)}}
     with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:
         replaced = threads.submit(group.replace, [0], 600)
         assert eventually(Path(f"{gate}.begun").exists)
@@ -333,7 +346,11 @@ def test_handover_does_not_pass_through_the_driver(cluster, kind):
             return Handed(driver)
 
     worker = AsyncKeeper if kind == "overlapping" else Keeper
-    options = {"on_handover": "save", "on_restart": "load", "async_communication": kind == "overlapping"}
+    options = {
+        "elastic": Elastic(on_handover="save"),
+        "restart": Restart(method="load"),
+        "async_communication": kind == "overlapping",
+    }
     with (
         RayWorkerGroup(cluster, worker, workers_per_node=[1], **options) as group,
         group.lane() if kind == "lane" else contextlib.nullcontext(),
@@ -344,7 +361,7 @@ def test_handover_does_not_pass_through_the_driver(cluster, kind):
 
 def test_replace_in_a_free_slot(cluster):
     """Without a standby the ranks move to new processes in slots that nobody uses; with scope "group" all restart."""
-    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart_scope="group") as group:
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart=Restart(scope="group")) as group:
         for ranks, error, match in [
             ([], ValueError, "at least one rank"),
             ([0, 0], ValueError, "each rank once"),
@@ -369,7 +386,7 @@ def test_replace_in_a_free_slot(cluster):
             assert group.replace([1]) == 2
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
         assert group.inspect().standby == 0
-    with pytest.raises(ValueError, match="on_handover needs on_restart"):
-        RayWorkerGroup(cluster, Worker, on_handover="save")
+    with pytest.raises(ValueError, match="on_handover needs Restart"):
+        RayWorkerGroup(cluster, Worker, elastic=Elastic(on_handover="save"))
     with pytest.raises(ValueError, match="on_drain must be"):
-        RayWorkerGroup(cluster, Worker, on_drain="move")
+        RayWorkerGroup(cluster, Worker, elastic=Elastic(on_drain="move"))

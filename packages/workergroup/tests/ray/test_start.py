@@ -17,6 +17,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
+    Timeouts,
     WorkerFailureError,
     WorkerStartError,
     current_worker,
@@ -130,7 +131,7 @@ class TestWaiting:
             RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(1,), fail="exit"), workers_per_node=2)
 
     def test_deadline(self, cluster, clock, monkeypatch):
-        """After start_timeout_s the error names the slow ranks, and all workers are ended."""
+        """After `Timeouts.start_s` the error names the slow ranks, and all workers are ended."""
         builder = RayWorkerBuilder(Slow, seconds=600, ranks=(0, 2))
         ready, note = set(), StartClock.note
 
@@ -143,7 +144,7 @@ class TestWaiting:
 
         monkeypatch.setattr(StartClock, "note", note_and_let_time_pass)
         with pytest.raises(WorkerStartError, match=r"2 of 3 workers had not finished .* after 300 s .*rank 0 .*rank 2"):
-            RayWorkerGroup(cluster, builder, workers_per_node=3, start_timeout_s=300)
+            RayWorkerGroup(cluster, builder, workers_per_node=3, timeouts=Timeouts(start_s=300))
 
     def test_interrupt(self, cluster):
         """Ctrl-C during the start of a group leaves nothing behind."""
@@ -175,8 +176,6 @@ class TestArguments:
             ),
             ({"sharding_annotations": NamedSharding.from_shape(dp=8, start=1)}, ValueError, "the ranks 0 to 7"),
             ({"sharding_annotations": [[0, 1]]}, TypeError, "must be a NamedSharding, got list"),
-            ({"start_timeout_s": 0}, ValueError, "start_timeout_s must be positive"),
-            ({"start_timeout_s": float("inf")}, ValueError, "start_timeout_s must be positive and finite"),
             ({"env_vars": {"RANK": "0"}}, ValueError, "may not name 'RANK'"),
             ({"workers_per_node": 9}, ValueError, "asks for 9 workers"),
             ({"workers_per_node": 2, "bundle_indices_list": [(0, [0])]}, ValueError, "not both"),

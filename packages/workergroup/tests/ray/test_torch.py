@@ -10,7 +10,7 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup, Shard, current_worker
+from fairlead_workergroup import Elastic, RayWorkerGroup, Shard, current_worker
 from fairlead_workergroup.testing import kill
 
 pytest.importorskip("torch", reason="the torch helpers need torch")
@@ -315,7 +315,7 @@ def test_process_groups_of_several_epochs(local_ray):
             Replica,
             workers_per_node=[2],
             sharding_annotations=NamedSharding.from_shape(dp=2),
-            on_resize="connect",
+            elastic=Elastic(on_resize="connect"),
         ) as group,
     ):
 

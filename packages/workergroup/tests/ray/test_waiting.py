@@ -20,6 +20,7 @@ from fairlead_workergroup import (
     MultiWorkerFuture,
     PerWorker,
     RayWorkerGroup,
+    Timeouts,
     WorkerFailureError,
 )
 from fairlead_workergroup._observe import query as _inspect
@@ -204,10 +205,10 @@ class TestWaiting:
         assert repr(call) == "Call('total', 8 of 8 workers done, 8 results)"
 
     def test_group_timeout(self, local_ray, tmp_path):
-        """`call_timeout_s` is the timeout of calls without one of their own."""
+        """`Timeouts.call_s` is the timeout of calls without one of their own."""
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Worker, call_timeout_s=0.3) as group,
+            RayWorkerGroup(cluster, Worker, timeouts=Timeouts(call_s=0.3)) as group,
         ):
             first, second = tmp_path / "first", tmp_path / "second"
             call = group.call("wait_for", first, tag=2)

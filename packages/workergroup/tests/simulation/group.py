@@ -9,7 +9,7 @@ from typing import Any
 
 from fairlead_placement import PlacementError, RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts
 from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 
 from .actors import HANG, Takes, Until, Worker
@@ -155,7 +155,9 @@ class Behaviour:
         return {one.facts["rank"] for one in running if "rank" in one.facts and one.epoch <= epoch}
 
 
-def make_group(ray: PretendedRay, *, workers: int = 2, each: int = 3, **options: Any) -> RayWorkerGroup:
+def make_group(
+    ray: PretendedRay, *, workers: int = 2, each: int = 3, restart: Restart | None = None, standby: int = 0
+) -> RayWorkerGroup:
     """Start the shipped group on pretended nodes that have `each` slots."""
     cluster = PretendedCluster(ray, each)
     return RayWorkerGroup(
@@ -164,9 +166,7 @@ def make_group(ray: PretendedRay, *, workers: int = 2, each: int = 3, **options:
         workers_per_node=[workers // len(ray.nodes)] * len(ray.nodes),
         name_prefix="simulated",
         sharding_annotations=NamedSharding.from_shape(dp=workers),
-        on_restart="on_restart",
-        on_resize="on_resize",
-        on_handover="on_handover",
-        start_timeout_s=START_S,
-        **options,
+        restart=dataclasses.replace(restart or Restart(), method="on_restart"),
+        elastic=Elastic(standby=standby, on_resize="on_resize", on_handover="on_handover"),
+        timeouts=Timeouts(start_s=START_S),
     )

@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError
 
 from fairlead_placement import PlacementError
-from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
+from fairlead_workergroup import RayWorkerGroup, Restart, WorkerGroupError
 
 from .actors import HANG, Worker
 from .group import Behaviour, make_group
@@ -45,7 +45,7 @@ MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shu
 REFUSED = (
     "use other slots.",
     "or give other slots.",
-    "create the group with standby=.",
+    "create the group with Elastic(standby=...).",
     *(f"the group has ranks 0 to {last}" for last in range(8)),
 )
 # The time that a change may take, and a call.
@@ -87,7 +87,7 @@ class GroupRun:
             restarts = bool(world.choose(2))
             world.note(f"has scope {scope!r}, on_failure={restarts}, and the faults {sorted(self.chosen)}")
             self.group = group = make_group(
-                ray, restart_scope=scope, restart_on_failure=restarts, standby=world.choose(2)
+                ray, restart=Restart(scope=scope, on_failure=restarts), standby=world.choose(2)
             )
             self.invariants = Invariants(world, ray, group._roster, placement=placement)
             self.invariants.standby_slots = group._resources.standby_slots

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_workergroup import WorkerGroupError
+from fairlead_workergroup import Restart, WorkerGroupError
 
 from .exploration import describe, explore, run_seed, shrink
 from .group import Behaviour, make_group
@@ -97,7 +97,7 @@ def test_interrupted_request_of_a_restart():
         group.call("step", timeout=60).result()
         assert group.shutdown()
 
-    explore_group(script, restart_on_failure=True)
+    explore_group(script, restart=Restart(on_failure=True))
 
 
 def test_ctrl_c_leaves_nothing():

@@ -34,13 +34,7 @@ class SendState(Enum):
 
 @dataclass(eq=False, repr=False)
 class Attempts:
-    """The requests of one call.
-
-    Attributes:
-        cancelled: the ranks that had not finished when the call was cancelled; empty if it was not cancelled.
-        items: references to items that have arrived, by position.
-        is_single: whether the result is one worker's value, and not a list.
-    """
+    """The requests of one call."""
 
     sender: Sender
     owner: object  # it stays alive as long as a caller waits for the call
@@ -50,8 +44,8 @@ class Attempts:
     options: CallOptions
     submit_s: float = 0.0
     fetched_at: set[int] = field(default_factory=set)  # the positions of the workers whose results have been fetched
-    cancelled: tuple[int, ...] = ()
-    items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)
+    cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
+    items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)  # that have arrived, by position
     attempt: int = 0
     positions: list[int] = field(init=False)
     others: list[int] = field(init=False)
@@ -205,9 +199,7 @@ class Attempts:
             lost = list(range(len(self.futures)))
         requests = list(self.order.requests)
         again = self.order._replace(
-            ranks=[self.ranks[at] for at in lost],
-            requests=[requests[at] for at in lost],
-            deadline=limit,
+            ranks=[self.ranks[at] for at in lost], requests=[requests[at] for at in lost], deadline=limit
         )
         with self.sender.explained():
             sent = self.sender.send(again)

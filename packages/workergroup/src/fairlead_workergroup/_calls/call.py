@@ -43,29 +43,20 @@ UNPREPARED = "it was prepared before the lane opened"
 
 def dispatch(
     sender: Sender,
-    owner: object,
+    owner: object,  # the group, which stays alive as long as a caller waits for the call
     method: str | Callable[..., Any] | Method,
     recipients: Recipients,
     args: Sequence[Column],
     kwargs: Mapping[str, Column],
     options: CallOptions,
     *,
-    sharding: NamedSharding | None = None,
-    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,
-    may_wait: bool = True,
-    passes: bool = False,
-    by_ray: str = "",
+    sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
+    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # for the present axes of the group
+    may_wait: bool = True,  # on an event loop, send the call later instead of blocking the loop
+    passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
+    by_ray: str = "",  # why the call cannot go by a lane; empty if it can
 ) -> Execution:
-    """Store the values that have to be stored, and send a call.
-
-    Args:
-        owner: the group, which stays alive as long as a caller waits for the call.
-        sharding: the axes that the call was planned on; None if its ranks were given by number.
-        replan: returns the recipients on the present axes of the group, and these axes.
-        may_wait: on an event loop, send the call later instead of blocking the loop.
-        passes: whether the call belongs to the change of membership that is under way, and does not wait for it.
-        by_ray: why the call cannot go by a lane; empty if it can.
-    """
+    """Store the values that have to be stored, and send a call."""
     began = now()
     if options.retries:
         sender.check_retries(options.retries)

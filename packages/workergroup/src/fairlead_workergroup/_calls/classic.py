@@ -46,9 +46,7 @@ class ClassicCalls(AddressedWorkers):
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ObjectRef[Any]:
-        """Call a method of one worker.
-
-        Compatible with the original system; new code uses `call`.
+        """Call a method of one worker, as the original system does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -81,9 +79,7 @@ class ClassicCalls(AddressedWorkers):
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
     ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers with the same arguments.
-
-        Compatible with the original system; new code uses `call`.
+        """Call a method of all workers with the same arguments, as the original system does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -110,9 +106,7 @@ class ClassicCalls(AddressedWorkers):
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
     ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers, each with its own arguments.
-
-        Compatible with the original system; new code uses `call`.
+        """Call a method of all workers, each with its own arguments, as the original does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -151,9 +145,7 @@ class ClassicCalls(AddressedWorkers):
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Call:
-        """Call a method of workers with the pieces of the data at their coordinates.
-
-        Compatible with the original system; new code uses `call`.
+        """Call a method of workers with the pieces at their coordinates, as the original does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -192,9 +184,7 @@ class ClassicCalls(AddressedWorkers):
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
     ) -> list[Any]:
-        """Wait for a call and fetch its results, and nothing else.
-
-        Compatible with the original system; new code uses `Call.result`.
+        """Wait for a call and fetch its results, and nothing else; new code uses `Call.result`.
 
         Args:
             future_bundle: the value that a classic method returned.
@@ -204,8 +194,8 @@ class ClassicCalls(AddressedWorkers):
             The results in order, as a flat list.
 
         Raises:
-            CallTimeoutError: a worker has not finished by the group's `call_timeout_s`, which counts from the call; for
-                ObjectRefs that the group did not make, from now.
+            CallTimeoutError: a worker has not finished by the group's `Timeouts.call_s`, which counts from the call;
+                for ObjectRefs that the group did not make, from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """

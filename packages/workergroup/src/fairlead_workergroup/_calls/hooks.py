@@ -25,7 +25,7 @@ class Hooks:
 
     restart: str | None  # restarted workers run it first
     resize: str | None  # all workers run it in the new epoch of a resize
-    handover: str | None  # a worker runs it before its rank moves to another process; `on_restart` gets its result
+    handover: str | None  # a worker runs it before its rank moves to another process; `restart` gets its result
     timeout_s: float  # of each of them
     delivery: Delivery
     sender: Sender = field(init=False)  # set before the first change
@@ -39,7 +39,7 @@ class Hooks:
             self.sender.method(self.restart).check((None,), {})
 
     def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> list[Execution]:
-        """Send `on_restart` to ranks, with what was handed over by rank; do not wait."""
+        """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""
         if self.restart is None:
             return []
         calls = []

@@ -77,7 +77,7 @@ class MultiWorkerFuture:
             The results in the order of `return_from_workers`. The items of a generator stand at its place.
 
         Raises:
-            CallTimeoutError: a worker has not finished by the `call_timeout_s` of `worker_group`, which counts from
+            CallTimeoutError: a worker has not finished by the `Timeouts.call_s` of `worker_group`, which counts from
                 the call; for ObjectRefs that the group did not make, from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and notes that name the failing ranks.
@@ -149,13 +149,9 @@ def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tu
 def fetch(
     futures: Sequence[Any], *, silent: Sequence[Any] = (), group: ClassicFutures | None = None, proxies: bool = False
 ) -> list[Any]:
-    """Return the values of futures in order.
+    """Return the values of futures in order; a generator gives one value for each item, or with `proxies` itself.
 
-    Args:
-        futures: ObjectRefs, or generators of them; a generator gives one value for each item, at its place.
-        silent: futures that are waited for and not fetched.
-        group: the futures of the group whose workers make them. Its `call_timeout_s` holds, and errors name ranks.
-        proxies: return each generator as it is, an iterator of ObjectRefs.
+    The `silent` futures are waited for and not fetched. With a group, its timeout holds, and errors name ranks.
     """
     sender = None if group is None else group.sender
     if sender is not None:

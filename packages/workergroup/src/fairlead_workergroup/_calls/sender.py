@@ -155,9 +155,7 @@ class Sender:
     def check_retries(self, retries: int) -> None:
         """Refuse retries in a group that does not restart workers."""
         if retries and not self.policy.on_failure:
-            raise ValueError(
-                f"retries={retries} needs a group with restart_on_failure=True, which restarts its workers"
-            )
+            raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
     def check_callable(self, called: Collection[int]) -> Snapshot:
         """Return the group's members if these ranks can be called."""
@@ -295,10 +293,7 @@ class Sender:
         return late_workers([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-        """Drop the requests of a call that have not started; return the ranks that were running it.
-
-        With `force`, these are killed.
-        """
+        """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills."""
         now = self.roster.snapshot()
         calls = [(now[rank].process, future) for rank, future in futures.items()]
         running = cancel_calls(calls, in_order=not self.launcher.worker_class.concurrent)

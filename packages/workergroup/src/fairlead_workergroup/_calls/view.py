@@ -12,17 +12,7 @@ from .._arguments import PerWorker, Shard, find_obstacle
 from ..exceptions import EpochError
 from .call import Call, dispatch
 from .map import MapOptions, Strategy, map_items
-from .plan import (
-    Axes,
-    CallExplanation,
-    CallOptions,
-    CallPlan,
-    Mesh,
-    Selection,
-    make_columns,
-    plan_call,
-    select,
-)
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, plan_call, select
 from .route import serving_handles
 from .sender import Sender
 from .wait import ResultStream
@@ -193,6 +183,7 @@ class AddressedWorkers:
         max_in_flight: int = 2,
         ordered: bool = True,
         strategy: Strategy | None = None,
+        move_items: bool | None = None,
         timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> ResultStream[Any]:
@@ -215,9 +206,11 @@ class AddressedWorkers:
             ordered: whether results come in the order of the items; otherwise they come as they finish.
             strategy: chooses the worker of the next item: "round_robin"; "least_loaded", the worker with the fewest
                 items; or a function that takes the number of items of each worker and returns the position of one
-                worker. None uses the group's `load_balancing_strategy`.
+                worker. None uses the group's `load_balancing_strategy`, which is "round_robin" by default.
+            move_items: if a worker dies, give its items to the others, so that an item may run twice; None uses the
+                group's `enable_load_balancing`, which is False by default.
             timeout: the seconds that one item may take, including its time in a worker's queue; None uses the timeout
-                of `with_options`, or else the group's `call_timeout_s`.
+                of `with_options`, or else the group's `Timeouts.call_s`.
             return_exceptions: return the exception of an item that fails as its result and continue with the others.
                 An item that times out runs to its end, and its value is dropped. The loss of the last worker is
                 raised.
@@ -230,8 +223,7 @@ class AddressedWorkers:
                 `with_options` has no meaning here.
             WorkerGroupError: the group, or its Ray, has been shut down.
             CallTimeoutError: an item took longer than `timeout`.
-            WorkerFailureError: a worker was lost. With the group's `enable_load_balancing`, its items go to the others,
-                so that an item may run twice; an item with which three workers were lost is given up.
+            WorkerFailureError: a worker was lost; with `move_items`, the last worker, or three workers with one item.
             Exception: a worker's own exception, with its type and a note that names the item. The items of other
                 workers are cancelled.
         """
@@ -251,6 +243,7 @@ class AddressedWorkers:
             max_in_flight=max_in_flight,
             ordered=ordered,
             strategy=strategy or target.map_options.strategy,
+            move_items=target.map_options.move_items if move_items is None else move_items,
             return_exceptions=return_exceptions,
             each=each,
         )
@@ -437,9 +430,9 @@ class TypedCalls(AddressedWorkers):
                 each coordinate along them returns a result, the one at coordinate 0 of all other axes; the list is
                 row-major in the order given. With `()`, one worker returns a result.
             first_along: axes along which only coordinate 0 is called.
-            timeout: the seconds from now until `CallTimeoutError`; None uses the group's `call_timeout_s`.
+            timeout: the seconds from now until `CallTimeoutError`; None uses the group's `Timeouts.call_s`.
             retries: how often `result` and `await` repeat the call on workers that were lost, after their restart; with
-                `restart_scope="group"`, on all workers. Needs a group with `restart_on_failure`.
+                `Restart(scope="group")`, on all workers. Needs a group with `Restart(on_failure=True)`.
             discard: no worker returns a result, and the value that the method returns is not stored.
             kwargs: keyword arguments of the method.
 

@@ -75,12 +75,9 @@ class Waiter:
     async def news(
         self, futures: Futures, seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
     ) -> dict[Any, bool]:
-        """Wait for news of some futures; return which futures have news, and whether each has ended.
+        """Wait for news of some futures for some seconds; return which have news, and whether each has ended.
 
-        Args:
-            seconds: how long to wait at most; without news, nothing is returned then.
-            here: whether a value has to be on this node to count.
-            most: the number of items that are taken from a generator in one turn.
+        With `here`, a value counts once it is on this node. At most `most` items of a generator are taken in one turn.
         """
         asked = list(futures)
         ready, _ = wait(asked, num_returns=1, timeout=seconds, fetch_local=here)

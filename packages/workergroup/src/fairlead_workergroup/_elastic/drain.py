@@ -20,17 +20,13 @@ AGAIN_AFTER_S = 10.0
 
 
 class DrainWatch:
-    """Replace the workers of nodes that Ray drains, as long as the group lives, which this does not keep alive.
-
-    Args:
-        time_s: how long the start of other processes may take; a rank needs one also after the end of its node.
-    """
+    """Replace the workers of nodes that Ray drains, as long as the group lives, which this does not keep alive."""
 
     def __init__(self, group: object, roster: Roster, membership: Membership, time_s: float) -> None:
         self._group = weakref.ref(group)
         self._roster = roster
         self._membership = membership
-        self._time_s = time_s
+        self._time_s = time_s  # how long the start of other processes may take, also after the end of a node
 
     def run(self) -> None:
         """Watch until the group ends; the work of a thread."""

@@ -215,7 +215,7 @@ class Crew:
                 raise ValueError(
                     f"{len(members)} rank(s) need as many standbys or free slots, and there are "
                     f"{len(targets) + len(free)} that can be used. Reserve more with cluster.extend(), or create the "
-                    "group with standby=."
+                    "group with Elastic(standby=...)."
                 )
             self._standbys.check_slots(free)
             try:
@@ -223,7 +223,7 @@ class Crew:
             except TimeoutError as error:
                 raise WorkerStartError(
                     "a process that a rank was to move to had not imported the class's module at the deadline "
-                    "(start_timeout_s, or the timeout of the replacement)"
+                    "(Timeouts.start_s, or the timeout of the replacement)"
                 ) from error
             except RayError as error:
                 raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error

@@ -51,8 +51,6 @@ class Standbys:
     """Keep `count` processes ready to take over the ranks of lost workers."""
 
     def __init__(self, launcher: Launcher, count: int) -> None:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"standby must be a whole number of at least 0, got {count!r}")
         self.count = count
         self._launcher = launcher
         self._resources = launcher.resources

@@ -13,7 +13,7 @@ from .._world import now, world
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
 from .gate import Gate, wait_for_event
-from .operations import CLUSTER_GONE, Operation, Restart, RestartPolicy
+from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy
 from .phases import LEGAL, Phase
 from .ports import Crew, Hooks, Transport
 from .roster import Roster
@@ -88,7 +88,7 @@ class Membership:
 
     def restart_lost(self, deadline: Deadline) -> bool:
         """Restart lost workers for a call; return whether that was over by the deadline. It continues after that."""
-        return self.begin(Restart(), is_shared=True).wait(deadline)
+        return self.begin(RestartLost(), is_shared=True).wait(deadline)
 
     def describe_wait(self, advice: str = "") -> str:
         """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
@@ -98,7 +98,7 @@ class Membership:
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
             f"A {what} has been under way for {now() - self._began:.1f} s and goes on; it may take "
-            f"start_timeout_s={self._ports[2].timeout_s:g} s. {advice or 'Make the call again, with a longer timeout.'}"
+            f"start_s={self._ports[2].timeout_s:g} s. {advice or 'Make the call again, with a longer timeout.'}"
         )
 
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:

@@ -27,12 +27,6 @@ class RestartPolicy:
     max_restarts: int  # of each rank, or of the group with scope "group"
     scope: str  # "worker", or "group" for all workers together
 
-    def __post_init__(self) -> None:
-        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise ValueError(f"max_restarts must be a whole number of at least 0, got {self.max_restarts!r}")
-        if self.scope not in ("worker", "group"):
-            raise ValueError(f"restart_scope must be 'worker' or 'group', got {self.scope!r}")
-
     @property
     def restarts_all(self) -> bool:
         """Whether all workers are restarted together."""
@@ -88,7 +82,7 @@ class Plan:
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follow: bool = False  # whether every survivor has to take part: then a late one makes the epoch broken
     new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
-    on_restart: tuple[int, ...] = ()  # the ranks that run `on_restart`
+    on_restart: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
     partly: bool = False  # whether fewer ranks move if there is not room for all
     end: Deadline = NEVER  # of the node of the ranks that move
@@ -134,7 +128,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Restart:
+class RestartLost:
     """The restart of lost workers: the same ranks in their slots, in standbys, or in other slots if a node is lost."""
 
     name: str = "The restart"

@@ -104,7 +104,7 @@ class Hooks(Protocol):
     timeout_s: float  # how long each of them may take
 
     def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> Sequence[HookCall]:
-        """Send `on_restart` to ranks, with what was handed over by rank; do not wait."""
+        """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""
 
     def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> Sequence[HookCall]:
         """Send `on_resize` to ranks; do not wait."""

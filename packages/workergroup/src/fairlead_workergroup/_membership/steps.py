@@ -202,7 +202,7 @@ class Steps:
         calls: list[tuple[str, HookCall]] = []
         try:
             if restarted := [rank for rank in plan.on_restart if rank in new]:
-                calls += [("on_restart", one) for one in self._hooks.on_restart(restarted, self._values, deadline)]
+                calls += [("Restart.method", one) for one in self._hooks.on_restart(restarted, self._values, deadline)]
             if plan.follow:
                 everybody = [one.rank for one in now.members]
                 calls += [("on_resize", one) for one in self._hooks.on_resize(everybody, deadline)]
@@ -237,13 +237,9 @@ class Steps:
         now: Snapshot,
         errors: Mapping[int, Exception],
         late: Sequence[int],
-        named: Mapping[int, str] = MappingProxyType({}),
+        named: Mapping[int, str] = MappingProxyType({}),  # what they did, for the report, by rank
     ) -> None:
-        """Raise if workers have failed or are late in an epoch that needs all of them.
-
-        Args:
-            named: what they did, for the report, by rank.
-        """
+        """Raise if workers have failed or are late in an epoch that needs all of them."""
         self._change.check()
         if not errors and not late:
             return

@@ -29,10 +29,7 @@ def do_nothing(worker: Any) -> None:
 
 
 def warm_up(worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes) -> dict[str, Any]:
-    """Import the module of a class in the environment of its workers, except the variables of a rank.
-
-    It constructs nothing, and returns the pid, the start tick and the node of this process.
-    """
+    """Import a class with the variables of its workers, except those of a rank; return pid, start tick and node."""
     os.environ.update(variables)
     add_to_path(path)
     load(target)

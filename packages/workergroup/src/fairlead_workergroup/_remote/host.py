@@ -117,11 +117,9 @@ class WorkerHost:
         _drain(getattr(self, method)(*args, **kwargs))
 
     def _fairlead_begin(self, how: list[Any], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a method of this host.
+        """Call a method of this host, in the epoch and with the arguments that `how` describes.
 
-        Args:
-            how: the epoch that the call was planned for, or None if it may run in any; and the plan by which `_regroup`
-                puts the arguments together, or None if they are complete.
+        It has the epoch of the call, or None for any, and the plan of `_regroup`, or None for complete arguments.
         """
         epoch, plan = how
         if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):

@@ -201,7 +201,7 @@ def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> W
     where = ", ".join(f"{plan.process}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
     return WorkerStartError(
         f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s "
-        f"(start_timeout_s, or the timeout of a resize): {where}"
+        f"(Timeouts.start_s, or the timeout of a resize): {where}"
     )
 
 

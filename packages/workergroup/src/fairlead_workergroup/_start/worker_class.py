@@ -195,7 +195,7 @@ def describe_class(
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(ref, force=True)
             raise WorkerStartError(
-                f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (start_timeout_s)."
+                f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (Timeouts.start_s)."
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise WorkerStartError(

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a group as frozen values, and the keywords that stand for some of them."""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
+
+from ._calls.map import Strategy
+from ._context import Compression
+from ._deadline import check_timeout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """How a group restarts lost workers.
+
+    Attributes:
+        on_failure: restart them before the next call that reaches one of them. The call that met the loss still raises,
+            unless it was made with `retries`. Without it, `restart_failed_workers` restarts them.
+        max_restarts: the number of restarts for each rank, or with scope "group" for the group.
+        scope: "worker" restarts only the lost workers; "group" restarts all workers with a new master port, which
+            collectives need. With `on_failure` and "group", every call restarts them while a worker is lost.
+        method: a method of the class, without arguments, that restarted workers run first, such as one that reloads a
+            checkpoint.
+    """
+
+    on_failure: bool = False
+    max_restarts: int = 3
+    scope: Literal["worker", "group"] = "worker"
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("max_restarts", self.max_restarts)
+        if self.scope not in ("worker", "group"):
+            raise ValueError(f"scope must be 'worker' or 'group', got {self.scope!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How a group changes its members while it runs.
+
+    Attributes:
+        standby: how many more processes wait in slots that the group does not use, with the environment and the class's
+            module loaded and without its constructor run. A lost rank takes one instead of a new process, on its own
+            node if there is one there, and moves to its slot. They have no rank: a module that reads RANK when it is
+            imported finds none.
+        on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
+            as one that sets up the collectives again.
+        on_handover: a method of the class, without arguments, that a worker runs before `replace` ends it. Its result
+            is the argument of `Restart.method` in the worker that takes over the rank.
+        on_drain: "replace" moves the workers of a node that Ray drains, such as one that will be preempted, to standbys
+            or free slots on other nodes.
+    """
+
+    standby: int = 0
+    on_resize: str | None = None
+    on_handover: str | None = None
+    on_drain: Literal["replace"] | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("standby", self.standby)
+        if self.on_drain not in (None, "replace"):
+            raise ValueError(f"on_drain must be 'replace' or None, got {self.on_drain!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long the start and the calls of a group may take.
+
+    Attributes:
+        start_s: the seconds that all constructors together may take.
+        call_s: the timeout in seconds of a `call` without one of its own; None for no limit.
+    """
+
+    start_s: float = 600.0
+    call_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.start_s < math.inf:
+            raise ValueError(f"start_s must be positive and finite, got {self.start_s!r}")
+        check_timeout("call_s", self.call_s)
+
+
+class FlatOptions(TypedDict, total=False):
+    """The keywords that stand for parts of other options, or for defaults of methods."""
+
+    restart_on_failure: bool
+    max_restarts: int
+    enable_load_balancing: bool
+    load_balancing_strategy: Strategy
+    enable_gradient_compression: bool | Compression
+
+
+def read_restart(restart: Restart | None, flat: Mapping[str, Any], constructor: Callable[..., None]) -> Restart:
+    """Return how a group restarts lost workers; refuse keywords that its constructor does not have."""
+    for name in flat.keys() - FlatOptions.__annotations__.keys():
+        raise TypeError(f"RayWorkerGroup has no parameter {name!r}. Did you mean {_find_nearest(name, constructor)}?")
+    fields_of = {"restart_on_failure": "on_failure", "max_restarts": "max_restarts"}
+    given = {field: flat[name] for name, field in fields_of.items() if name in flat}
+    if restart is not None and given:
+        raise TypeError(f"restart= replaces {' and '.join(fields_of)}, so they cannot be given together")
+    return restart or Restart(**given)
+
+
+def _find_nearest(name: str, constructor: Callable[..., None]) -> str:
+    """Return how the parameter, or the field of a value, whose name is the most like this one is written."""
+    written = {one: f"{one}=" for one in (*inspect.signature(constructor).parameters, *FlatOptions.__annotations__)}
+    for parameter, value in (("restart", Restart), ("elastic", Elastic), ("timeouts", Timeouts)):
+        written |= {one.name: f"{parameter}={value.__name__}({one.name}=...)" for one in fields(value)}
+    return written[difflib.get_close_matches(name, written.keys() - {"self", "flat"}, 1, 0.0)[0]]
+
+
+def _check_count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {count!r}")

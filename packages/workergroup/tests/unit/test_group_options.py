@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the options of a group: the checks of the values, and the keywords that stand for some of them."""
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts
+from fairlead_workergroup._options import read_restart
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "error", "message"),
+    [
+        (Restart, {"max_restarts": -1}, ValueError, "max_restarts must be a whole number of at least 0, got -1"),
+        (Restart, {"max_restarts": 1.5}, ValueError, "max_restarts must be a whole number of at least 0, got 1.5"),
+        (Restart, {"scope": "node"}, ValueError, "scope must be 'worker' or 'group', got 'node'"),
+        (Elastic, {"standby": -1}, ValueError, "standby must be a whole number of at least 0, got -1"),
+        (Elastic, {"standby": True}, ValueError, "standby must be a whole number of at least 0, got True"),
+        (Elastic, {"on_drain": "move"}, ValueError, "on_drain must be 'replace' or None, got 'move'"),
+        (Timeouts, {"start_s": 0}, ValueError, "start_s must be positive and finite, got 0"),
+        (Timeouts, {"start_s": math.inf}, ValueError, "start_s must be positive and finite, got inf"),
+        (Timeouts, {"call_s": -1.0}, ValueError, "call_s must be finite and not negative, or None for no limit"),
+        (Timeouts, {"call_s": "1"}, TypeError, "call_s must be a number of seconds or None, got '1'"),
+    ],
+)
+def test_checks(value, options, error, message):
+    """A value refuses wrong options by their names."""
+    with pytest.raises(error) as caught:
+        value(**options)
+    assert message in str(caught.value)
+
+
+def test_values_are_frozen():
+    """An option of a group cannot be changed after the group has read it."""
+    for value in (Restart(), Elastic(), Timeouts()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, 1)
+
+
+def test_handover_needs_a_method():
+    """What a worker hands over needs a method that receives it."""
+    with pytest.raises(ValueError, match=r"on_handover needs Restart\(method=...\)"):
+        RayWorkerGroup([], dict, elastic=Elastic(on_handover="save"))
+
+
+def test_flat_keywords():
+    """The keywords for restarts stand for the fields of `Restart`."""
+    flat = {"restart_on_failure": True, "max_restarts": 1}
+    assert read_restart(None, flat, RayWorkerGroup.__init__) == Restart(on_failure=True, max_restarts=1)
+    assert read_restart(None, {}, RayWorkerGroup.__init__) == Restart()
+
+
+def test_flat_keyword_beside_its_value():
+    """A keyword is refused beside the value that replaces it."""
+    with pytest.raises(TypeError, match="restart= replaces restart_on_failure and max_restarts"):
+        RayWorkerGroup([], dict, restart=Restart(), max_restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("standby", "elastic=Elastic(standby=...)"),
+        ("on_drain", "elastic=Elastic(on_drain=...)"),
+        ("restart_on_failures", "restart_on_failure="),
+        ("memory_limits", "memory_limit="),
+        ("timeout", "timeouts="),
+        ("start_timeout_s", "timeouts="),
+    ],
+)
+def test_unknown_keyword(unknown, nearest):
+    """The error for an unknown keyword says how the nearest one is written."""
+    with pytest.raises(TypeError) as caught:
+        RayWorkerGroup([], dict, **{unknown: 1})
+    assert str(caught.value) == f"RayWorkerGroup has no parameter {unknown!r}. Did you mean {nearest}?"
+
+
+def test_size_of_the_surface():
+    """A group has at most 28 public members, and its constructor 15 parameters."""
+    assert len([name for name in dir(RayWorkerGroup) if not name.startswith("_")]) <= 28
+    assert len(inspect.signature(RayWorkerGroup).parameters) <= 15
