@@ -263,10 +263,10 @@ class TestErrors:
             call.result()
         errors = {outcome.rank: outcome.error for outcome in call.outcomes()}
         assert [rank for rank, error in errors.items() if error is not None] == [1]
-        requests = doomed.statistics().requests
+        requests = doomed.inspect().statistics.requests
         with pytest.raises(WorkerFailureError):
             doomed.call("rank")
-        assert doomed.statistics().requests == requests
+        assert doomed.inspect().statistics.requests == requests
         assert doomed.at(dp=0).call("rank").result() == [0]
 
     def test_deaths_that_are_not_the_workers(self, group, doomed):
