@@ -11,13 +11,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import ray
-from _measure import Row, Timing, interleaved, table
+from _measure import Row, interleaved, table
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -37,8 +36,6 @@ from fairlead_workergroup._remote.progress import Record
 from fairlead_workergroup._start.worker_class import Method
 
 WORKERS = 8
-# Between two starts: Ray ends the workers of the one before.
-PAUSE_S = 1.5
 
 
 class Worker:
@@ -81,7 +78,6 @@ def rows() -> list[Row]:
         results = [
             *_replication_rows(),
             *_sharding_rows(),
-            *_first_answer_rows(),
             *_start_rows(),
             *_plan_rows(),
             *_record_rows(),
@@ -182,31 +178,6 @@ def _replication_rows() -> Iterator[Row]:
         yield Row(f"32 MB to {WORKERS} workers {how}, by value", str(base), "", True)
         yield Row("  by worker group", f"{ratio:.1f}x faster, {timing}", wanted, least is None or ratio >= least)
         yield Row("  puts of one such call", f"{puts:g}", "1", puts == 1)
-
-
-def _first_answer_rows() -> Iterator[Row]:
-    """Compare the time from nothing to the first answer of all with hand-written Ray."""
-
-    def measure(start: Callable[[], AbstractContextManager[Any]], call: Callable[[Any], object]) -> float:
-        time.sleep(PAUSE_S)
-        began = time.perf_counter()
-        with start() as workers:
-            call(workers)
-            return time.perf_counter() - began
-
-    def by_hand() -> float:
-        return measure(start_by_hand, lambda workers: ray.get([worker.nothing.remote() for worker in workers]))
-
-    def ours() -> float:
-        return measure(start_group, lambda group: group.call("nothing").result())
-
-    by_hand()
-    ours()
-    turns = [(by_hand(), ours()) for _ in range(7)]
-    base, timing = map(Timing.of, zip(*turns, strict=True))
-    ratio = timing.median / base.median
-    yield Row(f"start of {WORKERS} workers to the first answer of all, by hand", str(base), "", True)
-    yield Row("  by worker group", f"{ratio:.2f}x, {timing}", "at most 1.05x", ratio <= 1.05)
 
 
 def _start_rows() -> Iterator[Row]:

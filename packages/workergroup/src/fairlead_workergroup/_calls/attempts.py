@@ -128,9 +128,9 @@ class Attempts:
 
     async def until_sent(self, on: Waiter, deadline: Deadline) -> None:
         """Wait until the call has been sent, on a thread or an event loop."""
-        if self.sending is not None:
-            await on.sent(self.sending, deadline.left())
-        self.wait_until_sent(Deadline.after(0.0))
+        if (sending := self.sending) is not None:
+            await on.sent(sending, deadline.left())
+            self.wait_until_sent(Deadline.after(0.0))
 
     def withdraw(self, *, force: bool) -> bool:
         """Give up a call that has not been sent; return False, and do nothing, if it has been."""
