@@ -72,7 +72,7 @@ def reserve(
             waited = time.monotonic() - began
             # Reported before the nodes are read, so the nodes that have joined since are taken into account.
             is_infeasible = any(group.id.hex() in (infeasible or ()) for group in shown)
-            if shown and ask_head("look for demand", placement_group_table, shown[0])["state"] == "CREATED":
+            if shown and ask_head("look for demand", placement_group_table, shown[0]).get("state") == "CREATED":
                 withdraw()  # so what Ray has placed is free again
             nodes = look()
             if request.gpu_ids:
