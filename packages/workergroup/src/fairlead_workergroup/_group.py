@@ -47,7 +47,7 @@ from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
 from ._observe.statistics import Counters
-from ._options import Elastic, FlatOptions, Restart, Timeouts, read_restart
+from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.report import GroupState, StartClock
@@ -123,7 +123,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         env_vars = dict(env_vars or {})
         check_env_vars(env_vars)
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
-        elastic, timeouts = elastic or Elastic(), timeouts or Timeouts()
+        elastic = read_option("elastic", elastic, Elastic)
+        timeouts = read_option("timeouts", timeouts, Timeouts)
         if elastic.on_handover is not None and restart.method is None:
             raise ValueError("on_handover needs Restart(method=...), the method that receives what a worker hands over")
         strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")

@@ -6,11 +6,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from ._calls.map import Strategy
 from ._context import Compression
 from ._deadline import check_timeout
+
+_Option = TypeVar("_Option")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,13 @@ class FlatOptions(TypedDict, total=False):
     enable_gradient_compression: bool | Compression
 
 
+def read_option(name: str, value: _Option | None, kind: type[_Option]) -> _Option:
+    """Return an option, and its default for None; refuse a value of another type."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__} or None, got {value!r}: write {name}={kind.__name__}(...)")
+    return kind() if value is None else value
+
+
 def read_restart(restart: Restart | None, flat: Mapping[str, Any], constructor: Callable[..., None]) -> Restart:
     """Return how a group restarts lost workers; refuse keywords that its constructor does not have."""
     for name in flat.keys() - FlatOptions.__annotations__.keys():
@@ -102,7 +111,7 @@ def read_restart(restart: Restart | None, flat: Mapping[str, Any], constructor: 
     given = {field: flat[name] for name, field in fields_of.items() if name in flat}
     if restart is not None and given:
         raise TypeError(f"restart= replaces {' and '.join(fields_of)}, so they cannot be given together")
-    return restart or Restart(**given)
+    return Restart(**given) if given else read_option("restart", restart, Restart)
 
 
 def _find_nearest(name: str, constructor: Callable[..., None]) -> str:

@@ -46,6 +46,15 @@ def test_handover_needs_a_method():
         RayWorkerGroup([], dict, elastic=Elastic(on_handover="save"))
 
 
+@pytest.mark.parametrize(("name", "value"), [("restart", True), ("elastic", 2), ("timeouts", 60.0), ("elastic", {})])
+def test_types(name, value):
+    """A group refuses a value of another type, and says how the option is written."""
+    with pytest.raises(
+        TypeError, match=rf"{name} must be a {name.title()} or None, got .*: write {name}={name.title()}"
+    ):
+        RayWorkerGroup([], dict, **{name: value})
+
+
 def test_flat_keywords():
     """The keywords for restarts stand for the fields of `Restart`."""
     flat = {"restart_on_failure": True, "max_restarts": 1}
