@@ -20,6 +20,8 @@ from .gpus import try_gpus
 from .groups import Busy, Impossible, Placed, place, remove, show_demand
 
 POLL_S = (0.05, 0.5)
+# An autoscaler reports every few seconds, and its report lists all nodes.
+STATUS_S = 2.0
 
 
 def examine(request: Request) -> Report:
@@ -61,6 +63,7 @@ def reserve(
     names: dict[str, tuple[str, ...]] = {}
     shown: list[PlacementGroup] = []  # to an autoscaler
     infeasible: frozenset[str] | None = None  # the groups that it cannot add nodes for, if there is one
+    asks_at = 0.0  # how long this has to have waited to ask for them again
 
     def withdraw() -> None:
         remove(shown)
@@ -82,8 +85,9 @@ def reserve(
             if not isinstance(outcome, (Busy, Impossible)):
                 return outcome
             limit = request.timeout_s
-            if not request.gpu_ids and (waited < limit or isinstance(outcome, Impossible)):
+            if not request.gpu_ids and (waited < limit or isinstance(outcome, Impossible)) and waited >= asks_at:
                 infeasible = ask_head("look for an autoscaler", infeasible_groups)
+                asks_at = waited + STATUS_S
             if isinstance(outcome, Impossible):
                 may_grow = infeasible is not None and not is_infeasible
                 limit = max(request.wait_for_nodes_s, limit if may_grow else 0.0)
