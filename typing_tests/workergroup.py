@@ -5,7 +5,7 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, assert_type
 
 from ray import ObjectRef
@@ -262,6 +262,7 @@ def count(group: RayWorkerGroup, made: Call) -> None:
     assert_type(state, GroupState)
     assert_type((state.epoch, state.standby), tuple[int, int])
     assert_type(state.standby_metadata, list[dict[str, Any]])
+    assert_type(state.shown, Mapping[str, Any])
     of_group = state.statistics
     assert_type(of_group, GroupStatistics)
     assert_type(of_group.calls, int)
@@ -502,6 +503,8 @@ def build_on_groups(group: RayWorkerGroup) -> None:
         assert_type(reply.failure, WorkerFailure | None)
         assert_type(reply.late, LateWorker | None)
     spi.cancel(requests)
+    assert_type(spi.check_calls(group, lambda method, ranks: (method, ranks)), Callable[[], None])
+    assert_type(spi.add_state(group, "versions", lambda: {0: 1}), Callable[[], None])
     assert_type(spi.stream_function(member, b"", 1), Any)
     assert_type(spi.actor_id_of(member.handle), str)
 

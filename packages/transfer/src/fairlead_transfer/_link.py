@@ -8,13 +8,14 @@ import math
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import record_span
+from fairlead_workergroup.spi import add_state, record_span
 
 from ._attempt import Attempt
 from ._descriptions import TRAVELLING, Selection
@@ -130,6 +131,9 @@ class Link:
         self._staged: Staged | None = None
         self._closed = False
         self._lock = threading.Lock()
+        name = f"link from {source_group.name_prefix} ({self._id[:6]})"
+        self._end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
+        weakref.finalize(self, self._end_showing)
         sides = self._source, self._target
         release_when_dropped(self, functools.partial(_describe_leak, *sides), functools.partial(_release, *sides))
 
@@ -258,6 +262,7 @@ class Link:
         if self._closed:
             return
         self._closed = True
+        self._end_showing()
         self._staged = None
         _release(self._source, self._target)
 
@@ -301,6 +306,12 @@ class Link:
             yield deadline
         finally:
             self._lock.release()
+
+
+def _read_versions(reference: "weakref.ref[Link]") -> dict[int, State]:
+    """Return what the target ranks of a link hold; nothing once it has been dropped."""
+    link = reference()
+    return {} if link is None else link.versions()
 
 
 def _describe_leak(source: Side, target: Side) -> str:

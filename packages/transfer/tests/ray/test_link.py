@@ -74,6 +74,10 @@ def test_send(groups, transport):
             assert set(report.seconds) >= {"collect", "stage", "move", "commit"}
         assert link.versions() == dict.fromkeys(range(4), 2)
         assert link.version == 2
+        (shown,) = generation.inspect().shown.items()
+        assert shown[0].startswith("link from policy (")
+        assert shown[1] == link.versions()
+    assert generation.inspect().shown == {}
 
 
 def test_colocated(groups):

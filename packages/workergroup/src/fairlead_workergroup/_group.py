@@ -262,6 +262,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             standby_metadata=list(self._roster.standby_metadata),
             start_report=self._start_report,
             statistics=self._counters.now,
+            shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
         )
 
     def handle(self) -> GroupHandle:

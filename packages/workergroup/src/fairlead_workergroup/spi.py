@@ -10,7 +10,7 @@ group before its workers start, and each handle.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,11 @@ __all__ = [
     "Transport",
     "WorkerProcess",
     "actor_id_of",
+    "add_state",
     "alive_nodes",
     "borrow",
     "cancel",
+    "check_calls",
     "check_seconds",
     "collect",
     "decide",
@@ -285,6 +287,47 @@ def subscribe(
             watchers.remove(watcher)
 
     return unsubscribe
+
+
+def check_calls(
+    group: RayWorkerGroup | GroupHandle, check: Callable[[str, Sequence[int]], object]
+) -> Callable[[], None]:
+    """Let a function refuse calls that this process makes with a group; return the function that ends that.
+
+    It gets the name of the method and the ranks, and refuses the call by an error, which its caller gets. It is asked
+    before anything is stored, and again when the call is sent, and must not wait. Calls that a change of membership
+    makes, such as `Restart.method`, are not checked.
+    """
+    checks = _sender(group).checks
+    checks.append(check)
+
+    def end() -> None:
+        with contextlib.suppress(ValueError):  # it has been called before
+            checks.remove(check)
+
+    return end
+
+
+def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:
+    """Show what a package knows of a group in `inspect().shown`; return the function that ends that.
+
+    Args:
+        group: the group.
+        key: the key, which no other package uses.
+        read: returns the value. It must not wait, and must not refer to the group.
+
+    Raises:
+        ValueError: another function shows something under this key.
+    """
+    shown = _sender(group).roster.shown
+    if shown.setdefault(key, read) is not read:
+        raise ValueError(f"inspect() of {group!r} shows something under {key!r} already")
+
+    def end() -> None:
+        if shown.get(key) is read:
+            del shown[key]
+
+    return end
 
 
 def publication_of(group: RayWorkerGroup | GroupHandle) -> Callable[[], RegisteredGroup]:

@@ -21,6 +21,7 @@ from fairlead_workergroup import (
 from fairlead_workergroup._observe import extensions
 from fairlead_workergroup.testing import kill
 
+SLOTS = 2
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
@@ -204,3 +205,50 @@ def test_extension(monkeypatch, gate):
         assert "as the observer says" in lost.value.__notes__
         assert "rank 0 lost: killed" in observed.told
         assert spi.publication_of(group)().members[0].rank == 0
+
+
+class Refused(WorkerGroupError):
+    pass
+
+
+def test_check_calls(shared_cluster):
+    """A package refuses calls of some ranks, before they are stored or sent, until it ends that."""
+    refused, asked = {1}, []
+
+    def check(method, ranks):
+        asked.append((method, list(ranks)))
+        if refused.intersection(ranks):
+            raise Refused(f"rank(s) {sorted(refused.intersection(ranks))} must not run {method!r}")
+
+    with RayWorkerGroup(shared_cluster, Worker, [2]) as group:
+        end = spi.check_calls(group, check)
+        before = group.inspect().statistics
+        with pytest.raises(Refused, match="must not run 'value'"):
+            group.call("value")
+        with pytest.raises(Refused):
+            group.run_all_workers_single_data("value")
+        assert group.inspect().statistics == before
+        assert group.get_all_worker_results([group.run_single_worker_single_data("value", 0)]) == [7]
+        refused.clear()
+        assert group.call("value").result() == [7, 7]
+        assert asked[-2:] == [("value", [0, 1])] * 2  # before it was stored, and when it was sent
+        refused.add(0)
+        end()
+        end()
+        assert group.call("value").result() == [7, 7]
+
+
+def test_add_state(shared_cluster):
+    """`inspect` shows what packages know of a group, each under a key of its own, until they end that."""
+    group = RayWorkerGroup(shared_cluster, Worker, [1])
+    end = spi.add_state(group, "weights", lambda: {"version": 3})
+    with pytest.raises(ValueError, match="shows something under 'weights' already"):
+        spi.add_state(group, "weights", dict)
+    assert group.inspect().shown == {"weights": {"version": 3}}
+    assert "weights=" in group.inspect()._repr_html_()
+    end()
+    end()
+    assert group.inspect().shown == {}
+    spi.add_state(group, "weights", dict)
+    group.shutdown()
+    assert group.inspect().shown == {}

@@ -69,6 +69,7 @@ def dispatch(
         if not passes:
             # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
             sender.check_callable(recipients.called)
+            sender.check(method, recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
         columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
         requests = make_requests(method, recipients, columns, names)

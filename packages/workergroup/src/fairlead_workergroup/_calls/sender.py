@@ -134,6 +134,7 @@ class Sender:
     read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
     observed: ObservedCalls = field(default_factory=ObservedCalls)  # the observer of the calls
+    checks: list[Callable[[str, Sequence[int]], object]] = field(default_factory=list)  # of packages; see spi
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
     transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
@@ -163,6 +164,11 @@ class Sender:
         if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
             raise self._lost_error(lost)
         return now
+
+    def check(self, method: Method, ranks: Sequence[int]) -> None:
+        """Let packages refuse a call."""
+        for check in list(self.checks):
+            check(method.name, ranks)
 
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.snapshot()
@@ -205,6 +211,8 @@ class Sender:
         """Send a call, with the gate held; return the lost workers, or the transport, that it has to wait for."""
         now = self.roster.check_alive()
         check_epoch(order, now)
+        if not order.passes:
+            self.check(order.method, order.ranks)  # again: the group or the worker may have changed
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.

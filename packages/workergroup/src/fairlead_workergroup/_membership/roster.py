@@ -46,6 +46,8 @@ class Roster:
         self._made_on = connection()
         # Those who watch the group: each with its listener, and what closes it within some seconds.
         self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
+        # What packages show of the group, by the key that each has chosen.
+        self.shown: dict[str, Callable[[], Any]] = {}
         self._lock = world().lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}

@@ -4,7 +4,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,6 +89,7 @@ class GroupState:
         standby_metadata: a dict for each standby: its place, and whether it is "warm" or "starting".
         start_report: how long the start of the group took. Restarts do not change it.
         statistics: the counts of what has been stored and sent so far.
+        shown: what packages show of the group, by the key that each has chosen, such as the versions of a link.
     """
 
     epoch: int
@@ -96,6 +97,7 @@ class GroupState:
     standby_metadata: list[dict[str, Any]]
     start_report: StartReport
     statistics: GroupStatistics
+    shown: Mapping[str, Any]
 
     _repr_html_ = record_html
 
