@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -96,6 +96,8 @@ __all__ = [
     "subscribe",
     "task_of_future",
 ]
+
+_Entry = TypeVar("_Entry")
 
 # How long the nodes may take to say what late workers do. The caller's deadline has passed by then.
 LOOK_S = 0.7
@@ -279,14 +281,7 @@ def subscribe(
     Neither function may wait for the group. `close` is called when the group begins to end, with the seconds that it
     may take.
     """
-    watchers, watcher = _sender(group).roster.watchers, (listener, close)
-    watchers.append(watcher)
-
-    def unsubscribe() -> None:
-        with contextlib.suppress(ValueError):  # it has been called before
-            watchers.remove(watcher)
-
-    return unsubscribe
+    return _add(_sender(group).roster.watchers, (listener, close))
 
 
 def check_calls(
@@ -298,14 +293,7 @@ def check_calls(
     before anything is stored, and again when the call is sent, and must not wait. Calls that a change of membership
     makes, such as `Restart.method`, are not checked.
     """
-    checks = _sender(group).checks
-    checks.append(check)
-
-    def end() -> None:
-        with contextlib.suppress(ValueError):  # it has been called before
-            checks.remove(check)
-
-    return end
+    return _add(_sender(group).checks, check)
 
 
 def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:
@@ -335,6 +323,17 @@ def publication_of(group: RayWorkerGroup | GroupHandle) -> Callable[[], Register
     sender = _sender(group)
     sender.roster.check_connected()
     return sender.read_group
+
+
+def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:
+    """Add an entry; return the function that removes it, which can be called again."""
+    entries.append(entry)
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # it has been called before
+            entries.remove(entry)
+
+    return remove
 
 
 def _sender(group: RayWorkerGroup | GroupHandle) -> Sender:
