@@ -132,8 +132,8 @@ class Link:
         self._closed = False
         self._lock = threading.Lock()
         name = f"link from {source_group.name_prefix} ({self._id[:6]})"
-        self._end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
-        weakref.finalize(self, self._end_showing)
+        end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
+        self._end_showing = weakref.finalize(self, end_showing)
         sides = self._source, self._target
         release_when_dropped(self, functools.partial(_describe_leak, *sides), functools.partial(_release, *sides))
 

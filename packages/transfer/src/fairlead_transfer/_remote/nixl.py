@@ -244,16 +244,17 @@ def _make_inbox(
         for at, (one, itemsize) in enumerate(zip(wanted, itemsizes, strict=True))
         if into is None or _is_scattered(Run(*runs[one.block]), places[at], one.sizes, itemsize)
     ]
+    memory = [views[at] for at in set(range(len(wanted))).difference(buffered)]
     if buffered:
         chosen = [wanted[at] for at in buffered]
         offsets, size = _line_up(tools, chosen)
         buffer = tools.buffer(size, wanted[0].device)
+        memory.append(buffer)
         base, _, device = tools.memory(buffer)
         parts = view_parts(tools, [buffer], chosen, [(0, offset) for offset in offsets])
         for at, offset, value in zip(buffered, offsets, parts, strict=True):
             places[at], views[at] = Run(device, base + offset, dense(wanted[at].sizes, itemsizes[at])), value
-    direct = set(range(len(wanted))).difference(buffered)
-    agent.register(owner, tools, [*(views[at] for at in direct), *([buffer] if buffered else [])])
+    agent.register(owner, tools, memory)
     moves = [
         (Run(*runs[one.block]), place, one.sizes, itemsize)
         for place, one, itemsize in zip(places, wanted, itemsizes, strict=True)
