@@ -558,6 +558,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "demo": [],
     "wheels(batching)": [],
     "wheels(sharding)": [],
+    "wheels(rollouts)": [],
     "vendor": [],
     "build": [],
     "workflows": [],

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record what happens to every prompt and every rollout of an asynchronous RL job.
+
+>>> config = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
+>>> ledger = Ledger(config, IndexStream(1000, seed=0))
+>>> ledger.room()
+4
+>>> for lease in ledger.lease(2):
+...     for sibling in lease.siblings:
+...         accepted = ledger.seal(lease, sibling, Ref(f"rollout {sample_id(lease.ordinal, sibling)}"))
+>>> claim = ledger.claim(step=1, count=2)
+>>> [sample.ref.value for sample in claim.groups[1].samples]
+['rollout 1-0', 'rollout 1-1']
+>>> ledger.advance(1, trained=1)
+>>> ledger.statistics().applied, ledger.statistics().staleness
+(2, {0: 2})
+"""
+
+from ._admission import room_for
+from ._ledger import Ledger
+from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref, Sample, Shortage, sample_id
+from ._policies import InOrder, OldestFirst, OpenGroup, Policy, ReadyFirst, Selection, View, WeightFifo, Windowed
+from ._sources import IndexStream, LoaderStream, PromptSource
+from ._statistics import Statistics
+from .exceptions import IllegalTransitionError, InvariantError, RolloutError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Claim",
+    "Completeness",
+    "Event",
+    "Group",
+    "IllegalTransitionError",
+    "InOrder",
+    "IndexStream",
+    "InvariantError",
+    "Lease",
+    "Ledger",
+    "LedgerConfig",
+    "LoaderStream",
+    "OldestFirst",
+    "OpenGroup",
+    "Policy",
+    "PromptSource",
+    "ReadyFirst",
+    "Ref",
+    "RolloutError",
+    "Sample",
+    "Selection",
+    "Shortage",
+    "Statistics",
+    "View",
+    "WeightFifo",
+    "Windowed",
+    "__version__",
+    "room_for",
+    "sample_id",
+]

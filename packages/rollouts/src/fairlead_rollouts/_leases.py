@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a lease to sealed siblings: what becomes of a group when its generation succeeds, fails or is taken back."""
+
+from collections.abc import Iterable
+
+from ._book import Book
+from ._model import Lease, Ref, Sample
+from ._record import Record
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """Make leases and accept their results.
+
+    Attributes:
+        run: the upper bits of every token of this process.
+    """
+
+    def __init__(self, book: Book, run: int) -> None:
+        self.run = run
+        self._book, self._config = book, book.config
+        self._sequence = 0
+        self.siblings = tuple(range(book.config.group_size))
+
+    def make(self, record: Record, start_version: int, deadline: float | None) -> Lease:
+        """Lease a pending group."""
+        self._sequence += 1
+        self._book.move(record, "leased")
+        self._book.assign(record)
+        siblings = self.siblings
+        if record.samples:
+            siblings = tuple([one for one in siblings if one not in record.samples])
+        token = self.run << 32 | self._sequence
+        given = record.ordinal, siblings, token, start_version, record.prompt, record.attempt, record.target_step
+        record.lease, record.deadline = Lease(*given, dict(record.carry)), deadline
+        record.failed = record.cancelled = False
+        record.waiting = sum([1 << one for one in siblings])
+        record.oldest = min(record.oldest, start_version)
+        return record.lease
+
+    def find(self, lease: Lease) -> Record | None:
+        """Return the record of a lease that has not ended."""
+        record = self._book.records.get(lease.ordinal)
+        return record if record and record.lease and record.lease.token == lease.token else None
+
+    def accept(self, lease: Lease, sample: Sample, *, partial: bool = False) -> bool:
+        """Store a sealed or parked sibling, or release its reference if the lease does not owe it any more."""
+        book, sibling = self._book, sample.sibling
+        book.counters.accepted += 1
+        record = self.find(lease)
+        if record is None or not record.waiting >> sibling & 1:
+            book.counters.fenced += 1
+            book.release_ref(sample.ref, "fenced")
+            return False
+        if record.carry:
+            self._release_carry(record, sibling, "continued", sample.ref)
+        (record.carry if partial else record.samples)[sibling] = sample
+        record.oldest = min(record.oldest, sample.oldest_version)
+        record.waiting &= ~(1 << sibling)
+        if not record.waiting:
+            self._end(record)
+        return True
+
+    def _release_carry(self, record: Record, sibling: int, reason: str, after: Ref | None = None) -> None:
+        """Release a parked rollout, unless its continuation `after` is the same payload."""
+        parked = record.carry.pop(sibling, None)
+        if parked is None:
+            return
+        if after and (parked.ref.value is after.value or (parked.ref.durable and parked.ref == after)):
+            self._book.counters.released += 1
+        else:
+            self._book.release_ref(parked.ref, reason)
+
+    def give_up(self, record: Record, siblings: Iterable[int], reason: str) -> None:
+        """Let siblings of a lease fail."""
+        for sibling in siblings:
+            record.waiting &= ~(1 << sibling)
+            self._release_carry(record, sibling, "failed")
+        record.failed = True
+        if not record.waiting:
+            self._end(record, reason)
+
+    def cancel(self, record: Record) -> None:
+        """End a lease without a failure."""
+        record.waiting, record.cancelled = 0, True
+        self._end(record)
+
+    def owed(self, record: Record) -> list[int]:
+        """Return the siblings whose results are awaited."""
+        return [one for one in self.siblings if record.waiting >> one & 1]
+
+    def _end(self, record: Record, reason: str = "failed") -> None:
+        """Decide what becomes of a group whose lease owes no more results."""
+        book, completeness = self._book, self._config.completeness
+        complete = len(record.samples) == self._config.group_size
+        if not complete and record.failed:
+            if record.attempt < completeness.max_attempts:
+                record.attempt += 1
+            elif len(record.samples) < self._config.min_samples:
+                book.drop(record, "failed")
+                return
+            else:
+                complete = True
+                book.release(record.carry, "failed")
+        if complete:
+            book.seal(record)
+            return
+        if completeness.retry == "group" and (record.failed or record.cancelled):
+            book.discard(record, "retried")
+        book.return_to_pending(record, reason if record.failed else "cancelled" if record.cancelled else "parked")

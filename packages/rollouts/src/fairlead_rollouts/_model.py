@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that pass between a ledger and its callers, and the checks of a configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ._policies import InOrder, OldestFirst, Policy, WeightFifo
+
+__all__ = [
+    "Claim",
+    "Completeness",
+    "Event",
+    "Group",
+    "Lease",
+    "LedgerConfig",
+    "Ref",
+    "Sample",
+    "Shortage",
+    "State",
+    "sample_id",
+]
+
+State = Literal["unseen", "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to a payload, which the ledger never opens.
+
+    Attributes:
+        value: any object, such as an `ObjectRef` or a key of a store. The value of a durable reference is a string.
+        durable: whether a later process can still read the payload.
+
+    >>> Ref("s3://bucket/rollout-7.safetensors", durable=True).durable
+    True
+    """
+
+    value: Any
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.durable and not isinstance(self.value, str):
+            raise ValueError(
+                f"A durable reference has a string as its value, not {self.value!r}. Pass a key or a path."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished or partial rollout of one sibling.
+
+    Attributes:
+        sibling: its number in its group.
+        ref: its payload.
+        oldest_version: the oldest weights among its tokens that carry loss.
+        newest_version: the newest weights among its tokens.
+
+    >>> Sample(0, Ref("a"), oldest_version=2, newest_version=3).oldest_version
+    2
+    """
+
+    sibling: int
+    ref: Ref
+    oldest_version: int
+    newest_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to generate siblings of one prompt. Its token fences results of earlier leases.
+
+    Attributes:
+        ordinal: the position of the prompt in the stream, over all epochs.
+        siblings: the numbers to generate.
+        token: the id of this attempt.
+        start_version: the version of the weights that the generator serves.
+        prompt: the prompt's reference, a JSON value.
+        attempt: 1, plus the leases of this group that failed or expired.
+        target_step: the step that `InOrder` has assigned, or None.
+        carry: partial rollouts to continue, by sibling.
+
+    >>> ledger = Ledger(LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0), ["a"])
+    >>> [lease] = ledger.lease(1)
+    >>> lease.ordinal, lease.siblings, lease.prompt
+    (0, (0, 1), 'a')
+    """
+
+    ordinal: int
+    siblings: tuple[int, ...]
+    token: int
+    start_version: int
+    prompt: Any
+    attempt: int
+    target_step: int | None
+    carry: Mapping[int, Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A finished group in a claim.
+
+    Attributes:
+        ordinal: the position of its prompt.
+        samples: its samples, by sibling.
+        oldest_version: the oldest weights in any of them.
+        newest_version: the newest weights in any of them.
+        attempt: 1, plus the leases of this group that failed or expired.
+
+    >>> Group(7, (Sample(0, Ref("a"), 1, 2),), oldest_version=1, newest_version=2, attempt=1).ordinal
+    7
+    """
+
+    ordinal: int
+    samples: tuple[Sample, ...]
+    oldest_version: int
+    newest_version: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The groups that one step trains.
+
+    Attributes:
+        step: the step.
+        version: the version of the weights that the step updates.
+        groups: the groups, in the order of the policy.
+
+    >>> Claim(step=3, version=2, groups=()).step
+    3
+    """
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The reason why a claim took nothing.
+
+    Attributes:
+        reason: "not_enough" if too few groups are finished, "wait" if the claim waits for older groups, and
+            "exhausted" if the source has ended and too few groups can ever come.
+        have: the groups that the policy would take.
+        need: the groups that were requested.
+        blocked_by: the unfinished groups that a claim with reason "wait" waits for.
+
+    >>> Shortage("wait", have=4, need=4, blocked_by=(17,)).blocked_by
+    (17,)
+    """
+
+    reason: Literal["not_enough", "wait", "exhausted"]
+    have: int
+    need: int
+    blocked_by: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One transition of one group, given to `on_event`.
+
+    Attributes:
+        ordinal: the group.
+        before: its state before.
+        after: its state now.
+        version: the trainer's version.
+        step: the step of its claim, or None.
+        reason: why it was dropped or became pending again, or None.
+
+    >>> Event(ordinal=4, before="pending", after="leased", version=0).after
+    'leased'
+    """
+
+    ordinal: int
+    before: State
+    after: State
+    version: int
+    step: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completeness:
+    """When a group is complete, and what happens to its siblings when one of them fails.
+
+    Attributes:
+        min_samples: the samples that suffice once no attempt is left; None for all siblings.
+        retry: "sibling" keeps finished siblings for the next attempt, "group" releases them.
+        max_attempts: the leases that may fail before the group is dropped, or accepted with `min_samples`.
+
+    >>> Completeness(min_samples=6, max_attempts=2).retry
+    'sibling'
+    """
+
+    min_samples: int | None = None
+    retry: Literal["sibling", "group"] = "sibling"
+    max_attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerConfig:
+    """The rules of a ledger.
+
+    Attributes:
+        group_size: siblings for each prompt.
+        groups_per_version: groups that are trained between two updates of the weights.
+        max_staleness: the bound K in versions: a claim never takes an older group. None for no bound.
+        lookahead: versions that leases may run ahead of the trainer. The default is the bound; None for no limit.
+        serving_lag: versions by which generators may lag behind the trainer.
+        max_leased: the most groups in generation; None for no limit.
+        max_open: the most groups leased or sealed; None for no limit.
+        policy: which finished groups a claim takes.
+        on_stale: "wait" for older groups, so that none becomes too old; or "requeue" or "drop" groups that are too old.
+        completeness: when a group is complete.
+
+    >>> LedgerConfig(group_size=8, groups_per_version=32, max_staleness=1).most_open
+    64
+    """
+
+    group_size: int
+    groups_per_version: int
+    max_staleness: int | None
+    lookahead: int | Literal["max_staleness"] | None = "max_staleness"
+    serving_lag: int = 0
+    max_leased: int | None = None
+    max_open: int | None = None
+    policy: Policy = field(default_factory=OldestFirst)
+    on_stale: Literal["wait", "requeue", "drop"] = "wait"
+    completeness: Completeness = field(default_factory=Completeness)
+
+    @property
+    def gate(self) -> int | None:
+        """The versions that leases may run ahead, as a number or None."""
+        return self.max_staleness if self.lookahead == "max_staleness" else self.lookahead
+
+    @property
+    def min_samples(self) -> int:
+        """The samples that suffice once no attempt is left."""
+        return self.group_size if self.completeness.min_samples is None else self.completeness.min_samples
+
+    @property
+    def most_open(self) -> int | None:
+        """The most groups that can be open at a time, or None."""
+        gated = None if self.gate is None else (self.gate + 1 - self.serving_lag) * self.groups_per_version
+        limits = [one for one in (self.max_open, gated) if one is not None]
+        return min(limits) if limits else None
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "groups_per_version", "max_leased", "max_open"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if self.completeness.max_attempts < 1:
+            raise ValueError(f"max_attempts is {self.completeness.max_attempts}; it must be at least 1.")
+        for name, value in (
+            ("max_staleness", self.max_staleness),
+            ("lookahead", self.gate),
+            ("serving_lag", self.serving_lag),
+        ):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0.")
+        for name, limit in (("lookahead", self.gate), ("max_staleness", self.max_staleness)):
+            if limit is not None and self.serving_lag > limit:
+                raise ValueError(f"serving_lag is {self.serving_lag}, above {name}, which is {limit}. Raise {name}.")
+        least = min(2, self.group_size)
+        if not least <= self.min_samples <= self.group_size:
+            raise ValueError(
+                f"min_samples is {self.min_samples}; with group_size {self.group_size} it must be between {least} and "
+                f"{self.group_size}, because an advantage within a group needs two samples."
+            )
+        if self.on_stale == "wait":
+            self._check_wait()
+
+    def _check_wait(self) -> None:
+        policy = type(self.policy).__name__
+        if self.max_staleness is None:
+            raise ValueError('on_stale="wait" needs a bound, and max_staleness is None. Set it, or another on_stale.')
+        if not isinstance(self.policy, (OldestFirst, InOrder, WeightFifo)):
+            raise ValueError(
+                f'on_stale="wait" needs the policy OldestFirst, InOrder or WeightFifo, not {policy}. '
+                'With this policy use on_stale="requeue" or "drop".'
+            )
+        if self.gate is None or self.gate > self.max_staleness:
+            raise ValueError(
+                f'on_stale="wait" needs a lookahead from 0 to max_staleness, which is {self.max_staleness}, not '
+                f"{self.gate}. Otherwise more groups are leased than can be trained in time."
+            )
+
+
+def sample_id(ordinal: int, sibling: int) -> str:
+    """Return a key for a sample: the ordinal in hexadecimal, a dash, and the sibling.
+
+    >>> sample_id(42, 3)
+    '2a-3'
+    """
+    return f"{ordinal:x}-{sibling}"

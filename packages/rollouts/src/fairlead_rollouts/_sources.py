@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where prompts come from: the reference of a prompt for each ordinal."""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+__all__ = ["IndexStream", "LoaderStream", "PromptSource", "SequenceStream"]
+
+
+class PromptSource(Protocol):
+    """A stream of prompts that can be continued at an ordinal."""
+
+    def get(self, ordinal: int) -> Any:
+        """Return the reference of the prompt at an ordinal, a JSON value of at most 4 KiB.
+
+        A ledger asks for 0, 1, 2, and so on. It repeats a request that raised an error.
+
+        Raises:
+            IndexError: The stream ends before this ordinal.
+        """
+        ...
+
+    def state(self) -> bytes:
+        """Return what `restore` needs beside the ordinal, or `b""`."""
+        ...
+
+    def restore(self, state: bytes, ordinal: int) -> None:
+        """Continue so that the next request is for `ordinal`."""
+        ...
+
+
+class SequenceStream:
+    """Read prompts from a sequence, once."""
+
+    def __init__(self, prompts: Sequence[Any]) -> None:
+        self._prompts = prompts
+
+    def get(self, ordinal: int) -> Any:
+        return self._prompts[ordinal]
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes, ordinal: int) -> None:
+        pass
+
+
+class IndexStream:
+    """Return the indices of a dataset in another order in each epoch.
+
+    The index is a function of the seed and the ordinal alone, so there is no state to save, and a restart with the same
+    arguments continues the same stream.
+
+    Args:
+        size: the number of prompts in the dataset.
+        seed: the seed of the order.
+        epochs: the number of passes; None for no end.
+
+    >>> stream = IndexStream(5, seed=0, epochs=2)
+    >>> [sorted(stream.get(epoch * 5 + place) for place in range(5)) for epoch in range(2)]
+    [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    """
+
+    def __init__(self, size: int, *, seed: int, epochs: int | None = None) -> None:
+        if size < 1 or (epochs is not None and epochs < 1):
+            raise ValueError(f"size is {size} and epochs is {epochs}; both must be at least 1.")
+        self._size, self._seed, self._epochs = size, seed, epochs
+        # The smallest square of a power of two that holds all indices.
+        self._bits = ((size - 1).bit_length() + 1) // 2 or 1
+
+    def get(self, ordinal: int) -> int:
+        """Return the index of the prompt at an ordinal."""
+        epoch, place = divmod(ordinal, self._size)
+        if self._epochs is not None and epoch >= self._epochs:
+            raise IndexError(f"The stream ends after {self._epochs} epochs of {self._size} prompts.")
+        # The permutation is of a range that may be larger; following it from a member returns to a member.
+        place = self._permute(epoch, place)
+        while place >= self._size:
+            place = self._permute(epoch, place)
+        return place
+
+    def _permute(self, epoch: int, place: int) -> int:
+        """Return another number of as many bits, by four Feistel rounds, which are a permutation."""
+        mask = (1 << self._bits) - 1
+        left, right = place >> self._bits, place & mask
+        for step in range(4):
+            key = f"{self._seed}:{epoch}:{step}:{right}".encode()
+            digest = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+            left, right = right, left ^ (digest & mask)
+        return left << self._bits | right
+
+    def state(self) -> bytes:
+        """Return `b""`: there is no state."""
+        return b""
+
+    def restore(self, state: bytes, ordinal: int) -> None:
+        """Do nothing: the ordinal suffices."""
+
+
+class LoaderStream:
+    """Read prompts from a data loader, which may have a `state_dict` of its own.
+
+    Args:
+        loader: an iterable. If it has `state_dict` and `load_state_dict`, its state is saved with the ledger, and
+            otherwise a restored stream reads it again from its beginning.
+        key: returns the reference of an item, a JSON value such as an index, from which the caller finds the item.
+
+    >>> stream = LoaderStream([{"id": "a", "text": "1+1="}, {"id": "b", "text": "2*3="}], key=lambda item: item["id"])
+    >>> stream.get(0), stream.get(1)
+    ('a', 'b')
+    """
+
+    def __init__(self, loader: Iterable[Any], *, key: Callable[[Any], Any]) -> None:
+        self._loader, self._key = loader, key
+        self._items: Iterator[Any] | None = None
+        self._next = 0
+        self._last: Any = None
+
+    def get(self, ordinal: int) -> Any:
+        """Return the reference of the item at an ordinal, which is the next one or the last one again."""
+        if ordinal == self._next - 1:
+            return self._last
+        if ordinal != self._next:
+            raise ValueError(f"Ordinal {ordinal} was requested, and the loader is at {self._next}. Use restore().")
+        if self._items is None:
+            self._items = iter(self._loader)
+        try:
+            item = next(self._items)
+        except StopIteration:
+            raise IndexError(f"The loader ends after {self._next} items.") from None
+        self._last = self._key(item)
+        self._next += 1
+        return self._last
+
+    def state(self) -> bytes:
+        """Return the position, pickled with the `state_dict` of the loader if it has one."""
+        own = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+        return pickle.dumps((own, self._next, self._last))
+
+    def restore(self, state: bytes, ordinal: int) -> None:
+        """Load the state of the loader, or skip the items before `ordinal`."""
+        own, after, last = pickle.loads(state) if state else (None, 0, None)
+        self._items, self._next = None, 0
+        if own is not None:
+            self._loader.load_state_dict(own)  # type: ignore[attr-defined]
+            self._next, self._last = after, last
+        for skipped in range(self._next, ordinal):
+            self.get(skipped)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests."""
+
+import pytest
+
+
+class Releases(list):
+    """Collect the references that a ledger releases, and fail at the second release of one."""
+
+    def __call__(self, ref, reason):
+        assert all(ref is not other for other, _ in self), f"{ref} was released twice"
+        self.append((ref, reason))
+
+    def reasons(self):
+        """Return the reason for each value."""
+        return {ref.value: reason for ref, reason in self}
+
+
+@pytest.fixture
+def releases():
+    return Releases()
+
+
+@pytest.fixture
+def make_ledger(releases):
+    """Return a maker of ledgers with small groups, one group per version and ten prompts, unless told otherwise."""
+    from fairlead_rollouts import Ledger, LedgerConfig
+
+    def make(prompts=10, **options):
+        outside = {key: options.pop(key) for key in ("on_event", "run", "checkpoints", "journal") if key in options}
+        options = {"group_size": 2, "groups_per_version": 2, "max_staleness": 1, **options}
+        source = [f"prompt {number}" for number in range(prompts)] if isinstance(prompts, int) else prompts
+        return Ledger(LedgerConfig(**options), source, on_release=releases, **{"run": 7, **outside})
+
+    return make
+
+
+@pytest.fixture
+def finish():
+    """Return a function that seals all siblings of leases, with a value for each."""
+    from fairlead_rollouts import Ref, sample_id
+
+    def seal_all(ledger, leases, **versions):
+        for lease in leases:
+            for sibling in lease.siblings:
+                ref = Ref(f"{sample_id(lease.ordinal, sibling)} of {lease.attempt}", durable=True)
+                assert ledger.seal(lease, sibling, ref, **versions)
+
+    return seal_all

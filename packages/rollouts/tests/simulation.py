@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job on pretended time: one prompt in ten takes long, and the trainer may claim ahead.
+
+`python packages/rollouts/tests/simulation.py` prints the table of docs/guides/rollouts.md.
+"""
+
+import heapq
+import random
+import sys
+from dataclasses import dataclass
+
+from fairlead_rollouts import Claim, Ledger, LedgerConfig, OldestFirst, ReadyFirst, Ref
+
+SLOW_SHARE = 0.1
+
+
+@dataclass
+class Outcome:
+    """What one run came to."""
+
+    worst: int
+    slow_trained: int
+    trained: int
+    lost: int
+    ticks: float
+    waits: int
+
+
+def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=None, steps=60, minimum=None):
+    """Train so many steps, and raise an error if no event is left before that.
+
+    Args:
+        bound: K; None for the admission of K = 1 without a bound at the claim.
+        places: groups for each version.
+        seed: of the durations.
+        on_stale: of the ledger.
+        lag: versions by which generators lag behind.
+        prefetch: steps that are claimed before the current one has been trained.
+        batch: groups in each step; all of a version by default.
+        steps: how many.
+        minimum: of each claim.
+    """
+    batch = batch or places
+    gate = 1 if bound is None else bound
+    config = LedgerConfig(
+        group_size=1,
+        groups_per_version=places,
+        max_staleness=bound,
+        lookahead=gate,
+        serving_lag=lag,
+        policy=ReadyFirst() if bound is None else OldestFirst(),
+        on_stale="requeue" if bound is None else on_stale,
+    )
+    draw = random.Random(seed)
+    ledger = Ledger(config, range(1_000_000), run=seed)
+    slow, finishing, queue = {}, [], []
+    now, step, trained, outcome = 0.0, 0, 0, Outcome(0, 0, 0, 0, 0.0, 0)
+    ends, consumed = None, {}
+    while trained < steps:
+        while room := ledger.room():
+            serving = max(0, ledger.version - draw.randint(0, lag))
+            for lease in ledger.lease(min(room, 64), serving_version=serving):
+                is_slow = slow.setdefault(lease.ordinal, draw.random() < SLOW_SHARE)
+                heapq.heappush(
+                    finishing, (now + (draw.randint(20, 60) if is_slow else draw.randint(1, 3)), lease.token, lease)
+                )
+        while len(queue) <= prefetch:
+            claim = ledger.claim(step + 1, min(batch, left_of(ledger)), minimum=minimum)
+            if not isinstance(claim, Claim):
+                break
+            step += 1
+            queue.append(claim)
+        if ends is None and queue:
+            ends = now + 4
+        if ends is not None and (not finishing or ends <= finishing[0][0]):
+            now, ends = ends, None
+            claim = queue.pop(0)
+            assert claim.version == ledger.version
+            for group in claim.groups:
+                outcome.worst = max(outcome.worst, ledger.version - group.oldest_version)
+                outcome.slow_trained += slow[group.ordinal]
+            outcome.trained += len(claim.groups)
+            consumed[claim.version] = consumed.get(claim.version, 0) + len(claim.groups)
+            trained = claim.step
+            ledger.advance(ledger.version + (consumed[claim.version] == places), trained=trained)
+        elif finishing:
+            now, _, lease = heapq.heappop(finishing)
+            ledger.seal(lease, 0, Ref(lease.ordinal))
+        else:
+            raise AssertionError(f"deadlock after {trained} steps: {ledger.statistics()}")
+    numbers = ledger.statistics()
+    outcome.lost = sum(numbers.requeued.values()) + numbers.drops.get("stale", 0)
+    outcome.ticks, outcome.waits = now, numbers.waits
+    ledger.check()
+    return outcome
+
+
+def left_of(ledger):
+    return ledger._claims.next_place()[1]
+
+
+def table():
+    """Yield a line for each policy, for 120 steps in 40 orders."""
+    for bound, places in ((1, 4), (2, 8)):
+        for title, options in (
+            ("no bound", {"bound": None}),
+            ("wait", {"bound": bound}),
+            ("requeue", {"bound": bound, "on_stale": "requeue"}),
+            ("drop", {"bound": bound, "on_stale": "drop"}),
+        ):
+            runs = [simulate(places=places, seed=seed, steps=120, **options) for seed in range(40)]
+            trained = sum(one.trained for one in runs)
+            slow = sum(one.slow_trained for one in runs) / trained
+            lost, ticks = sum(one.lost for one in runs) / 40, sum(one.ticks for one in runs) / 40
+            worst = max(one.worst for one in runs)
+            yield f"K {bound}, P {places}, {title}: {worst}, slow {slow:.1%}, lost {lost:.0f}, ticks {ticks:.0f}"
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f"{line}\n" for line in table())

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All examples in docstrings and in the README run."""
+
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+
+import fairlead_rollouts
+
+FOLDER = Path(fairlead_rollouts.__file__).parent
+SOURCES = sorted(FOLDER.rglob("*.py"))
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_examples_in_docstrings():
+    """The examples in docstrings print what they show."""
+    attempted = 0
+    for source in SOURCES:
+        parts = source.relative_to(FOLDER).with_suffix("").parts
+        name = ".".join([fairlead_rollouts.__name__, *(part for part in parts if part != "__init__")])
+        results = doctest.testmod(importlib.import_module(name), extraglobs=dict(vars(fairlead_rollouts)))
+        assert results.failed == 0, source.name
+        attempted += results.attempted
+    assert attempted > 40
+
+
+def test_every_class_has_an_example():
+    """Each public class that a caller makes has an example."""
+    made = [one for one in vars(fairlead_rollouts).values() if inspect.isclass(one)]
+    made = [one for one in made if not getattr(one, "_is_protocol", False) and not issubclass(one, Exception)]
+    assert [one.__name__ for one in made if ">>>" not in (one.__doc__ or "") and one.__name__ not in DATA] == []
+
+
+# The view and the choice of a policy, which the examples of the policies show.
+DATA = ("OpenGroup", "Selection", "View")
+
+
+def test_readme(run_readme):
+    """The python blocks of the README run in order, and the values in their comments are right."""
+    assert run_readme(README) > 3

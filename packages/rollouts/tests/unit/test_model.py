@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations are checked when they are made, and values are frozen and can be pickled."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+from fairlead_rollouts import (
+    Claim,
+    Completeness,
+    Group,
+    IllegalTransitionError,
+    InOrder,
+    InvariantError,
+    LedgerConfig,
+    ReadyFirst,
+    Ref,
+    Sample,
+    Shortage,
+    Windowed,
+    sample_id,
+)
+
+GOOD = {"group_size": 4, "groups_per_version": 2, "max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 0}, "group_size is 0; it must be at least 1"),
+        ({"groups_per_version": 0}, "groups_per_version is 0"),
+        ({"max_leased": 0}, "max_leased is 0"),
+        ({"max_open": -1}, "max_open is -1"),
+        ({"max_staleness": -1}, "max_staleness is -1; it must be at least 0"),
+        ({"lookahead": -1}, "lookahead is -1"),
+        ({"serving_lag": -1}, "serving_lag is -1"),
+        ({"serving_lag": 2}, "serving_lag is 2, above lookahead, which is 1"),
+        ({"serving_lag": 2, "lookahead": 2}, "serving_lag is 2, above max_staleness, which is 1"),
+        ({"completeness": Completeness(max_attempts=0)}, "max_attempts is 0"),
+        ({"completeness": Completeness(min_samples=1)}, "min_samples is 1; with group_size 4 .* between 2 and 4"),
+        ({"completeness": Completeness(min_samples=5)}, "min_samples is 5"),
+        ({"max_staleness": None}, "max_staleness is None"),
+        ({"policy": ReadyFirst()}, "not ReadyFirst"),
+        ({"policy": Windowed()}, "not Windowed"),
+        ({"lookahead": None}, "from 0 to max_staleness, which is 1, not None"),
+        ({"lookahead": 2}, "which is 1, not 2"),
+    ],
+)
+def test_wrong_configuration(options, message):
+    """A wrong configuration is refused with the numbers that contradict each other."""
+    with pytest.raises(ValueError, match=message):
+        LedgerConfig(**{**GOOD, **options})
+
+
+def test_groups_of_one():
+    """A group of one sibling needs one sample."""
+    assert LedgerConfig(group_size=1, groups_per_version=1, max_staleness=0).min_samples == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 4),
+        ({"max_open": 3}, 3),
+        ({"serving_lag": 1}, 2),
+        ({"lookahead": None, "on_stale": "drop"}, None),
+        ({"lookahead": None, "on_stale": "drop", "max_open": 9}, 9),
+        ({"lookahead": 2, "on_stale": "requeue"}, 6),
+    ],
+)
+def test_most_open(options, most):
+    """The most open groups follow from the gate and from `max_open`."""
+    assert LedgerConfig(**{**GOOD, **options}).most_open == most
+
+
+def test_durable_references_are_strings():
+    """A durable reference that is not a string is refused, because a later process could not read it."""
+    with pytest.raises(ValueError, match="has a string as its value, not 7"):
+        Ref(7, durable=True)
+
+
+def test_in_order_needs_groups():
+    """A step has at least one group."""
+    with pytest.raises(ValueError, match="groups_per_step is 0"):
+        InOrder(groups_per_step=0)
+
+
+SAMPLE = Sample(0, Ref("a"), 1, 2)
+VALUES = [
+    LedgerConfig(**GOOD),
+    SAMPLE,
+    Claim(1, 0, (Group(7, (SAMPLE,), 1, 2, 1),)),
+    Shortage("wait", 1, 2, (3,)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values(value):
+    """Values can be pickled, and cannot be changed."""
+    assert pickle.loads(pickle.dumps(value)) == value
+    name = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, 1)
+
+
+ERRORS = [IllegalTransitionError(5, "applied", "drop", ()), InvariantError("I1", "a contradiction", tuple(range(9)))]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_can_be_pickled(error):
+    """A pickled error keeps its attributes and its text."""
+    copied = pickle.loads(pickle.dumps(error))
+    assert (vars(copied), str(copied)) == (vars(error), str(error))
+
+
+def test_long_lists_are_shortened():
+    """An error names at most eight groups; a final state has no legal call."""
+    assert str(ERRORS[1]).count("ordinals 0, 1, 2, 3, 4, 5, 6, 7, ...") == 1
+    assert str(ERRORS[0]).endswith("This state is final.")
+
+
+def test_sample_id():
+    """The key has no underscore, which some stores split at."""
+    assert sample_id(255, 7) == "ff-7"

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls in random order: the invariants hold after each, and the job can always be brought to its end."""
+
+import os
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from fairlead_rollouts import (
+    Claim,
+    Completeness,
+    InOrder,
+    Ledger,
+    LedgerConfig,
+    OldestFirst,
+    ReadyFirst,
+    Ref,
+    Shortage,
+    WeightFifo,
+    Windowed,
+)
+
+PROMPTS = 30
+EXAMPLES = int(os.environ.get("FAIRLEAD_EXAMPLES", "150"))
+
+
+@st.composite
+def configs(draw):
+    size, places, bound = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 2))
+    on_stale = draw(st.sampled_from(["wait", "wait", "requeue", "drop"]))
+    policies = [OldestFirst(), WeightFifo(), InOrder(groups_per_step=places)]
+    if on_stale != "wait":
+        policies += [ReadyFirst(), Windowed(freshest_first=draw(st.booleans()))]
+    unbounded = on_stale != "wait" and draw(st.booleans())
+    return LedgerConfig(
+        group_size=size,
+        groups_per_version=places,
+        max_staleness=None if unbounded else bound,
+        lookahead=bound,
+        serving_lag=draw(st.integers(0, bound)),
+        max_leased=draw(st.none() | st.integers(1, 6)),
+        policy=draw(st.sampled_from(policies)),
+        on_stale=on_stale,
+        completeness=Completeness(
+            min_samples=draw(st.integers(min(2, size), size)),
+            retry=draw(st.sampled_from(["sibling", "group"])),
+            max_attempts=draw(st.integers(1, 3)),
+        ),
+    )
+
+
+class Machine(RuleBasedStateMachine):
+    """A job with generators that come late, fail and are cancelled, and a trainer that prefetches."""
+
+    leases = Bundle("leases")
+
+    @initialize(config=configs())
+    def begin(self, config):
+        self.config, self.time, self.step, self.version = config, 0, 0, 0
+        self.alive, self.fates, self.steps = {}, {}, {}
+        self.ledger = Ledger(config, list(range(PROMPTS)), on_release=self.release, on_event=self.record)
+
+    # The model: the references that are alive, the fate of each ordinal, the claims that are not trained.
+
+    def release(self, ref, reason):
+        assert self.alive.pop(ref.value, None) is not None, f"{ref} is released twice"
+
+    def record(self, event):
+        assert self.fates.get(event.ordinal, "unseen") == event.before
+        assert event.before not in ("applied", "dropped")
+        self.fates[event.ordinal] = event.after
+
+    def ref(self):
+        value = f"ref {len(self.alive)} at {self.time}"
+        self.time += 1
+        ref = Ref(value, durable=bool(self.time % 2))
+        self.alive[value] = ref
+        return ref
+
+    # The rollout side.
+
+    @rule(target=leases, count=st.integers(1, 6), lag=st.integers(0, 2), within=st.none() | st.integers(1, 9))
+    def lease(self, count, lag, within):
+        room = self.ledger.room()
+        lag = min(lag, self.config.serving_lag, self.version)
+        deadline = None if within is None else self.time + within
+        leases = self.ledger.lease(count, serving_version=self.version - lag, deadline=deadline)
+        assert len(leases) <= min(count, room)
+        return multiple(*leases)
+
+    @rule(lease=leases, sibling=st.integers(0, 2), lag=st.integers(0, 2))
+    def seal(self, lease, sibling, lag):
+        if sibling < self.config.group_size:
+            owed = self.owes(lease, sibling)
+            assert self.ledger.seal(lease, sibling, self.ref()) is owed
+
+    @rule(lease=leases)
+    def seal_all(self, lease):
+        self.seal_all_of(lease)
+
+    def seal_all_of(self, lease):
+        for sibling in lease.siblings:
+            self.ledger.seal(lease, sibling, self.ref())
+        assert not any(self.owes(lease, sibling) for sibling in lease.siblings)
+
+    @rule(count=st.integers(1, 6))
+    def generate(self, count):
+        for lease in self.ledger.lease(count):
+            self.seal_all_of(lease)
+
+    @rule(data=st.data())
+    def finish_leases(self, data):
+        for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
+            if data.draw(st.booleans()):
+                self.seal_all_of(lease)
+
+    @rule(lease=leases, sibling=st.integers(0, 2))
+    def park(self, lease, sibling):
+        if sibling < self.config.group_size:
+            owed = self.owes(lease, sibling)
+            assert self.ledger.park(lease, sibling, self.ref()) is owed
+
+    @rule(lease=leases, sibling=st.none() | st.integers(0, 2))
+    def fail(self, lease, sibling):
+        if sibling is None or sibling < self.config.group_size:
+            self.ledger.fail(lease, None if sibling is None else [sibling], reason="it broke")
+
+    @rule(lease=leases)
+    def cancel(self, lease):
+        self.ledger.cancel(lease)
+
+    @rule(after=st.integers(0, 9))
+    def expire(self, after):
+        self.time += after
+        self.ledger.expire(self.time)
+
+    @rule()
+    def abort(self):
+        for lease in self.ledger.to_abort():
+            assert self.ledger.cancel(lease)
+
+    def owes(self, lease, sibling):
+        record = self.ledger._book.records.get(lease.ordinal)
+        current = record is not None and record.lease is not None and record.lease.token == lease.token
+        return current and bool(record.waiting >> sibling & 1)
+
+    # The trainer side.
+
+    @rule(count=st.integers(1, 4), minimum=st.none() | st.just(1))
+    def claim(self, count, minimum):
+        self.claim_some(count, minimum)
+
+    def claim_some(self, count, minimum):
+        left = self.ledger._claims.next_place()[1]
+        count = min(count, left, self.config.most_open or count)
+        found = self.ledger.claim(self.step + 1, count, minimum=minimum)
+        if isinstance(found, Shortage):
+            assert (found.reason == "wait") is bool(found.blocked_by)
+            assert all(self.ledger.state(one) in ("leased", "pending") for one in found.blocked_by)
+            return
+        assert isinstance(found, Claim)
+        assert (minimum or count) <= len(found.groups) <= count
+        self.step += 1
+        self.steps[self.step] = [group.ordinal for group in found.groups]
+        for group in found.groups:
+            assert len(group.samples) >= self.config.min_samples
+            assert {sample.ref.value for sample in group.samples} <= set(self.alive)
+            if self.config.max_staleness is not None:
+                assert found.version - group.oldest_version <= self.config.max_staleness
+
+    @rule(update=st.booleans())
+    def train(self, update):
+        self.claim_some(4, 1)
+        self.advance_by(update)
+
+    @rule()
+    def unclaim(self):
+        if self.steps:
+            step, ordinals = self.steps.popitem()
+            self.ledger.unclaim(step)
+            assert {self.ledger.state(ordinal) for ordinal in ordinals} <= {"sealed"}
+
+    @rule(data=st.data())
+    def drop(self, data):
+        some = [one for one in self.fates if self.fates[one] in ("sealed", "claimed")]
+        if some:
+            ordinal = data.draw(st.sampled_from(some))
+            self.ledger.drop([ordinal], "no_signal")
+            for ordinals in self.steps.values():
+                if ordinal in ordinals:
+                    ordinals.remove(ordinal)
+            self.steps = {step: ordinals for step, ordinals in self.steps.items() if ordinals}
+
+    @rule(update=st.booleans())
+    def advance(self, update):
+        self.advance_by(update)
+
+    def advance_by(self, update):
+        self.version += update
+        trained = min(self.steps, default=None)
+        self.ledger.advance(self.version, trained=trained)
+        if trained is not None:
+            assert {self.ledger.state(ordinal) for ordinal in self.steps.pop(trained)} <= {"applied"}
+
+    @rule()
+    def sweep(self):
+        self.ledger.sweep()
+        assert self.ledger.sweep() == 0
+
+    @invariant()
+    def invariants_hold(self):
+        self.ledger.check()
+        held = self.ledger._book.records.values()
+        refs = {one.ref.value for record in held for one in (*record.samples.values(), *record.carry.values())}
+        assert refs == set(self.alive)
+        for ordinal in range(PROMPTS):
+            assert self.ledger.state(ordinal) == self.fates.get(ordinal, "unseen")
+            assert f"Ordinal {ordinal} is {self.ledger.state(ordinal)}" in self.ledger.explain(ordinal)
+
+    def teardown(self):
+        """Every prompt is trained or dropped, in so many rounds: no claim waits for itself."""
+        if not hasattr(self, "ledger"):
+            return
+        for _ in range(200):
+            for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
+                for sibling in range(self.config.group_size):
+                    self.ledger.seal(lease, sibling, self.ref())
+            while self.ledger.room() and (leases := self.ledger.lease(min(self.ledger.room(), 10))):
+                for lease in leases:
+                    for sibling in lease.siblings:
+                        assert self.ledger.seal(lease, sibling, self.ref())
+            left = self.ledger._claims.next_place()[1]
+            claim = self.ledger.claim(self.step + 1, min(left, self.config.most_open or left), minimum=1)
+            self.step += 1
+            assert isinstance(claim, Claim) or claim.reason != "wait"
+            if len(self.ledger._book.settled.settled_bits) and self.ledger._book.settled.frontier == PROMPTS:
+                break
+            self.version += 1
+            self.ledger.advance(self.version, trained=self.step)
+        self.invariants_hold()
+        assert set(self.fates.values()) <= {"applied", "dropped"}
+        assert len(self.fates) == PROMPTS
+        assert self.alive == {}
+
+
+Machine.TestCase.settings = settings(max_examples=EXAMPLES * 4, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase
