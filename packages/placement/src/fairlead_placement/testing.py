@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes, nodes_with_agents
+from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S
+from ._nodes.directory import ask_agents, find_agents
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
 from ._reserve.groups import are_shown
@@ -28,8 +29,8 @@ _Snapshot = dict[str, frozenset[str]]
 def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """Assert that free resources, actors, placement groups and leased ports are the same after a block as before it.
 
-    Ray returns some of them with a delay, so they are compared until they agree. Node agents stay: there is one per job
-    and node, and it needs no resources. Without a running Ray nothing is asserted.
+    Ray returns some of them with a delay, so they are compared until they agree. Node agents may stay for some seconds:
+    there is one per job and node, and it needs no resources. Without a running Ray nothing is asserted.
 
     Args:
         timeout_s: seconds to wait until they agree.
@@ -63,14 +64,15 @@ def _snapshot() -> _Snapshot:
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
-    answers = ask_nodes("leased", dict.fromkeys(nodes_with_agents(), ()), ANSWER_S)
+    job = ray.get_runtime_context().get_job_id()
+    answers = ask_agents("leased", {agent: () for agent in find_agents() if agent.job_id == job}, ANSWER_S)
     leased = {}
-    for node_id, ports in answers.items():
+    for agent, ports in answers.items():
         if not isinstance(ports, Exception):
-            leased[node_id] = ports
-        elif not isinstance(ports, PlacementError):
+            leased[agent.node_id] = ports
+        elif not isinstance(ports, (PlacementError, ray.exceptions.RayError)):
             raise ports
-        # The agent of a dying node does not answer, and what it held ends with it. A node that is alive is read again.
+        # An agent that leaves, or whose node is dying, does not answer, and what it held ends with it.
     return {
         "free resource": frozenset(free),
         "actor": frozenset(

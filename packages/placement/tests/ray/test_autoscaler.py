@@ -261,11 +261,6 @@ def test_no_demand_outlives_an_interrupt(scaled, hold_group, eventually):
         assert eventually(lambda: not scaled.demand(), 2)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="d 9: An agent stays on each node for the life of the job, so no node is idle.",
-    raises=AssertionError,
-)
 def test_a_node_is_idle_again(head, eventually):
     """After the last cluster on a node has been shut down, nothing of it keeps an autoscaler from removing the node."""
     if not eventually(head.is_idle):

@@ -11,6 +11,7 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, _ray_private
 from fairlead_placement._nodes.agent import AGENT_NAME_PREFIX
+from fairlead_placement._nodes.agent_process import IDLE_S, OWNERS_S
 from fairlead_placement._ray_private import live_actors, worker_is_alive
 
 LOW = 30000 + os.getpid() % 1000 * 2
@@ -119,6 +120,45 @@ def test_a_driver_that_ends(nodes, start_script, eventually, how):
     assert eventually(lambda: not agents_of(job))
     assert eventually(lambda: is_free(LOW))
     assert eventually(lambda: not groups())
+
+
+def test_a_lease_that_outlives_its_driver(nodes, start_script, eventually):
+    """The port of a detached actor stays leased after the driver has ended, until the actor ends."""
+    script = start_script(
+        f"""
+        import ray
+        ray.init(address={nodes.address!r}, namespace="here", logging_level="error")
+        from fairlead_placement import NodeAgent
+
+        @ray.remote(num_cpus=0)
+        class Keeper:
+            def lease(self, node_id):
+                return NodeAgent(node_id).lease(1, {LOW}, {LOW})
+
+        keeper = Keeper.options(name="keeper", lifetime="detached").remote()
+        ray.get(keeper.lease.remote({nodes.head_node.node_id!r}))
+        print(ray.get_runtime_context().get_job_id())
+        """
+    )
+    job = script.line()
+    script.finish()
+    assert not eventually(lambda: is_free(LOW), IDLE_S + OWNERS_S + 1)
+    ray.kill(ray.get_actor("keeper", namespace="here"))
+    assert eventually(lambda: is_free(LOW))
+    assert eventually(lambda: not agents_of(job))
+
+
+def test_an_agent_that_nothing_keeps(nodes, head, eventually):
+    """An agent leaves some seconds after the last request, but not while it holds a port; another takes its place."""
+    job = ray.get_runtime_context().get_job_id()
+    agent = NodeAgent(head)
+    pid = agent.run(os.getpid)
+    ((_, lease_id),) = agent.lease(1, LOW, LOW)[0]
+    assert not eventually(lambda: not agents_of(job), IDLE_S + 1)
+    agent.release([lease_id])
+    assert eventually(lambda: not agents_of(job), IDLE_S + 5)
+    assert agent.run(os.getpid) != pid
+    assert len(agents_of(job)) == 1
 
 
 def test_unknown_is_not_dead(nodes, monkeypatch):

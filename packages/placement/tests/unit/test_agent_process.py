@@ -5,13 +5,14 @@ import contextlib
 import errno
 import os
 import socket
+import subprocess
+import threading
 
 import pytest
 import ray
 
 from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent_process import AgentProcess
-from fairlead_placement._nodes.owners import Owners
 
 
 def _are_free(ports):
@@ -131,20 +132,88 @@ def test_a_machine_without_ipv6(process, monkeypatch, missing, bind):
     assert process.lease(["other"], LOW, LOW) == ([], 1, 0)
 
 
-def test_ended_processes():
-    """An agent releases what ended processes hold and ends with the job; an unknown state has no effect."""
-    done, alive = [], {"job": True, "dead": False, "unknown": None, "well": True}
-    holders = {"dead", "unknown", "well", "job"}
-    owners = Owners("job", lambda: holders, done.append, lambda: done.append("end"), is_alive=alive.get)
-    owners.look()
-    assert done == ["dead"]
-    alive["job"] = None
-    owners.look()
-    assert "end" not in done
-    done.clear()
-    alive["job"] = False
-    owners.look()
-    assert done == ["dead"]  # a detached actor is still there
-    alive["well"] = False
-    owners.look()
-    assert sorted(done) == ["dead", "dead", "end", "well"]
+def test_ended_processes(process):
+    """An agent releases what ended processes hold, the driver among them; an unknown state has no effect."""
+    alive = {"dead": False, "unknown": None, "well": True}
+    for port, owner in enumerate(alive, LOW):
+        process.lease([owner], port, port, owner)
+        process.publish(owner, 1, "value", owner)
+    process.release_of_ended(alive.get)
+    assert process.leased() == [LOW + 1, LOW + 2]
+    assert sorted(process.published()) == ["unknown", "well"]
+
+
+class TestLeaving:
+    """An agent leaves only when nothing keeps it."""
+
+    @pytest.fixture(autouse=True)
+    def no_children(self, monkeypatch):
+        monkeypatch.setattr(agent_process, "has_children", lambda: False)
+
+    def test_after_a_while(self, process, monkeypatch):
+        """It stays for further requests after each, unless it is told to leave."""
+        assert not process._decide_to_leave()
+        process.leave()
+        assert process.answer("leased") == []
+        assert not process._decide_to_leave()
+        process.leave()
+        assert process._decide_to_leave()
+        process._lock.release()
+        monkeypatch.setattr(agent_process, "IDLE_S", 0.0)
+        assert process.answer("leased") == []
+        assert process._decide_to_leave()
+        process._lock.release()
+
+    @pytest.mark.parametrize(
+        ("take", "give_back"),
+        [
+            (("lease", ["mine"], LOW, LOW), ("release", ["mine"])),
+            (("memory", "watcher", "owner"), ("unwatch", "watcher")),
+            (("publish", "key", 1, "value", "owner"), ("withdraw", "key")),
+            (("publish", "key", 1, "value", "owner"), ("release_of_ended", lambda owner: owner != "owner")),
+        ],
+    )
+    def test_what_it_holds(self, process, take, give_back):
+        """A lease, a watcher and a publication keep it until they are given back, or their owner has ended."""
+        getattr(process, take[0])(*take[1:])
+        process.leave()
+        assert not process._decide_to_leave()
+        getattr(process, give_back[0])(*give_back[1:])
+        process.leave()
+        assert process._decide_to_leave()
+        process._lock.release()
+
+    def test_what_a_function_does(self, process, monkeypatch):
+        """A function that runs keeps it, and so does a thread that a function has started, until it ends."""
+        monkeypatch.setattr(agent_process, "IDLE_S", 0.0)
+        ends = threading.Event()
+        thread = threading.Thread(target=ends.wait)
+        assert process.answer("run", process._decide_to_leave) is False
+        process.answer("run", thread.start)
+        assert not process._decide_to_leave()
+        ends.set()
+        thread.join()
+        assert process._decide_to_leave()
+        process._lock.release()
+
+    def test_a_child(self, monkeypatch):
+        """A child process that runs keeps it, and one that has ended does not, even before it has been waited for."""
+        monkeypatch.undo()
+        assert not agent_process.has_children()
+        with subprocess.Popen(["sleep", "60"]) as child:
+            assert agent_process.has_children()
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            assert not agent_process.has_children()
+
+    def test_a_request_that_comes_too_late(self, process):
+        """A request after the decision waits for the end of the process: its function must not run twice."""
+        process.leave()
+        assert process._decide_to_leave()
+        ran = threading.Event()
+        thread = threading.Thread(target=process.answer, args=("run", ran.set))
+        thread.start()
+        assert not ran.wait(0.2)
+        process._lock.release()  # only here: a process that leaves never does
+        thread.join()
+        assert ran.is_set()

@@ -40,16 +40,6 @@ def test_few_withdrawals_are_kept():
     assert len(board._withdrawn) == WITHDRAWN_KEPT
 
 
-def test_owner():
-    """A publisher keeps the agent alive as a holder of a port does, and its values go when it has ended."""
-    agent = AgentProcess()
-    agent.publish("mine", 1, "value", "me")
-    agent.publish("theirs", 1, "value", "them")
-    assert agent._holders() == {"me", "them"}
-    agent._release_all_of("me")
-    assert agent.published() == {"theirs": "value"}
-
-
 def test_newer():
     """A reader that has the latest version gets no value; one of a key that is not there gets version 0."""
     agent = AgentProcess()
@@ -78,6 +68,7 @@ def test_agents_are_started_together(monkeypatch):
     monkeypatch.setattr(agent_module, "clean_runtime_env", lambda: None)
     monkeypatch.setattr(agent_module, "_handles", handles := {("session", "01", "b"): "known"})
     nodes = [*(node * 56 for node in "acd"), "b", "a" * 56]
+    agent_module._sees_processes.cache_clear()
     agent_module.start_agents(nodes)
     assert sorted(created) == [f"fairlead-agent-01-{node * 56}" for node in "acd"]
     assert len(looks) == 1
@@ -87,10 +78,10 @@ def test_agents_are_started_together(monkeypatch):
 
 
 def test_agents_of_all_jobs(monkeypatch):
-    """Agents are found by their names, also one that took the place of a dead one; others in the namespace are not."""
+    """Agents are found by their names; other actors in the namespace are not."""
     rows = [
         {"name": "fairlead-agent-01000000-aa", "namespace": "fairlead"},
-        {"name": "fairlead-agent-02000000-aa-1", "namespace": "fairlead"},
+        {"name": "fairlead-agent-02000000-aa", "namespace": "fairlead"},
         {"name": "fairlead-agent-03000000-bb", "namespace": "fairlead"},
         {"name": "fairlead-agent-04000000-cc", "namespace": "of-somebody-else"},
         {"name": "something", "namespace": "fairlead"},

@@ -99,6 +99,7 @@ def test_the_order_of_slots(random):
         patch.setattr(_held, "connection", lambda: "here")
         patch.setattr("fairlead_placement._cluster.ray.is_initialized", lambda: True)
         patch.setattr(_held, "close_slots", lambda slots: [])
+        patch.setattr(_held, "dismiss_agents", lambda _: None)
         counts = [random.randint(0, 3) for _ in range(random.randint(1, 3))]
         cluster = RayVirtualCluster(counts, use_gpus=False).reserve()
         model, views = list(map(identify, cluster.slots())), []
@@ -194,6 +195,7 @@ def test_the_order_of_groups_after_a_replacement(monkeypatch):
     monkeypatch.setattr(_held, "slots_of", reserve_next)
     monkeypatch.setattr(_held, "alive_nodes", lambda: frozenset(alive))
     monkeypatch.setattr(_held, "remove", lambda *_, **__: True)
+    monkeypatch.setattr(_held, "dismiss_agents", lambda _: None)
     monkeypatch.setattr(_held, "connection", lambda: "here")
     monkeypatch.setattr("fairlead_placement._cluster.ray.is_initialized", lambda: True)
     with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="SPREAD") as cluster:
@@ -242,8 +244,11 @@ def test_a_release_of_many_nodes(monkeypatch):
     released = []
     monkeypatch.setattr(_held, "release_ports", released.extend)
     monkeypatch.setattr(_held, "remove", lambda groups, timeout_s: True)
+    dismissed = []
+    monkeypatch.setattr(_held, "dismiss_agents", dismissed.extend)
     Name.compared = 0
     assert holding.release(set(range(count // 2)))
     assert [lease.lease_id for lease in released] == [f"lease {at}" for at in range(count // 2)]
+    assert sorted(dismissed) == sorted(f"node {at}" for at in range(count // 2))
     assert [lease.lease_id for lease in holding.held.leases] == [f"lease {at}" for at in range(count // 2, count)]
     assert Name.compared <= 20 * count

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to node agents: one detached actor per job and node, created when first needed."""
+"""Sends requests to node agents: one detached actor per job and node, created when it is needed."""
 
-import collections
 import contextlib
 import contextvars
 import functools
@@ -19,9 +18,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
 from .._discovery import refuse_client
-from .._ray_private import clean_runtime_env, collect, create_actor, driver_of, never_connect, worker_is_alive
+from .._ray_private import (
+    block_shutdown,
+    clean_runtime_env,
+    collect,
+    create_actor,
+    driver_of,
+    never_connect,
+    worker_is_alive,
+)
 from ..exceptions import PlacementError, PlacementTimeoutError
-from . import agent_process, board, meters, owners
+from . import agent_process, board, meters
 from .head import alive_nodes, ask_head, choose_alive, head_deadline
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
@@ -40,16 +47,14 @@ ANSWER_S = 60.0
 # How many agents are created at a time: Ray's head registers each by a request of its own.
 CREATED_AT_ONCE = 16
 # fairlead-placement need not be installed on the nodes.
-for _module in (agent_process, board, meters, owners, _ray_private):
+for _module in (agent_process, board, meters, _ray_private):
     ray.cloudpickle.register_pickle_by_value(_module)
 
 
 # By session, job and node.
 _handles: dict[tuple[str, str, str], Any] = {}
-# How many agents have died there: the name of one that has been killed twice leads to the dead one for good.
-_deaths: collections.Counter[tuple[str, str, str]] = collections.Counter()
-# By the same and the number of deaths there: the functions that the agent has, by the hash of their code.
-_known: dict[tuple[str, str, str, int], set[str]] = {}
+# By the same: the functions that the agent has, by the hash of their code.
+_known: dict[tuple[str, str, str], set[str]] = {}
 # Guards these, so that one agent takes the place of a dead one. Reentrant: a signal handler may shut a cluster down.
 _lock = threading.RLock()
 
@@ -60,12 +65,12 @@ def _actor_class() -> Any:
 
 
 def _handle(node_id: str, *, instead_of: Any = None) -> Any:
-    """Return the agent's handle; create a new agent if the known one is `instead_of`, which has died."""
+    """Return the agent's handle; create a new agent if the known one is `instead_of`, which has died or left."""
     key = _key(node_id)
     with _lock:
         # Several threads may have met the dead agent. Only the first creates a new one.
         if _handles.get(key) is instead_of:
-            _deaths[key] += instead_of is not None
+            _known.pop(key, None)
             _handles[key] = _create(key)
         return _handles[key]
 
@@ -76,34 +81,32 @@ def start_agents(node_ids: Iterable[str]) -> None:
         missing = [key for key in map(_key, dict.fromkeys(node_ids)) if key not in _handles]
     if len(missing) < 2:
         return  # the first request creates a single one
-    sees = _sees_driver(missing[0][1])
+    ask_head("look at the driver", _sees_processes, *missing[0][:2])
     with ThreadPoolExecutor(CREATED_AT_ONCE, "fairlead-agents", initializer=never_connect) as pool:
-        started = {key: pool.submit(contextvars.copy_context().run, _create, key, sees) for key in missing}
+        started = {key: pool.submit(contextvars.copy_context().run, _create, key) for key in missing}
     for key, agent in started.items():
         with _lock:
             # Another thread may have created it meanwhile: Ray returns the same actor for the same name.
             _handles.setdefault(key, agent.result())
 
 
-def _sees_driver(job_id: str) -> bool:
-    return ask_head("look at the driver", worker_is_alive, driver_of(job_id)) is True
+@functools.cache
+def _sees_processes(session_name: str, job_id: str) -> bool:
+    return worker_is_alive(driver_of(job_id)) is not None
 
 
-def _create(key: tuple[str, str, str], sees: bool | None = None) -> Any:
-    return ask_head(
-        f"start the agent of node {key[2][:8]}", _create_actor, key, _sees_driver(key[1]) if sees is None else sees
-    )
+def _create(key: tuple[str, str, str]) -> Any:
+    return ask_head(f"start the agent of node {key[2][:8]}", _create_actor, key)
 
 
-def _create_actor(key: tuple[str, str, str], sees: bool) -> Any:
-    # A detached agent ends itself. If it cannot see its driver end, or the driver has ended already (a detached actor
-    # outlives its driver), the agent ends with the process that created it.
-    _, job_id, node_id = key
-    again = f"-{_deaths[key]}" if _deaths[key] else ""
+def _create_actor(key: tuple[str, str, str]) -> Any:
+    session, job_id, node_id = key
+    # An agent that cannot see the owners of its leases end must end with the process that created it.
+    sees = _sees_processes(session, job_id)
     return create_actor(
         _actor_class(),
-        (driver_of(job_id) if sees else "",),
-        name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}{again}",
+        (True,),
+        name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}",
         namespace=NAMESPACE,
         lifetime="detached" if sees else None,
         runtime_env=clean_runtime_env(),
@@ -129,11 +132,13 @@ def this_process() -> str:
 
 
 class NodeAgent:
-    """Acts on one node for the whole job: it holds ports, measures processes and memory, and runs functions.
+    """Acts on one node: it holds ports, measures processes and memory, and runs functions.
 
-    The actor needs no resources and is created on first use. It lives as long as the job, whichever process used it
-    first, and ends within 10 s of the job, however the job ends. When the agent dies, its leases are lost, workers are
-    not affected, and the next request creates a new agent.
+    The actor needs no resources and is created when it is needed, one for all processes of the job. It stays while it
+    holds something, or a thread or process lives that a function has started, and ends 5 s after the last request
+    otherwise, because an autoscaler takes its node for busy. Within 10 s of the end of a process it releases everything
+    that it holds for that process. When it dies, its leases are lost, workers are not affected, and the next request
+    creates a new agent.
 
     Args:
         node_id: Ray's id of a node that is alive.
@@ -219,13 +224,21 @@ class NodeAgent:
         return answer
 
 
+def dismiss_agents(node_ids: Iterable[str]) -> None:
+    """Have the agents of nodes leave that this process has used, unless they hold something for another purpose."""
+    with block_shutdown():
+        agents = [_handles.get(_key(node_id)) for node_id in node_ids] if ray.is_initialized() else []
+        for agent in filter(None, agents):
+            agent.leave.options(num_returns=0).remote()
+
+
 def notify_node(node_id: str, method: str, *args: Any) -> None:
     """Send a request whose answer nobody wants to the agent of a node."""
-    getattr(_handle(node_id), method).options(num_returns=0).remote(*args)
+    _handle(node_id).answer.options(num_returns=0).remote(method, *args)
 
 
 def _send(agent: Any, method: str, *args: Any) -> Any:
-    return getattr(agent, method).remote(*args)
+    return agent.answer.remote(method, *args)
 
 
 def new_lease_ids(count: int) -> list[str]:
@@ -254,7 +267,7 @@ def run_on_nodes(
     code = ray.cloudpickle.dumps(function)
     digest = hashlib.sha256(code).hexdigest()[:32]
     asked = {
-        node_id: (digest, None if digest in _known.get(_agent(node_id), ()) else code, *args)
+        node_id: (digest, None if digest in _known.get(_key(node_id), ()) else code, *args)
         for node_id, args in arguments.items()
     }
     answers = ask_nodes("run_known", asked, timeout_s)
@@ -264,13 +277,8 @@ def run_on_nodes(
         answers |= ask_nodes("run_known", unknown, max(0.1, deadline - time.monotonic()))
     for node_id, answer in answers.items():
         if isinstance(answer, tuple):
-            _known.setdefault(_agent(node_id), set()).add(digest)
+            _known.setdefault(_key(node_id), set()).add(digest)
     return {node_id: answer[0] if isinstance(answer, tuple) else answer for node_id, answer in answers.items()}
-
-
-def _agent(node_id: str) -> tuple[str, str, str, int]:
-    key = _key(node_id)
-    return *key, _deaths[key]
 
 
 def usage_on_nodes(
@@ -363,15 +371,6 @@ def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> P
     return error
 
 
-def nodes_with_agents() -> list[str]:
-    """Return the nodes that are alive and have an agent that this process uses."""
-    context = ray.get_runtime_context()
-    here = (context.get_session_name(), context.get_job_id())
-    alive = alive_nodes()
-    with _lock:
-        return [node_id for *where, node_id in _handles if tuple(where) == here and node_id in alive]
-
-
 class Monitor:
     """Has the agents of some nodes sample memory from the first `read` until `stop`."""
 
@@ -395,7 +394,7 @@ class Monitor:
         return read_usage(self._node_ids, watcher=self._watcher)
 
     def stop(self) -> None:
-        """Have no more samples taken. Can be repeated. A silent agent is left alone: it ends with the job."""
+        """Have no more samples taken. Can be repeated. A silent agent is left alone."""
         self._stop(self._node_ids)
 
     def _stop(self, node_ids: Sequence[str]) -> None:

@@ -2,14 +2,16 @@
 """The code that runs inside a node agent's process, on several threads.
 
 Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and its siblings
-`board`, `meters` and `owners`, which are shipped by value too.
+`board`, `meters` and `_ray_private`, which are shipped by value too.
 """
 
 import contextlib
 import errno
-import functools
+import logging
+import os
 import random
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,21 +19,28 @@ from typing import Any
 
 import ray
 
+from .._ray_private import worker_is_alive
 from .board import Board
 from .meters import Gpus, MemoryMeter, ProcessMeter
-from .owners import Owners, end_this_actor
 
 # How many functions an agent keeps.
 FUNCTIONS_KEPT = 256
+# How long it stays for further requests when nothing keeps it. A process of its own starts in about half a second.
+IDLE_S = 5.0
+# How often it looks whether something keeps it, which requests nothing.
+LOOK_S = 0.5
+# How often it looks which owners have ended, with one small request to Ray's head for each. With 1,000 nodes these are
+# 400 requests per second.
+OWNERS_S = 5.0
 
 
 class AgentProcess(Board):
     """Holds the leased ports of one node for one job and what was published there, and measures the node.
 
-    It ends itself when the driver `job` has ended and no other process holds anything.
+    With `ends`, it ends its process when nothing keeps it, because Ray reports a node with an actor as busy.
     """
 
-    def __init__(self, job: str = "") -> None:
+    def __init__(self, ends: bool = False) -> None:
         super().__init__()
         gpus = Gpus()
         self._processes = ProcessMeter(gpus)
@@ -42,26 +51,79 @@ class AgentProcess(Board):
         self._unwanted: dict[str, None] = {}
         # The processes that hold a lease or watch the memory: worker ids by lease id and by watcher.
         self._owner: dict[str, str] = {}
+        self._running = 0
+        self._threads: list[threading.Thread] = []
+        self._leaves_at = time.monotonic() + IDLE_S
         # Where the next search starts. It moves on, so that a released port is not used again at once: late connections
         # of its former users must not reach another server.
         self._next = random.randrange(1 << 16)
 
-        if job:
-            end = functools.partial(end_this_actor, ray.get_runtime_context().current_actor)
-            Owners(job, self._holders, self._release_all_of, end).start()
+        if ends:
+            me = ray.get_runtime_context().current_actor
+            threading.Thread(target=self._watch, args=(me,), name="fairlead-owners", daemon=True).start()
 
-    def _holders(self) -> set[str]:
-        publishers = self.owners()
+    def answer(self, method: str, *args: Any) -> Any:
+        """Call a method, and stay until it has returned, and for some time for further requests."""
         with self._lock:
-            return publishers.union(self._owner.values())
+            self._running += 1
+        try:
+            return getattr(self, method)(*args)
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._leaves_at = time.monotonic() + IDLE_S
 
-    def _release_all_of(self, owner: str) -> None:
-        self.remove_all_of(owner)
+    def leave(self) -> None:
+        """Do not stay for further requests: whoever used this node has given back what it held."""
+        self._leaves_at = 0.0
+
+    def _decide_to_leave(self) -> bool:
+        """Return whether nothing keeps the agent: a request, what it holds, or what a function has left running.
+
+        Requests that come later wait for the end of the process, and go to another agent then.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._lock)
+            kept = self._running or self._held or self._owner or self._entries or time.monotonic() < self._leaves_at
+            if kept or any(thread.is_alive() for thread in self._threads) or has_children():
+                return False
+            undo.pop_all()
+            return True
+
+    def _watch(self, me: object) -> None:
+        """Release what ended processes hold, and end this process when nothing keeps it."""
+        next_look = 0.0
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                if self._decide_to_leave():
+                    break
+                if time.monotonic() >= next_look:
+                    # At random moments, so that the agents of a large cluster do not ask all at once.
+                    next_look = time.monotonic() + OWNERS_S * random.uniform(0.8, 1.2)
+                    self.release_of_ended(worker_is_alive)
+            except Exception:
+                # Ray's head does not answer, or a child has ended meanwhile. The next check may succeed.
+                logging.getLogger(__name__).debug("cannot check what keeps the agent", exc_info=True)
+        try:
+            ray.kill(me)
+            time.sleep(5.0)  # Ray ends an actor at its own request within milliseconds
+        finally:
+            os._exit(0)
+
+    def release_of_ended(self, is_alive: Callable[[str], bool | None]) -> None:
+        """Release what processes hold, by Ray's worker ids, that have ended. None is a process that may be alive."""
         with self._lock:
-            names = [name for name, who in self._owner.items() if who == owner]
+            owners = {*self._owner.values(), *(entry.owner for entry in self._entries.values())}
+        ended = {owner for owner in owners if is_alive(owner) is False}
+        with self._lock:
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner not in ended}
+            names = [name for name, owner in self._owner.items() if owner in ended]
         self.release([name for name in names if name in self._held])
         for name in names:
             self.unwatch(name)
+        if ended:
+            self.leave()
 
     def lease(self, lease_ids: list[str], low: int, high: int, owner: str = "") -> tuple[list[int], int, int]:
         """Hold a port in low..high (both included) for each id, or none, until it is released or its owner has ended.
@@ -141,9 +203,17 @@ class AgentProcess(Board):
         return self._memory.watchers()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on this node."""
+        """Call a function on this node. The agent stays while threads or processes live that it has started."""
         self._count("run")
-        return function(*args)
+        before = set(threading.enumerate())
+        try:
+            return function(*args)
+        finally:
+            new = set(threading.enumerate()) - before
+            with self._lock:
+                # Ray's own threads, which do not end, appear here when they first run Python, as dummies.
+                self._threads += [one for one in new if not one.name.startswith("Dummy-")]
+                self._threads = [one for one in self._threads if one.is_alive()]
 
     def run_known(self, digest: str, code: bytes | None, *args: Any) -> tuple[Any] | None:
         """Call a function that is sent once, and then known by the hash of its code.
@@ -166,6 +236,13 @@ class AgentProcess(Board):
     def _count(self, method: str) -> None:
         with self._lock:
             self._requests[method] += 1
+
+
+def has_children() -> bool:
+    """Return whether a child of this process runs."""
+    import psutil  # Ray brings it along
+
+    return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
 def _hold(port: int) -> socket.socket | None:

@@ -57,13 +57,3 @@ class Board:
         """Return the versions of what a process has published, by key."""
         with self._lock:
             return {key: entry.version for key, entry in self._entries.items() if entry.owner == owner}
-
-    def owners(self) -> set[str]:
-        """Return the processes that have published something here."""
-        with self._lock:
-            return {entry.owner for entry in self._entries.values() if entry.owner}
-
-    def remove_all_of(self, owner: str) -> None:
-        """Remove what a process has published."""
-        with self._lock:
-            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner != owner}

@@ -150,8 +150,7 @@ def _find_agents() -> list[Agent]:
     for row in ray.util.list_named_actors(all_namespaces=True):
         if row["namespace"] != NAMESPACE or not row["name"].startswith(AGENT_NAME_PREFIX):
             continue
-        # The name of an agent that took the place of a dead one ends with a number.
-        job_id, node_id = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")[:2]
+        job_id, node_id = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
         try:
             agents.append(Agent(job_id, node_id, ray.get_actor(row["name"], namespace=NAMESPACE)))
         except ValueError:
@@ -161,7 +160,7 @@ def _find_agents() -> list[Agent]:
 
 def read_boards(agents: Sequence[Agent], *, timeout_s: float) -> dict[Agent, dict[str, Any] | Exception]:
     """Return what is published at each agent, or why it did not answer."""
-    return _collect("published", dict.fromkeys(agents, ()), timeout_s)
+    return ask_agents("published", dict.fromkeys(agents, ()), timeout_s)
 
 
 def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tuple[int, Any] | Exception:
@@ -170,7 +169,7 @@ def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tup
     Returns:
         (0, None) if nothing is published there; an exception if the agent did not answer.
     """
-    answer: tuple[int, Any] | Exception = _collect("newer", {agent: (key, version)}, timeout_s)[agent]
+    answer: tuple[int, Any] | Exception = ask_agents("newer", {agent: (key, version)}, timeout_s)[agent]
     return answer
 
 
@@ -187,11 +186,12 @@ def run_on_agents(
     Returns:
         The function's result there, or the exception with which it failed.
     """
-    return _collect("run", {agent: (function, *args) for agent, args in arguments.items()}, timeout_s)
+    return ask_agents("run", {agent: (function, *args) for agent, args in arguments.items()}, timeout_s)
 
 
-def _collect(method: str, arguments: Mapping[Agent, Sequence[Any]], timeout_s: float) -> dict[Agent, Any]:
-    sends = {agent: partial(getattr(agent.handle, method).remote, *args) for agent, args in arguments.items()}
+def ask_agents(method: str, arguments: Mapping[Agent, Sequence[Any]], timeout_s: float) -> dict[Agent, Any]:
+    """Send the same request to several agents, of any jobs; return the answer of each, or the exception."""
+    sends = {agent: partial(agent.handle.answer.remote, method, *args) for agent, args in arguments.items()}
     answers: dict[Agent, Any] = {}
     for agent, (answer, error) in collect(sends, timeout_s).items():
         if isinstance(error, ray.exceptions.GetTimeoutError):

@@ -10,7 +10,7 @@ class ProcessUsage:
 
     Attributes:
         pid: its number on the node.
-        cpu_percent: CPU time since the last request of this job, or since the process started, in percent of one CPU.
+        cpu_percent: CPU time since the agent last measured it, else since it started, in percent of one CPU.
         rss_bytes: its resident memory.
         num_threads: its threads.
         gpu_memory_bytes: its memory on all GPUs of the node; None without nvidia-ml-py or a GPU.

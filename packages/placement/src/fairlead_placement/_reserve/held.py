@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from .._model import Ask, Node, Request, group_pairs
-from .._nodes.agent import Monitor, read_usage
+from .._nodes.agent import Monitor, dismiss_agents, read_usage
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
 from .._nodes.usage import NodeUsage
@@ -223,6 +223,7 @@ class Holding:
                 release_ports([lease for lease in before.leases if lease.node_id not in staying])
             finally:
                 returned = remove(before.groups_of(gone), timeout_s=GIVE_BACK_S)
+            dismiss_agents(set(before.node_ids) - staying)
         return returned
 
     def _check_whole(self, slots: Sequence[Slot], wanted: AbstractSet[int]) -> None:
@@ -358,6 +359,7 @@ class Holding:
                     held.monitor.stop()
             finally:
                 returned = remove(held.groups_of(held.slots), timeout_s=GIVE_BACK_S)
+            dismiss_agents(held.node_ids)
         return returned
 
     def leak(self) -> str:
