@@ -21,8 +21,8 @@ Both ranks run two microbatches of the same shapes. Their results are restored t
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, Order, SlicedDataDict
+from ._leaves.operations import Leaf, register_leaf
 from ._leaves.ragged import RaggedLeaf
-from ._leaves.registry import Leaf, register_leaf
 from ._packed import PackedBatch
 from ._packing.packer import Packer, PackingMetrics, get_packer
 from ._plan import ShardPlan

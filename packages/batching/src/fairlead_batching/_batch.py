@@ -9,13 +9,12 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
-from . import _gathering, _microbatches, _packed
+from . import _gathering, _packed
 from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import interop, operations
-from ._leaves.operations import IntArray
-from ._leaves.registry import is_registered
+from ._leaves.operations import IntArray, is_registered
 from ._packed import PackedBatch
-from ._plan import PartPlan, ShardPlan
+from ._plan import PartPlan, ShardPlan, Span
 from ._planner import plan_shards
 from ._samples import Content, Samples
 
@@ -187,7 +186,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).minibatches(2, epochs=2)]
         [[1, 2], [3, 4], [1, 2], [3, 4]]
         """
-        spans = _microbatches.find_equal_spans(self, size, name="size")
+        spans = self.plan.find_equal_spans(self.size, size, name="size")
         epochs = as_int("epochs", epochs, at_least=1)
         seeds = [None if seed is None else [as_int("seed", seed, at_least=0), epoch] for epoch in range(epochs)]
         count = self.size
@@ -277,7 +276,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).make_microbatch_iterator(2)]
         [[1, 2], [3, 4]]
         """
-        return self._cut(_microbatches.find_equal_spans(self, microbatch_size))
+        return self._cut(self.plan.find_equal_spans(self.size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1, *, sequence_keys: Iterable[str] | None = None
@@ -298,8 +297,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
                 ``sequence_keys`` is too.
         """
         as_int("sequence_dim", sequence_dim, at_least=1)
-        spans = _microbatches.find_spans(self, "dynamic_batching_args")
-        return self._cut(spans, sequence_dim, _microbatches.find_sequence_keys(self, sequence_dim, sequence_keys))
+        spans = self.plan.find_spans(self.size, "dynamic_batching_args")
+        return self._cut(spans, sequence_dim, _packed.find_sequence_keys(self, sequence_dim, sequence_keys))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Return the number of microbatches of `make_microbatch_iterator_with_dynamic_shapes`, equal on all shards.
@@ -307,7 +306,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: the batch was not planned by dynamic batching, or has been changed since.
         """
-        return len(_microbatches.find_spans(self, "dynamic_batching_args"))
+        return len(self.plan.find_spans(self.size, "dynamic_batching_args"))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[Content]]:
         """Return the microbatches of packing, as views: the samples of one bin each, for `to_packed`.
@@ -317,7 +316,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: at once, if the batch was not planned by packing, or has been changed since.
         """
-        return self._cut(_microbatches.find_spans(self, "sequence_packing_args"))
+        return self._cut(self.plan.find_spans(self.size, "sequence_packing_args"))
 
     def to_packed(
         self,
@@ -357,12 +356,10 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: the batch was not planned by packing, or has been changed since.
         """
-        spans = _microbatches.find_spans(self, "sequence_packing_args")
+        spans = self.plan.find_spans(self.size, "sequence_packing_args")
         return len(spans), max(tokens for _, _, tokens in spans)
 
-    def _cut(
-        self, spans: Iterable[_microbatches.Span], dim: int = 1, keys: Iterable[str] = ()
-    ) -> Iterator[SlicedDataDict[Content]]:
+    def _cut(self, spans: Iterable[Span], dim: int = 1, keys: Iterable[str] = ()) -> Iterator[SlicedDataDict[Content]]:
         """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
         for start, end, length in spans:
             microbatch = self.slice(start, end)

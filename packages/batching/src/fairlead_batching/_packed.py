@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from . import _microbatches
 from ._args import SequencePackingArgs, as_int
 from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
@@ -123,7 +122,7 @@ def pack(
             f"of {sorted(batch)}."
         )
     size, lengths = batch.size, operations.to_integers(key, batch[key])
-    keys = _microbatches.find_sequence_keys(batch, 1, sequence_keys)
+    keys = find_sequence_keys(batch, 1, sequence_keys)
     if not size or not keys:
         raise ValueError(f"There is nothing to pack: the batch has {size} samples, and the leaves of sequences {keys}.")
     widths = {name: int(batch[name].shape[1]) for name in keys}
@@ -160,6 +159,26 @@ def pack(
         pad_values=dict(pad_values),
         source=batch.select([]),
     )
+
+
+def find_sequence_keys(batch: Samples[Any], dim: int, named: Iterable[str] | None) -> list[str]:
+    """Return the keys of the leaves whose ``dim`` is the sequence: those named, else those as wide as ``input_key``."""
+    dims = {key: getattr(leaf, "ndim", 0) for key, leaf in batch.data.items()}
+    if named is not None:
+        keys = [named] if isinstance(named, str) else list(named)
+        if unknown := [key for key in keys if key not in dims]:
+            raise ValueError(f"Unknown sequence_keys {unknown}; the batch has {sorted(dims)}.")
+        if flat := [key for key in keys if dims[key] <= dim]:
+            raise ValueError(f"Leaves {flat} in sequence_keys have no dim {dim}, so no sequences to truncate.")
+        return keys
+    input_key = batch.plan.args.input_key if batch.plan.args else None
+    if input_key is None or dims.get(input_key, 0) < 2:
+        raise ValueError(
+            f"The width of sequences is unknown: the batch has no array or tensor of (samples, width, ...) at the "
+            f"plan's input_key, {input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
+        )
+    width = batch[input_key].shape[1]
+    return [name for name, leaf in batch.data.items() if dims[name] > dim and leaf.shape[dim] == width]
 
 
 def _gather(key: str, flat: Any, index: IntArray, value: Any) -> Any:

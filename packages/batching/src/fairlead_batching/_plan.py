@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 
-from ._args import DynamicBatchingArgs, SequencePackingArgs
+from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
 from ._leaves.operations import IntArray
-from ._packing.even import Costs
+from ._packing.algorithms import Costs
 
 Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's part of the shard
 Lengths = list[list[int]]  # per group, per microbatch: padded length, or tokens of the bin
+PlannedBy = Literal["dynamic_batching_args", "sequence_packing_args"]
+Span = tuple[int, int, int]  # start, end, and padded length or tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +163,46 @@ class PartPlan:
         start = sum(group[-1][1] for group in cuts[:number])
         sizes = self.shard_sizes if len(cuts) == 1 else None
         return start, start + cuts[number][-1][1], PartPlan(self.args, [cuts[number]], [lengths[number]], sizes)
+
+    def find_spans(self, size: int, planned_by: PlannedBy) -> list[Span]:
+        """Return all planned microbatches of a shard of ``size`` samples, over all groups."""
+        cuts, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if cuts is None or lengths is None:
+            raise ValueError(
+                f"The batch has no planned microbatches: get it by shard_by_batch_size(..., {planned_by}=...)."
+            )
+        actual = "sequence_packing_args" if isinstance(self.args, SequencePackingArgs) else "dynamic_batching_args"
+        if actual != planned_by:
+            raise ValueError(f"The microbatches of this batch were planned by {actual}, not by {planned_by}.")
+        spans: list[Span] = []
+        first = 0
+        for own_cuts, own_lengths in zip(cuts, lengths, strict=True):
+            spans += [(first + start, first + end, n) for (start, end), n in zip(own_cuts, own_lengths, strict=True)]
+            first = spans[-1][1]
+        if first != size:
+            raise ValueError(f"Microbatches were planned for {first} samples, and the batch has {size}.")
+        return spans
+
+    def find_equal_spans(self, size: int, samples: int, name: str = "microbatch_size") -> list[Span]:
+        """Return parts of ``samples`` samples each, after checking that every shard has as many."""
+        samples = as_int(name, samples, at_least=1)
+        if self.elem_counts_per_gb is not None:
+            raise ValueError(
+                "After packing, shards have different numbers of samples, so ranks would have different numbers of "
+                "microbatches and wait for each other for ever: use make_microbatch_iterator_for_packable_sequences()."
+            )
+        if sizes := self.shard_sizes:
+            least, most = min(sizes), max(sizes)
+            if -(-least // samples) != -(-most // samples):
+                raise ValueError(
+                    f"Shards of {least} to {most} samples have different numbers of microbatches of {samples}, so "
+                    f"ranks would wait for each other for ever: use pad_to_multiple before sharding."
+                )
+        elif not size:
+            raise ValueError("An empty batch has no microbatches: it has 0 samples.")
+        elif size % samples:
+            raise ValueError(f"{size} samples are not a multiple of {name}={samples}: use pad_to_multiple({samples}).")
+        return [(start, min(start + samples, size), 0) for start in range(0, size, samples)]
 
     def rename(self, names: Mapping[str, str]) -> "PartPlan":
         """Return the plan with the new names of the leaves."""

@@ -13,7 +13,7 @@ from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import operations
 from ._leaves.operations import IntArray
 from ._packing import algorithms
-from ._packing.even import Costs, exchange_shards, fill_evenly, put_at, split_evenly
+from ._packing.algorithms import Costs, exchange_shards, fill_evenly, put_at, split_evenly
 from ._packing.packer import get_packer
 from ._plan import ShardPlan, check_lengths, round_up
 

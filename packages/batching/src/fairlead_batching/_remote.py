@@ -25,12 +25,12 @@ class BatchLostError(RuntimeError):
     """
 
     def __init__(self, message: str, keys: Sequence[str] = (), rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
+        super().__init__(message, keys, rows)
         self.keys: tuple[str, ...] = tuple(keys)
         self.rows: tuple[int, ...] = tuple(rows)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.keys, self.rows)
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

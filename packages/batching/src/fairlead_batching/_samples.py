@@ -11,8 +11,7 @@ import numpy as np
 
 from ._args import as_int
 from ._leaves import joining, operations, transport
-from ._leaves.operations import BoolArray
-from ._leaves.registry import is_registered
+from ._leaves.operations import BoolArray, is_registered
 from ._plan import Cuts, Lengths, PartPlan, table_html
 
 if TYPE_CHECKING:

@@ -111,20 +111,10 @@ def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
     return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
 
 
-def unnest(tensor: Any) -> tuple[Sequence[Any], str, int]:
-    """Return the arguments of `nest` that make this nested tensor."""
-    ragged = 1  # the dim whose size differs between parts; the strided layout does not tell
-    if tensor.layout != require_torch().strided:
-        ragged = next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
-    parts = (tensor if ragged == 1 else tensor.transpose(1, ragged)).unbind()
-    return parts, str(tensor.layout).removeprefix("torch."), ragged
-
-
-def nest(parts: list[Any], layout: str, ragged: int) -> Any:
-    """Return the nested tensor of the given parts, whose first dim becomes the dim ``ragged``."""
+def nest(parts: list[Any]) -> Any:
+    """Return the nested tensor of the strided layout with the given parts."""
     torch = require_torch()
-    nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
-    return nested if ragged == 1 else nested.transpose(1, ragged)
+    return torch.nested.nested_tensor(parts, layout=torch.strided)
 
 
 def is_plain(tensor: Any) -> bool:

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import interop, operations
-from .operations import BoolArray
-from .registry import is_registered
-
-_NUMBERS = "biufc"
+from .operations import BoolArray, is_registered
 
 
 def join(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int], pad_values: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,8 +80,7 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
             return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
         return np.concatenate(leaves) if arrays else interop.require_torch().cat(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
-    check_pad_value(key, pad_value, dtype)
-    joined = interop.full(total, pad_value, dtype, leaves[0])
+    joined = _fill(key, total, pad_value, dtype, leaves[0])
     if masked:
         joined = np.ma.array(joined)
     start = 0
@@ -105,33 +101,28 @@ def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
     raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {found}. Convert it to one dtype first.")
 
 
-def check_pad_value(key: str, value: Any, dtype: Any) -> None:
-    """Refuse a value to pad with that the dtype does not hold."""
+def _fill(key: str, shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
+    """Return an array or tensor full of a value to pad with; ValueError if the dtype does not hold it."""
     if not _is_held(value, dtype):
         raise ValueError(
             f"Leaf {key!r} cannot be padded with {value!r}: its dtype is {dtype}. "
             f"Give pad_value_dict[{key!r}] a value that this dtype holds."
         )
+    return interop.full(shape, value, dtype, like)
 
 
 def append(key: str, leaf: Any, value: Any) -> Any:
     """Return an array or tensor with one more row, which is full of ``value``."""
-    check_pad_value(key, value, leaf.dtype)
-    row = interop.full((1, *leaf.shape[1:]), value, leaf.dtype, leaf)
-    return _concatenate(key, [leaf, row], value)
-
-
-def _kind_of(dtype: Any) -> str:
-    return dtype.kind.replace("u", "i") if isinstance(dtype, np.dtype) else interop.kind_of(dtype)
+    return _concatenate(key, [leaf, _fill(key, (1, *leaf.shape[1:]), value, leaf.dtype, leaf)], value)
 
 
 def _is_held(value: Any, dtype: Any) -> bool:
     """Return whether an array or tensor of the dtype holds the value unchanged."""
     of_numpy = isinstance(dtype, np.dtype)
-    kind = _kind_of(dtype)
+    kind = dtype.kind.replace("u", "i") if of_numpy else interop.kind_of(dtype)
     if kind == "O":
         return True
-    if kind not in _NUMBERS:
+    if kind not in "bifc":
         given = np.asarray(value).dtype
         alike = given.kind == kind or given.kind + kind == "UT"
         return dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))

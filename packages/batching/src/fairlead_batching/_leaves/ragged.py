@@ -8,8 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from . import interop, operations, transport
-from .operations import IntArray
-from .registry import register_leaf
+from .operations import IntArray, register_leaf
 
 
 @register_leaf

@@ -61,11 +61,10 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
             f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors can be pickled. Move it first: "
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
-    if tensor.is_nested:
-        parts, *rest = interop.unnest(tensor)
-        return Sent(interop.nest, [_pack_tensor(key, part, views) for part in parts], *rest)
     if not interop.is_plain(tensor):
-        return tensor  # sparse, quantized and subclassed tensors have their own pickling
+        return tensor.detach() if tensor.is_nested else tensor  # torch pickles it
+    if tensor.is_nested:  # of the strided layout, which torch cannot pickle
+        return Sent(interop.nest, [_pack_tensor(key, part, views) for part in tensor.unbind()])
     return Sent(_read, interop.memory(tensor), interop.dtype_name(tensor), views)
 
 
