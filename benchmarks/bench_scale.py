@@ -26,7 +26,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, plan_call
-from fairlead_workergroup._calls.sender import make_requests, send, store_columns
+from fairlead_workergroup._calls.sender import make_requests, store_columns
 from fairlead_workergroup._membership.model import Member, Started
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.observer import Observer
@@ -101,7 +101,7 @@ def simulated_rows() -> Iterator[Row]:
     started = [Started(actors[one.rank], places[one.rank], one) for one in here]
     roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
 
-    yield from _call_rows(sharding, roster.snapshot().members)
+    yield from _call_rows(sharding, roster.now.members)
 
     look = Observer(roster)
     with agents.installed([place.slot.node_id for place in places]):
@@ -127,7 +127,7 @@ def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[R
         rate = {"lr": plan.column("lr", 0.1)}
         requests = make_requests(method, plan, store_columns(method, [batch], rate, arguments), list(rate))
         for rank, request in zip(plan.called, requests, strict=True):
-            send(members[rank], request)
+            getattr(members[rank].handle, request.method).remote(*request.args, **request.kwargs)
 
     call()
     cpu = []

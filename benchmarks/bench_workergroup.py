@@ -26,7 +26,7 @@ from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._calls.plan import Mesh, _make_plan, _piece_index, plan_call
+from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
 from fairlead_workergroup._calls.sender import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe.query import ask_nodes
@@ -139,7 +139,7 @@ def _plan_rows() -> Iterator[Row]:
             def plan(again: bool = how != "a new plan") -> None:
                 nonlocal mesh
                 if not again:
-                    _make_plan.cache_clear()
+                    make_plan.cache_clear()
                     _piece_index.cache_clear()
                     mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
                 plan = plan_call(mesh, collect=("dp", "pp"))
@@ -300,7 +300,7 @@ def _status_rows() -> Iterator[Row]:
                 facts = [
                     WorkerProcess(rank, {}, nodes[rank % 4], "", pid, start_tick(pid)) for rank, pid in enumerate(pids)
                 ]
-                facts += group._roster.snapshot().processes
+                facts += group._roster.now.processes
 
                 def count_requests() -> int:
                     return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)

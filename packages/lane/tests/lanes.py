@@ -87,10 +87,7 @@ class Roster:
     connected, ending = True, False
 
     def __init__(self, members: Members) -> None:
-        self._members = members
-
-    def snapshot(self) -> Members:
-        return self._members
+        self.now = members
 
     def find(self, actor_id: str) -> None:
         return None

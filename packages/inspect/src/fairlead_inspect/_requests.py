@@ -29,13 +29,19 @@ class RequestLog(TraceSaver):
 
     def begin(self, name: str, began: float, futures: Sequence[Any]) -> int:
         """Note a call made at a moment of `time.monotonic`, or another span without futures; return its number."""
-        tasks = [task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]]
-        return self._add(began, len(futures), name, b"".join(tasks))
+        tasks = b"".join([task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]])
+        with self._writing:
+            self._written = number = self._written + 1
+            at = number % KEPT * self._layout.size
+            self._layout.pack_into(
+                self._page, at, number, began, 0.0, False, len(futures), name.encode(), tasks, number
+            )
+        return number
 
     def mark(self, name: str) -> None:
         """Note something that has gone wrong, at this moment."""
         now = time.monotonic()
-        self.end([self._add(now, 0, name)], failed=True, ended=now)
+        self.end([self.begin(name, now, ())], failed=True, ended=now)
 
     def end(self, entries: Sequence[int], *, failed: bool = False, ended: float | None = None) -> None:
         """Note that the caller has the results of the call of these entries, or its error. The first note holds."""
@@ -47,11 +53,3 @@ class RequestLog(TraceSaver):
                 # A later entry may have taken its place.
                 if number and kept == number and not ended_before:
                     struct.pack_into("=dq", self._page, at + struct.calcsize("=qd"), moment, failed)
-
-    def _add(self, began: float, workers: int, name: str, tasks: bytes = b"") -> int:
-        """Write an entry that has no end yet, and return its number."""
-        with self._writing:
-            self._written = number = self._written + 1
-            at, text = number % KEPT * self._layout.size, name.encode()
-            self._layout.pack_into(self._page, at, number, began, 0.0, False, workers, text, tasks, number)
-        return number

@@ -27,7 +27,7 @@ def sender():
         members=[SimpleNamespace(slot=None, failure=None)], sharding=None, is_broken=False, ended=False
     )
     roster = SimpleNamespace(connected=True, ending=False, detour=None, check_connected=lambda: None)
-    roster.check_alive = roster.snapshot = lambda: now
+    roster.now, roster.check_alive = now, lambda: now
     membership = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
     membership._phase = Phase.SERVING
     membership.describe_wait = lambda advice="": f"A restart goes on. {advice}"

@@ -223,10 +223,9 @@ class Arguments:
         """The number of stored values."""
         return len(self._refs)
 
-    @property
-    def bytes_put(self) -> int:
-        """The size of the stored values, as Ray stores them."""
-        return sum(object_sizes(list(self._refs.values())))
+    def cost(self) -> tuple[int, int]:
+        """Return the number of stored values, and their bytes, as Ray stores them."""
+        return (len(self._refs), sum(object_sizes(list(self._refs.values())))) if self._refs else (0, 0)
 
 
 def find_obstacle(value: Any) -> str:

@@ -207,7 +207,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
     def _repr_html_(self) -> str:
         shown = ("global_rank", "name", "state", "node_idx", "node_id")
-        now = self._roster.snapshot()
+        now = self._roster.now
         rows = [(*(worker[key] for key in shown), now[worker["global_rank"]].coords) for worker in self.worker_metadata]
         return table_html(repr(self), (*shown, "coords"), rows)
 
@@ -238,12 +238,12 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     @property
     def world_size(self) -> int:
         """The number of workers."""
-        return len(self._roster.snapshot().members)
+        return len(self._roster.now.members)
 
     @property
     def sharding_annotations(self) -> NamedSharding:
         """The axes over the ranks."""
-        return self._roster.snapshot().sharding
+        return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
         """Return the epoch, the standbys, the counts of calls and the times of the start, as they are now.
@@ -257,7 +257,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             HeadTimeoutError: the group has standbys, and Ray's head does not say which of them are alive.
         """
         return GroupState(
-            epoch=self._roster.snapshot().epoch,
+            epoch=self._roster.now.epoch,
             standby=self._standbys.count_warm() if self.workers else 0,
             standby_metadata=list(self._roster.standby_metadata),
             start_report=self._start_report,
@@ -369,7 +369,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         check_resize(self._roster.check_alive(), self._elastic_axis, sizes, slots)
         ((axis, size),) = sizes.items()
         self._membership.change(Resize(axis, size, slots, self._elastic_axis), self._launcher.deadline(timeout))
-        return self._roster.snapshot().epoch
+        return self._roster.now.epoch
 
     def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
@@ -402,7 +402,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         check_members(wanted, self._roster.check_alive())
         self._standbys.check_alike("replace")
         self._membership.change(Replace(wanted), self._launcher.deadline(timeout))
-        return self._roster.snapshot().epoch
+        return self._roster.now.epoch
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.

@@ -141,22 +141,19 @@ class GroupHandle(TypedCalls):
     @property
     def epoch(self) -> int:
         """The epoch of the roster that the handle has read last."""
-        return self._connect().roster.snapshot().epoch
+        return self._connect().roster.now.epoch
 
     @property
     def sharding_annotations(self) -> NamedSharding:
         """The axes over the ranks."""
-        return self._connect().roster.snapshot().sharding
+        return self._connect().roster.now.sharding
 
-    @property
-    def _target(self) -> Target:
+    def _find_target(self, *, renew: bool = True) -> Target:
         sender = self._connect()
-        sharding = sender.roster.snapshot().sharding
+        if renew:
+            sender.renew()
+        sharding = sender.roster.now.sharding
         return Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
-
-    def _renew_target(self) -> Target:
-        self._connect().renew()
-        return self._target
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.
@@ -246,7 +243,7 @@ class _ClientSender(Sender):
         """Read the roster again if its owner has published another one; wait shortly for that of an epoch."""
         until = Deadline.after(SETTLED_S)
         self._read_newer()
-        while self.roster.snapshot().epoch < at_least and not until.passed:
+        while self.roster.now.epoch < at_least and not until.passed:
             time.sleep(AGAIN_EPOCH_S)
             self._read_newer()
 
@@ -287,7 +284,7 @@ class _ClientSender(Sender):
 
     def adopt(self, group: RegisteredGroup) -> None:
         """Take over the members of a group as they are published."""
-        now = self.roster.snapshot()
+        now = self.roster.now
         rows = {row.rank: row for row in group.members}
         handles = {actor_id_of(one.handle): one.handle for one in now.members if one.handle is not None}
         handles |= _find_actors([row for row in group.members if row.pid and row.actor_id not in handles], group)

@@ -77,7 +77,7 @@ def set_epoch(worker, epoch):
 def publish_epoch(group):
     """Publish the next epoch of a group, of which its workers do not know."""
     roster, registration = group._resources.roster, group._resources.registration
-    now, epoch = roster.snapshot(), group.inspect().epoch + 1
+    now, epoch = roster.now, group.inspect().epoch + 1
     facts = [replace(one, epoch=epoch) for one in now.facts]
     roster.commit(epoch=epoch, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
     registration.publish()

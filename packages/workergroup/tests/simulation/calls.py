@@ -8,7 +8,7 @@ from typing import Any
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._calls.execution import Execution
-from fairlead_workergroup._calls.plan import CallOptions
+from fairlead_workergroup._calls.plan import CallOptions, Recipients
 from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.judge import Judge
@@ -75,9 +75,9 @@ def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> S
 
 def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:
     """Call a method on all workers."""
-    now = sender.roster.snapshot()
+    now = sender.roster.now
     ranks = range(len(now.members))
     requests = [Request(name, list(args), {}) for _ in ranks]
     deadline = Deadline.after(timeout)
     order = Order(Method(name, "plain", None), ranks, requests, world.now(), deadline, (0, 0), (), now.sharding)
-    return Execution(sender, None, order, sender.send(order), list(ranks), CallOptions())
+    return Execution(sender, None, order, sender.send(order), Recipients(list(ranks), list(ranks), None), CallOptions())

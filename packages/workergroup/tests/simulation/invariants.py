@@ -44,7 +44,7 @@ class Invariants:
         self._ray = ray
         self._roster = roster
         self._max_restarts = max_restarts
-        self._seen: Snapshot = roster.snapshot()
+        self._seen: Snapshot = roster.now
         self._lost: set[Any] = set()
         self._incarnations: dict[int, int] = {}
         self._calls: list[Execution] = []
@@ -58,7 +58,7 @@ class Invariants:
 
     def check_at_rest(self) -> None:
         """Check what holds when no task of the group does anything."""
-        now = self._roster.snapshot()
+        now = self._roster.now
         for member in () if now.ended or now.is_broken else now.members:
             self._check_facts(member, now)
         for call in self._calls:
@@ -89,7 +89,7 @@ class Invariants:
 
     def _check_change(self) -> None:
         """Check the snapshot after each step."""
-        before, now = self._seen, self._roster.snapshot()
+        before, now = self._seen, self._roster.now
         if now is before:
             return
         self._seen = now

@@ -214,7 +214,7 @@ class GroupRun:
             200.0,
         )
         self.invariants.check_at_rest()
-        now = group._roster.snapshot()
+        now = group._roster.now
         if self.chosen <= HARMLESS and (now.lost or now.is_broken):
             raise SimulationError(f"damage: no worker has failed, and the group has lost {now.lost}")
 

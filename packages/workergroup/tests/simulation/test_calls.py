@@ -72,7 +72,7 @@ def test_losses():
             call_until_it_fails(world, sender)
         (failure,) = caught.value.failures
         kinds.add((failure.rank, failure.kind))
-        assert sender.roster.snapshot().lost == {failure.rank: failure}
+        assert sender.roster.now.lost == {failure.rank: failure}
         with pytest.raises(WorkerFailureError):
             call(world, sender, "step")
 

@@ -32,7 +32,7 @@ def advance(sender, **changes):
 
 
 def change_member(sender, **changes):
-    first, *rest = sender.roster.snapshot().members
+    first, *rest = sender.roster.now.members
     advance(sender, members=(replace(first, **changes), *rest))
 
 
@@ -64,7 +64,7 @@ def test_snapshots(change, rule):
 
     def script(world, ray, sender, invariants):
         if "failure" in change:
-            process = sender.roster.snapshot().processes[0]
+            process = sender.roster.now.processes[0]
             change_member(sender, failure=process.failure("killed", "by mistake"))
         elif "epoch" in change:
             advance(sender, **change)
@@ -79,7 +79,7 @@ def test_a_loss_is_final():
 
     def script(world, ray, sender, invariants):
         ray.actors[0].end("it crashed")
-        change_member(sender, failure=sender.roster.snapshot().processes[0].failure("killed", "it crashed"))
+        change_member(sender, failure=sender.roster.now.processes[0].failure("killed", "it crashed"))
         world.point("sees it")
         change_member(sender, failure=None)
 
@@ -90,7 +90,7 @@ def test_two_processes():
     """A rank is not constructed while its old process runs."""
 
     def script(world, ray, sender, invariants):
-        start(world, ray, list(sender.roster.snapshot().places))
+        start(world, ray, list(sender.roster.now.places))
 
     assert simulate(script).startswith("two processes: ")
 

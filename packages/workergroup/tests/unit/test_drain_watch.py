@@ -18,7 +18,7 @@ class Roster:
 
     def __init__(self):
         members = [SimpleNamespace(rank=rank, slot=SimpleNamespace(node_id="a")) for rank in range(2)]
-        self.snapshot = lambda: SimpleNamespace(members=members)
+        self.now = SimpleNamespace(members=members)
         self.end_begun, self.is_over, self.name_prefix = threading.Event(), False, "policy"
 
 
@@ -46,7 +46,8 @@ def watch(monkeypatch):
             if error is not None:
                 raise error
 
-        watching = threading.Thread(target=drain.DrainWatch(group, roster, SimpleNamespace(change=change), 60.0).run)
+        watch = drain.DrainWatch(group, roster, SimpleNamespace(change=change), 60.0)
+        watching = threading.Thread(target=watch.run, daemon=True)
         watching.start()
         assert called.wait(30)
         roster.end_begun.set()

@@ -55,7 +55,7 @@ class Crew:
     def start(self, staged, ranks, undo, deadline, check):
         self.moved.append(list(ranks))
         made = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "00"))
-        now = self.roster.snapshot()
+        now = self.roster.now
         return [Started(made, staged.places[rank], now.processes[rank]) for rank in ranks]
 
     def facts(self, staged):
@@ -158,7 +158,7 @@ def test_silent_head(monkeypatch):
     monkeypatch.setattr(crew, "end", lambda ranks: pytest.fail("a process was ended"))
     with pytest.raises(HeadTimeoutError):
         membership.change(Replace((1,)), Deadline.after(START_S))
-    now = crew.roster.snapshot()
+    now = crew.roster.now
     assert (now.epoch, now.lost, membership.phase, crew.moved) == (0, {}, Phase.SERVING, [])
 
 
@@ -168,5 +168,5 @@ def test_processes_that_do_not_end(monkeypatch):
     monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
     with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
         membership.change(Replace((1,)), Deadline.after(START_S))
-    now = crew.roster.snapshot()
+    now = crew.roster.now
     assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])

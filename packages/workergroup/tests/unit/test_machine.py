@@ -27,9 +27,8 @@ def test_document():
 @pytest.fixture
 def membership():
     roster = SimpleNamespace(connected=True, ending=False, check_connected=lambda: None)
-    roster.check_alive = roster.snapshot = lambda: SimpleNamespace(
-        members=[], sharding=None, is_broken=False, ended=False
-    )
+    roster.now = SimpleNamespace(members=[], sharding=None, is_broken=False, ended=False)
+    roster.check_alive = lambda: roster.now
     made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
     made._phase = Phase.SERVING
     return made

@@ -68,9 +68,11 @@ def sender(monkeypatch):
     method = SimpleNamespace(name="work", result="value", function=None, check=lambda *_: None)
     monkeypatch.setattr(map_module, "replace", lambda called, **_: called)
     now = SimpleNamespace(has=lambda ranks: True)
-    roster = SimpleNamespace(check_connected=lambda: None, snapshot=lambda: now, connected=True)
+    roster = SimpleNamespace(check_connected=lambda: None, now=now, connected=True)
     counters = SimpleNamespace(add=lambda **_: None)
-    return SimpleNamespace(method=lambda _: method, check_retries=lambda _: None, counters=counters, roster=roster)
+    worker_class = SimpleNamespace(method=lambda _: method)
+    launcher = SimpleNamespace(worker_class=worker_class)
+    return SimpleNamespace(launcher=launcher, check_retries=lambda _: None, counters=counters, roster=roster)
 
 
 @pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])
@@ -176,7 +178,10 @@ def test_the_least_loaded_worker(sender):
     """It is the first of those with the fewest items, whichever items have finished and workers were lost."""
     rng = random.Random(0)
     options = MapOptions(strategy="least_loaded", move_items=True, max_in_flight=100)
-    balancer, expected = _Balancer(sender, None, range(50), sender.method("work"), options), dict.fromkeys(range(50), 0)
+    balancer, expected = (
+        _Balancer(sender, None, range(50), sender.launcher.worker_class.method("work"), options),
+        dict.fromkeys(range(50), 0),
+    )
     for turn in range(2_000):
         least = min(expected, key=expected.__getitem__)
         assert balancer._choose() == least

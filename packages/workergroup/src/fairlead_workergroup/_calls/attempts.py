@@ -14,11 +14,10 @@ from .._deadline import Deadline, check_timeout
 from .._membership.gate import wait_for_event
 from .._start.worker_class import Method
 from .._transport.futures import end_of, wait
-from .._world import Event, Lock, now, world
+from .._world import Event, now, world
 from ..exceptions import CallCancelledError, CallTimeoutError
 from .errors import describe_missing, retrieve_late
-from .plan import CallOptions
-from .results import split_positions
+from .plan import CallOptions, Recipients
 from .sender import Order, Sender, Sent
 from .wait import Waiter
 
@@ -40,40 +39,33 @@ class Attempts:
     owner: object  # it stays alive as long as a caller waits for the call
     order: Order
     sent: Sent | Future[Sent]  # the futures of the requests, or a future of them for a call that had to wait
-    returned: list[int]  # the ranks that return a result, in the order of the results
+    recipients: Recipients
     options: CallOptions
     submit_s: float = 0.0
     fetched_at: set[int] = field(default_factory=set)  # the positions of the workers whose results have been fetched
     cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
     items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)  # that have arrived, by position
     attempt: int = 0
-    positions: list[int] = field(init=False)
-    others: list[int] = field(init=False)
     _handed_out: dict[int, int] = field(default_factory=dict)
     _handed_out_bytes: int = 0
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
     _repeated_in: int | None = None
-    # One thread repeats the call, and others that wait for the call wait until this has happened.
-    _lock: Lock = field(default_factory=lambda: world().lock())
+    # What happens when the thread that repeats the call has done so; None if no thread does.
     _repeated: Event | None = None
 
     def __post_init__(self) -> None:
         self.submit_s = now() - self.order.began
-        self.ranks: list[int] = list(self.order.ranks)
         self.method: Method = self.order.method
+        self.yields_items: bool = self.method.result == "items"  # whether the method is a generator
         self.is_single: bool = self.options.collect == ()
-        self.positions, self.others = split_positions(self.ranks, self.returned)
+        # The future of what has been sent, for a call that had to wait; None for one that was sent at once.
+        self.sending: Future[Sent] | None = self.sent if isinstance(self.sent, Future) else None
         if not isinstance(self.sent, Future):
             self.futures, self.entries = self.sent.futures, [self.sent.entry]
         elif not self.options.retries:
             # Only retries need the requests again. Those of a call that is sent at once are made one by one.
             self.order = self.order._replace(requests=())
-
-    @property
-    def sending(self) -> Future[Sent] | None:
-        """The future of what has been sent, for a call that had to wait; None for one that was sent at once."""
-        return self.sent if isinstance(self.sent, Future) else None
 
     @cached_property
     def futures(self) -> list[Any]:
@@ -85,6 +77,16 @@ class Attempts:
     def entries(self) -> list[int]:
         """The numbers of the call, which has been sent, and of its repetitions in the log."""
         return [self._result_of_sending.entry]
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that are called."""
+        return self.recipients.called
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The positions of the workers that return a result, in the order of the results."""
+        return self.recipients.positions[0]
 
     @cached_property
     def answering(self) -> frozenset[int]:
@@ -128,8 +130,8 @@ class Attempts:
 
     async def until_sent(self, on: Waiter, deadline: Deadline) -> None:
         """Wait until the call has been sent, on a thread or an event loop."""
-        if (sending := self.sending) is not None:
-            await on.sent(sending, deadline.left())
+        if self.sending is not None:
+            await on.sent(self.sending, deadline.left())
             self.wait_until_sent(Deadline.after(0.0))
 
     def withdraw(self, *, force: bool) -> bool:
@@ -174,7 +176,7 @@ class Attempts:
         mine = world().event()
         try:
             while True:
-                with self._lock:
+                with self.sender.repeating:
                     if self.attempt != attempt:
                         return True
                     if self._repeated is None:
@@ -185,7 +187,7 @@ class Attempts:
                 if not wait_for_event(other, limit):
                     raise self._late_error(self.pending())
         finally:
-            with self._lock:
+            with self.sender.repeating:
                 if self._repeated is mine:
                     self._repeated = None
             mine.set()
@@ -218,10 +220,9 @@ class Attempts:
         if (again := self.order.follow) is not None:
             self._repeat_once(attempt, deadline or self.order.deadline, partial(again, self))
 
-    def begin_again(self, order: Order, returned: list[int], sent: Sent) -> None:
+    def begin_again(self, order: Order, recipients: Recipients, sent: Sent) -> None:
         """Begin with the requests of a call that was sent again because no worker had run it."""
-        self.order, self.returned, self.ranks = order, returned, list(order.ranks)
-        self.positions, self.others = split_positions(self.ranks, returned)
+        self.order, self.recipients = order, recipients
         self.futures, self._repeated_in = sent.futures, sent.epoch
         self.entries.append(sent.entry)
         self.items.clear()
@@ -250,7 +251,8 @@ class Attempts:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self.cancelled:
             raise CallCancelledError(self.method.name, self.cancelled)
-        self.sender.roster.check_connected()
+        if not self.sender.roster.connected:
+            raise self.sender.roster.disconnected_error()
 
     def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         late = self.sender.late_workers([self.ranks[at] for at in pending])

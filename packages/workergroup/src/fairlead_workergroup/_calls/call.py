@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
+from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -24,7 +25,7 @@ from .execution import Execution
 from .follow import Follower
 from .plan import CallOptions, Column, Recipients
 from .results import MultiWorkerFuture, ResultFetcher
-from .sender import Order, Sender, is_on_event_loop, make_requests, store_columns
+from .sender import Order, Sender, make_requests, store_columns
 from .wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
 
 if TYPE_CHECKING:
@@ -60,16 +61,17 @@ def dispatch(
     began = now()
     if options.retries:
         sender.check_retries(options.retries)
-    method = sender.method(method)
+    if not isinstance(method, Method):
+        method = sender.launcher.worker_class.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
-    blocking = not (may_wait and is_on_event_loop())
+    # An event loop must not be blocked. The public function raises an exception if there is none, and every call asks.
+    blocking = not may_wait or _get_running_loop() is None
     has_lane = sender.transport is not None
     stored = Arguments(for_lane=has_lane)
     try:
         if not passes:
             # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
-            sender.check_callable(recipients.called)
-            sender.check(method, recipients.called)
+            sender.check_callable(method, recipients.called)
         # Before this call's turn: storing a large value must not delay the calls of other threads.
         columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
         requests = make_requests(method, recipients, columns, names)
@@ -79,7 +81,7 @@ def dispatch(
             list(requests) if options.retries else requests,
             began,
             NEVER if timeout_s is None else Deadline(began + timeout_s),
-            (stored.puts, stored.bytes_put),
+            stored.cost(),
             stored.sources,
             sharding,
             by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
@@ -89,12 +91,12 @@ def dispatch(
         if not sender.is_owner:
             order = order._replace(follow=Follower(columns, names, recipients, replan).follow)
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
-        sender.counters.add(calls=1, puts=stored.puts)
+        sender.counters.add(calls=1, puts=order.stored[0])
     except (CallTimeoutError, WorkerFailureError) as error:
         if blocking:
             sender.observed.explain(error)
         raise
-    return Execution(sender, owner, order, sent, recipients.returned, options)
+    return Execution(sender, owner, order, sent, recipients, options)
 
 
 class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
@@ -210,7 +212,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         with short_traceback():
-            result: Result = self._execution.result(timeout)
+            result: Result = block(self._execution.results(ON_THREAD, timeout))
             return result
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:

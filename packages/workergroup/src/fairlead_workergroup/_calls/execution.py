@@ -35,7 +35,15 @@ class Execution(Attempts):
         while True:
             attempt = self.attempt
             try:
-                return self.shape(await self._collect(on, deadline))
+                self.check_open()
+                if self.sending is not None:
+                    await self.until_sent(on, deadline)
+                if self.yields_items:
+                    return self.shape(await self._collect_items(on, deadline))
+                wanted, others = self.recipients.positions
+                values = await self.fetch(on, [self.futures[at] for at in (*wanted, *others)], deadline)
+                self.fetched_at.update(wanted)
+                return self.shape(values[: len(wanted)])
             except WorkerFailureError as error:
                 # A restart takes seconds.
                 if not await on.apart(self.repeat, attempt, deadline):
@@ -56,15 +64,7 @@ class Execution(Attempts):
                     await asyncio.shield(asyncio.to_thread(self.cancel))
                 raise
 
-    async def _collect(self, on: Waiter, deadline: Deadline) -> list[Any]:
-        self.check_open()
-        await self.until_sent(on, deadline)
-        answers = [self.futures[at] for at in self.positions]
-        if not self.yields_items:
-            values = await self.fetch(on, [*answers, *(self.futures[at] for at in self.others)], deadline)
-            values = values[: len(answers)]
-            self.fetched_at.update(self.positions)
-            return values
+    async def _collect_items(self, on: Waiter, deadline: Deadline) -> list[Any]:
         try:
             await on.drain(self.unfinished(), lambda: deadline, self.check_late)
         except Exception as error:  # noqa: BLE001  any exception of a worker
@@ -136,7 +136,8 @@ class Execution(Attempts):
         """Yield the outcome of every worker; see `Call.outcomes`."""
         await self.wait(on, timeout)
         unfinished = await on.apart(self.unfinished_errors)
-        for at in (*self.positions, *self.others):
+        wanted, others = self.recipients.positions
+        for at in (*wanted, *others):
             outcome = await self.outcome(on, at, unfinished)
             if at in self.answering or outcome.error is not None:
                 yield outcome
@@ -173,14 +174,9 @@ class Execution(Attempts):
         del kept[0]
         return Outcome(self.ranks[at], self.coords(at), value)
 
-    @property
-    def yields_items(self) -> bool:
-        """Whether the method is a generator."""
-        return self.method.result == "items"
-
     def coords(self, at: int) -> Mapping[str, int]:
         """Return the coordinates of a called worker."""
-        return dict(self.sender.roster.snapshot()[self.ranks[at]].coords)
+        return dict(self.sender.roster.now[self.ranks[at]].coords)
 
     async def fetch(self, on: Waiter, refs: Sequence[ObjectRef[Any]], deadline: Deadline) -> list[Any]:
         """Return values, or raise the failure of the call."""

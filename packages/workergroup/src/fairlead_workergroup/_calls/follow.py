@@ -56,7 +56,7 @@ class Follower:
         requests = make_requests(order.method, found, self.columns, self.names)
         with call.sender.explained():
             sent = call.sender.send(order._replace(requests=requests, deadline=limit))
-        call.begin_again(order, found.returned, sent)
+        call.begin_again(order, found, sent)
         return True
 
 

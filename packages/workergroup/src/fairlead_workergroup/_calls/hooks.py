@@ -34,9 +34,9 @@ class Hooks:
         """Check that the class has these methods, and that they take the arguments that they get."""
         for name in (self.restart, self.resize, self.handover):
             if name is not None:
-                self.sender.method(name).check((), {})
+                self.sender.launcher.worker_class.method(name).check((), {})
         if self.handover is not None and self.restart is not None:
-            self.sender.method(self.restart).check((None,), {})
+            self.sender.launcher.worker_class.method(self.restart).check((None,), {})
 
     def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> list[Execution]:
         """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""
@@ -69,7 +69,7 @@ class Hooks:
         if self.handover is None or not ranks:
             return {}
         sender, began = self.sender, now()
-        members = sender.roster.snapshot()
+        members = sender.roster.now
         values, ends = dict[int, Any](), dict[int, Any]()
         for rank in ranks:
             values[rank], ends[rank] = send_handover(members[rank], self.handover)

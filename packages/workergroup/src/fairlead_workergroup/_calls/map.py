@@ -80,7 +80,7 @@ def map_items(
     options: MapOptions,
 ) -> ResultStream[Any]:
     """Check the method, then return the results as they arrive; see `RayWorkerGroup.map`."""
-    called = sender.method(method)
+    called = sender.launcher.worker_class.method(method)
     if called.result == "items":
         raise TypeError(
             f"{called.name!r} is a generator method; map needs one result for each item: call it and stream"
@@ -156,7 +156,7 @@ class _Balancer:
         # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one is there.
         # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
         self._arrived: Inbox[tuple[Execution, Future[Any] | None]] = Inbox()
-        self._members = sender.roster.snapshot()
+        self._members = sender.roster.now
         self._turn = 0
         self._position = 0
         # By call, because a call that waits to be sent has no futures yet.
@@ -183,7 +183,7 @@ class _Balancer:
 
     def _drop_departed(self) -> None:
         """Send no more items to ranks that a resize has removed; items that they have are finished there."""
-        now = self._sender.roster.snapshot()
+        now = self._sender.roster.now
         if now is self._members or now.has(list(self._loads)):
             self._members = now
             return

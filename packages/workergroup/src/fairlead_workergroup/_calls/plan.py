@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,15 @@ class CallOptions:
     discard: bool = False
 
     def __post_init__(self) -> None:
-        check_timeout("timeout", self.timeout)
+        if self.timeout is not None:
+            check_timeout("timeout", self.timeout)
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
             raise ValueError(f"retries must be a whole number of at least 0, got {self.retries!r}")
         # Axes may come as an iterator, which can be read only once. `__dict__` bypasses the frozen dataclass.
-        collect = None if self.collect is None else as_axes(self.collect)
-        self.__dict__.update(collect=collect, first_along=as_axes(self.first_along))
+        if self.collect is not None:
+            self.__dict__["collect"] = as_axes(self.collect)
+        if self.first_along != ():
+            self.__dict__["first_along"] = as_axes(self.first_along)
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,22 @@ class Recipients:
     called: list[int]
     returned: list[int]  # in the order of the results
     answers: list[bool] | None  # of each called worker; None if all return a result
+
+    @cached_property
+    def positions(self) -> tuple[list[int], list[int]]:
+        """The positions of the workers that return a result, in the order of the results, and those of the others."""
+        return split_positions(self.called, self.returned)
+
+
+def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """Return the positions of the wanted results, in the order they are wanted, and those of the others."""
+    if returned is None or returned == called:
+        return list(range(len(called))), []
+    index = {rank: at for at, rank in enumerate(called)}
+    if unknown := [rank for rank in returned if rank not in index]:
+        raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
+    wanted = [index[rank] for rank in returned]
+    return wanted, sorted(set(range(len(called))).difference(wanted))
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,17 +292,22 @@ def make_columns(
             error.add_note(f"in {what}{f' of {method!r}' if method else ''}")
             raise
 
-    columns = [column(f"positional argument {at}", value) for at, value in enumerate(args)]
-    return columns, {name: column(f"argument {name!r}", value) for name, value in kwargs.items()}
+    columns, named = list[Column](), dict[str, Column]()
+    for at, value in enumerate(args):
+        columns.append(column(f"positional argument {at}", value))
+    for name, value in kwargs.items():
+        named[name] = column(f"argument {name!r}", value)
+    return columns, named
 
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
-    """Plan a call, from a cache if possible; `RayWorkerGroup.call` describes the options."""
-    return _make_plan(mesh, None if collect is None else as_axes(collect), as_axes(first_along), discard)
+    """Plan a call; `RayWorkerGroup.call` describes the options."""
+    return make_plan(mesh, None if collect is None else as_axes(collect), as_axes(first_along), discard)
 
 
 @lru_cache(maxsize=64)
-def _make_plan(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...], discard: bool) -> CallPlan:
+def make_plan(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...], discard: bool) -> CallPlan:
+    """Plan a call with the axes as tuples, as `CallOptions` has them."""
     for axes in (collect or (), first):
         mesh.check(axes)
         if len(set(axes)) != len(axes):

@@ -17,6 +17,7 @@ from .._transport.futures import end_of, is_message, is_stream, task_of_future, 
 from .._transport.messages import references_of
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure, retrieve_late, short_traceback
+from .plan import split_positions
 from .sender import Sender
 from .wait import ON_THREAD, REPORT_EVERY_S, block
 
@@ -133,17 +134,6 @@ class ClassicFutures:
         workers = [self.sender.roster.find(actor_id_of_ref(ref)) for ref in pending]
         late = self.sender.late_workers(sorted({facts.rank for facts in workers if facts is not None}))
         return CallTimeoutError(method, time.monotonic() - began, called, late)
-
-
-def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """Return the positions of the wanted results, in the order they are wanted, and those of the others."""
-    if returned is None or returned == called:
-        return list(range(len(called))), []
-    index = {rank: at for at, rank in enumerate(called)}
-    if unknown := [rank for rank in returned if rank not in index]:
-        raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
-    wanted = [index[rank] for rank in returned]
-    return wanted, sorted(set(range(len(called))).difference(wanted))
 
 
 def fetch(

@@ -53,7 +53,7 @@ class Site:
 
     def members(self) -> Snapshot:
         """Return the members of the group now."""
-        return self._roster.snapshot()
+        return self._roster.now
 
     def report_end(self, actor_id: str, error: BaseException, what: str) -> None:
         """Tell the judge of death that the connection with a worker has ended with an error.
@@ -91,7 +91,7 @@ def _enter(sender: Sender, resources: Resources, make: Callable[[Site], Transpor
 
     def lease_port() -> PortLease:
         node_id, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return resources.lease_port(replace(sender.roster.snapshot().members[0].slot, node_id=node_id, node_ip=address))
+        return resources.lease_port(replace(sender.roster.now.members[0].slot, node_id=node_id, node_ip=address))
 
     def use(gate: Gate) -> None:
         is_first.append(sender.transport is None)

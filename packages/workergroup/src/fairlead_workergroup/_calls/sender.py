@@ -5,9 +5,8 @@ import contextlib
 import itertools
 import threading
 import weakref
-from asyncio import _get_running_loop
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from .._deadline import Deadline
 from .._lifecycle.launcher import Launcher
 from .._membership.judge import Evidence, Verdict
 from .._membership.machine import Membership
-from .._membership.model import Member, Snapshot
+from .._membership.model import Snapshot
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
 from .._observe.extensions import ObservedCalls
@@ -36,7 +35,6 @@ from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
 from .._transport.base import Transport
-from .._transport.futures import is_message
 from .._transport.messages import Message
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
 from .overlapping import OverlappingCalls
@@ -139,6 +137,8 @@ class Sender:
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
     transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
     users_of_transport: int = 0  # how many blocks have opened it and not closed it
+    # It protects which thread repeats a call: one does, and others wait until it has.
+    repeating: _world.Lock = field(default_factory=lambda: _world.world().lock())
     is_owner: ClassVar[bool] = True  # whether this process has made the group
 
     @property
@@ -147,31 +147,23 @@ class Sender:
         return self.membership.policy
 
     def renew(self, at_least: int = 0) -> None:
-        """Bring the roster up to date, to an epoch if one is given; it always is in the process that made the group."""
-
-    def method(self, method: str | Callable[..., Any] | Method) -> Method:
-        """Return the method of the class, or the function, that a caller means."""
-        return method if isinstance(method, Method) else self.launcher.worker_class.method(method)
+        """Bring the roster of another process up to date, to an epoch if one is given."""
 
     def check_retries(self, retries: int) -> None:
         """Refuse retries in a group that does not restart workers."""
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
-    def check_callable(self, called: Collection[int]) -> Snapshot:
-        """Return the group's members if these ranks can be called."""
+    def check_callable(self, method: Method, called: Sequence[int]) -> None:
+        """Refuse a call if its group has ended, if one of these ranks is lost for good, or if a package refuses it."""
         now = self.roster.check_alive()
         if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
             raise self._lost_error(lost)
-        return now
-
-    def check(self, method: Method, ranks: Sequence[int]) -> None:
-        """Let packages refuse a call."""
         for check in list(self.checks):
-            check(method.name, ranks)
+            check(method.name, called)
 
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
-        now = self.roster.snapshot()
+        now = self.roster.now
         if now.is_broken and not self.policy.on_failure:
             return BrokenEpochError(tuple(lost), epoch=now.epoch)
         return WorkerFailureError(tuple(lost), self.membership.remedy(lost))
@@ -209,10 +201,11 @@ class Sender:
 
     def _try_to_send(self, order: Order) -> Sent | list[WorkerFailure] | Transport:
         """Send a call, with the gate held; return the lost workers, or the transport, that it has to wait for."""
+        if order.sharding is not self.roster.now.sharding:
+            check_ranks(order, self.roster.now)
         now = self.roster.check_alive()
-        check_epoch(order, now)
-        if not order.passes:
-            self.check(order.method, order.ranks)  # again: the group or the worker may have changed
+        for check in () if order.passes else list(self.checks):
+            check(order.method.name, order.ranks)  # again: the group or the worker may have changed
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.
@@ -225,22 +218,29 @@ class Sender:
         if self.launcher.worker_class.concurrent:
             self.overlapping.note(futures)
         entry = self.observed.begin(order.method.name, order.began, futures) if futures else 0
-        by_lane = len(futures) if futures and is_message(futures[0]) else 0
-        self.counters.add(requests=len(futures), lane_requests=by_lane)
+        self.counters.add(requests=len(futures))
         return Sent(futures, now.epoch, entry)
 
     def _send(self, now: Snapshot, order: Order) -> list[Any]:
         """Send the requests by the transport if there is one and it can carry them, and otherwise by Ray."""
         transport = self.transport
         if transport is not None and order.encoded:
-            return transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
+            sent = transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
+            self.counters.add(lane_requests=len(sent))
+            return sent
         if transport is not None:
             self.counters.add(left_lane=1)
         if order.has_answers:  # which have been stored, unless the transport has been closed since then
             order = self._store_answers(order)
         members, requests = now.members, order.requests
-        with self.roster.direct(order.ranks):
-            return [send(members[rank], request) for rank, request in zip(order.ranks, requests, strict=True)]
+        refs = []
+        with contextlib.nullcontext() if transport is None else transport.detour(order.ranks):
+            for rank, request in zip(order.ranks, requests, strict=True):
+                method = getattr(members[rank].handle, request.method)
+                if request.backpressure is not None:
+                    method = method.options(_generator_backpressure_num_objects=request.backpressure)
+                refs.append(method.remote(*request.args, **request.kwargs))
+        return refs
 
     def _store_answers(self, order: Order) -> Order:
         """Return an order with references in the place of answers."""
@@ -284,7 +284,7 @@ class Sender:
 
     def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:
         """Record losses, and return the error that reports them."""
-        known = self.roster.snapshot().lost
+        known = self.roster.now.lost
         lost = self.roster.note(verdicts)
         for failure in lost:
             if failure.rank not in known:
@@ -297,15 +297,15 @@ class Sender:
 
     def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
         """Return what these ranks are doing now."""
-        now = self.roster.snapshot()
+        now = self.roster.now
         return late_workers([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
         """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills."""
-        now = self.roster.snapshot()
+        now = self.roster.now
         calls = [(now[rank].process, future) for rank, future in futures.items()]
         running = cancel_calls(calls, in_order=not self.launcher.worker_class.concurrent)
-        now = self.roster.snapshot()
+        now = self.roster.now
         if force and running and not now.ended:  # a shutdown kills them anyway
             for rank in running:
                 ray.kill(now[rank].handle)
@@ -328,21 +328,15 @@ def find_sender(group: object) -> Sender:
     return _senders[group]
 
 
-def check_epoch(order: Order, now: Snapshot) -> None:
-    """Refuse to send a call that was planned on another size of the group."""
-    if order.sharding is now.sharding or (order.sharding is None and now.has(order.ranks)):
+def check_ranks(order: Order, now: Snapshot) -> None:
+    """Refuse to send a call that was not planned on these members, unless its ranks were given by number."""
+    if order.sharding is None and now.has(order.ranks):
         return
     raise EpochError(
         f"{order.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. Make "
         "the call again.",
         now.resizes[-1].epoch,
     )
-
-
-def is_on_event_loop() -> bool:
-    """Return whether this code runs on an event loop, which must not be blocked."""
-    # The public function raises an exception if there is none, and every call asks.
-    return _get_running_loop() is not None
 
 
 def store_columns(
@@ -410,14 +404,6 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         plan.append((name, len(value.refs) if is_list else None))
         flat.extend(value.refs if is_list else [value])
     return [plan, *flat]
-
-
-def send(member: Member, request: Request) -> Any:
-    """Send a request to a worker by Ray; return its future."""
-    method = getattr(member.handle, request.method)
-    if request.backpressure is not None:
-        method = method.options(_generator_backpressure_num_objects=request.backpressure)
-    return method.remote(*request.args, **request.kwargs)
 
 
 def _store_answers(request: Request, deadline: Deadline) -> Request:

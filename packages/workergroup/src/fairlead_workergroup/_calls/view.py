@@ -12,7 +12,7 @@ from .._arguments import PerWorker, Shard, find_obstacle
 from ..exceptions import EpochError
 from .call import Call, dispatch
 from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, plan_call, select
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, make_plan, select
 from .route import serving_handles
 from .sender import Sender
 from .wait import ResultStream
@@ -52,7 +52,7 @@ class Target:
 
     def follow(self) -> "Target":
         """Return the same workers on the present axes of the group; raise `EpochError` if it lacks some of them."""
-        now = self.sender.roster.snapshot()
+        now = self.sender.roster.now
         mesh = Mesh(now.sharding)
         for selection in self.path:
             mesh = selection.apply(mesh, now.resizes)
@@ -92,7 +92,7 @@ class Target:
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         """Explain a call; see `GroupView.explain`."""
-        called = self.sender.method(method)
+        called = self.sender.launcher.worker_class.method(method)
         explanation = self.plan(options).explain(called, args, kwargs)
         if (transport := self.sender.transport) is None:
             return explanation
@@ -106,7 +106,8 @@ class Target:
     def plan(self, options: CallOptions) -> CallPlan:
         """Return the plan of a call with these options."""
         collect, first_along, discard = options.collect, options.first_along, options.discard
-        return plan_call(self.mesh, collect=collect, first_along=first_along, discard=discard)
+        # `CallOptions` has made tuples of the axes.
+        return make_plan(self.mesh, collect, first_along, discard)  # type: ignore[arg-type]
 
 
 class AddressedWorkers:
@@ -120,16 +121,17 @@ class AddressedWorkers:
 
     @property
     def _target(self) -> Target:
-        """The workers that calls go to, on the present axes."""
+        """The workers that calls go to, on the axes that this process knows."""
+        return self._find_target(renew=False)
+
+    def _find_target(self, *, renew: bool = True) -> Target:
+        """Return the workers that calls go to, on the present axes; with `renew`, also if another process resizes."""
         target = self._own_target
-        if target.sender.roster.snapshot().sharding is not target.sharding:
+        if renew and not target.sender.is_owner:
+            target.sender.renew()
+        if target.sender.roster.now.sharding is not target.sharding:
             target = self._own_target = target.follow()
         return target
-
-    def _renew_target(self) -> Target:
-        """Return the workers that calls go to, also if another process has resized the group."""
-        self._own_target.sender.renew()
-        return self._target
 
     @property
     def _owner(self) -> object:
@@ -152,7 +154,7 @@ class AddressedWorkers:
         try:
             return GroupView(self._owner, self._target.at(coords))
         except IndexError:
-            return GroupView(self._owner, self._renew_target().at(coords))
+            return GroupView(self._owner, self._find_target().at(coords))
 
     def with_options(self, **options: Unpack[_Options]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -227,7 +229,7 @@ class AddressedWorkers:
             Exception: a worker's own exception, with its type and a note that names the item. The items of other
                 workers are cancelled.
         """
-        target = self._renew_target()
+        target = self._find_target()
         options = target.options or CallOptions()
         meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
         if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
@@ -235,7 +237,7 @@ class AddressedWorkers:
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
-        now, all_ranks = target.sender.roster.snapshot(), target.mesh.ranks
+        now, all_ranks = target.sender.roster.now, target.mesh.ranks
         ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
         map_options = replace(
@@ -308,7 +310,7 @@ class GroupView(AddressedWorkers):
             The call.
         """
         options, kwargs = self._split(kwargs)
-        return self._renew_target().call(self._group, method, options, args, kwargs)
+        return self._find_target().call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
         """Return what `call` with these arguments would do: pieces, stored values and results.
@@ -448,4 +450,4 @@ class TypedCalls(AddressedWorkers):
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._renew_target().call(self, method, options, args, kwargs)
+        return self._find_target().call(self, method, options, args, kwargs)

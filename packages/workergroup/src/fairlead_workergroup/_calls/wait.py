@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapp
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from .._deadline import Deadline
+from .._deadline import NEVER, Deadline
 from .._transport.futures import get, wait
 from .errors import is_not_ready, short_traceback
 
@@ -85,15 +85,6 @@ class Waiter:
             ready += wait(asked, num_returns=len(asked), timeout=0, fetch_local=here)[0]
         return {future: _take_ready(future, futures[future], most) for future in dict.fromkeys(ready)}
 
-    async def values(self, futures: Sequence[Any], seconds: float | None) -> list[Any] | None:
-        """Return the values of futures, or raise the first error; return None if some are missing after that time."""
-        try:
-            return get(futures, timeout=seconds)
-        except Exception as error:
-            if not is_not_ready(error):
-                raise
-        return None
-
     async def some(
         self,
         futures: Futures,
@@ -115,10 +106,17 @@ class Waiter:
                 return news
 
     async def all(self, futures: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
-        """Return the values of futures; their transfer to the driver does not count against the deadline."""
-        while (values := await self.values(futures, deadline.left(at_most=REPORT_EVERY_S))) is None:
-            deadline = await self.apart(check_late, deadline)
-        return values
+        """Return the values of futures, or raise the first error.
+
+        The transfer of values to the driver does not count against the deadline.
+        """
+        while True:
+            try:
+                return get(futures, timeout=deadline.left(at_most=REPORT_EVERY_S))
+            except Exception as error:
+                if not is_not_ready(error):
+                    raise
+            deadline = check_late(deadline)
 
     async def drain(self, futures: Futures, deadline: Callable[[], Deadline], check_late: CheckLate) -> None:
         """Wait until all futures have ended, and take the items of generators as they arrive; raise the first error."""
@@ -128,7 +126,8 @@ class Waiter:
                 if has_ended:
                     # A generator that raises gives its error as its last item; if its worker died, its completion.
                     items = waiting.pop(future)
-                    await self.values([future] if items is None else [*items[-1:], future.completed()], None)
+                    ends = [future] if items is None else [*items[-1:], future.completed()]
+                    await self.all(ends, NEVER, check_late)
 
 
 def _take_ready(future: Any, items: list[Any] | None, most: int) -> bool:
@@ -188,14 +187,16 @@ class OnLoop(Waiter):
         # The value of a future that is not a generator, or its error, is asked for next.
         return {one: futures[one] is None or self._tasks.pop(one).result() for one in (running[task] for task in done)}
 
-    async def values(self, futures: Sequence[Any], seconds: float | None) -> list[Any] | None:
+    async def all(self, futures: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
         tasks = [self._start(future) for future in futures]
-        if tasks:
-            _, late = await asyncio.wait(set(tasks), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        late = set(tasks)
+        while late:
+            seconds = deadline.left(at_most=REPORT_EVERY_S)
+            _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in (task for task in tasks if task.done()):
                 task.result()
             if late:
-                return None
+                deadline = await self.apart(check_late, deadline)
         for future in futures:
             self._tasks.pop(future, None)
         return [task.result() for task in tasks]

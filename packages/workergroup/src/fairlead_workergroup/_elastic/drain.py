@@ -41,7 +41,7 @@ class DrainWatch:
                 pause = AGAIN_AFTER_S
 
     def _look(self) -> None:
-        at, members = drain_deadlines(), self._roster.snapshot().members
+        at, members = drain_deadlines(), self._roster.now.members
         ends = {one.rank: at[one.slot.node_id] for one in members if one.slot.node_id in at}
         if not ends:
             return

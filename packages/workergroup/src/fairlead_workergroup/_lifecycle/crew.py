@@ -64,19 +64,19 @@ class Crew:
 
     def find_lost(self) -> Mapping[int, WorkerFailure]:
         """Return the workers that are dead now, by rank, including those that no call has met."""
-        living = [member.process for member in self._roster.snapshot().members if member.failure is None]
+        living = [member.process for member in self._roster.now.members if member.failure is None]
         began = _world.now()
         verdicts = self._roster.judge.ask(living, look="all", within_s=CAUSE_S).values()
         check_head(verdicts, since=began)
         self._roster.note(verdicts)
-        return dict(self._roster.snapshot().lost)
+        return dict(self._roster.now.lost)
 
     def lacks_cluster(self, ranks: Iterable[int]) -> bool:
         """Return whether a rank's cluster has been shut down, so that Ray has removed its placement group.
 
         Placement groups of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
         """
-        now = self._roster.snapshot()
+        now = self._roster.now
         slots = [now[rank].slot for rank in ranks]
         try:
             alive = alive_nodes()
@@ -175,7 +175,7 @@ class Crew:
         if self._roster.is_over:
             self._resources.give_back_late()
         elif self._roster.handles:
-            self._resources.keep_slots([place.slot for place in self._roster.snapshot().places])
+            self._resources.keep_slots([place.slot for place in self._roster.now.places])
             vacated, self._vacated = self._vacated, []
             self._standbys.refill([*(place.slot for place in before.places), *vacated])
 
@@ -186,7 +186,7 @@ class Crew:
     def _undo_start(self, ranks: Sequence[int]) -> None:
         """End what has been started for an epoch that has not begun."""
         self._resources.end(ranks)
-        self._resources.forget([rank for rank in ranks if rank >= len(self._roster.snapshot().members)])
+        self._resources.forget([rank for rank in ranks if rank >= len(self._roster.now.members)])
 
     def _note_slots(self) -> None:
         """Note the slots of logical nodes that the cluster has been extended by."""

@@ -69,7 +69,7 @@ class Launcher:
 
     def prepare(self, places: Sequence[Place], *, deadline: Deadline = NEVER) -> None:
         """Describe the class where the workers will run, and plan each worker; nothing changes if that fails."""
-        self.adopt(self.plan(places, self._roster.snapshot().sharding, deadline=deadline))
+        self.adopt(self.plan(places, self._roster.now.sharding, deadline=deadline))
 
     def plan(self, places: Sequence[Place], sharding: NamedSharding, *, deadline: Deadline = NEVER) -> "LaunchPlan":
         """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""

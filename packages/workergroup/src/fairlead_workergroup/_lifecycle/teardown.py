@@ -90,7 +90,7 @@ class Teardown:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
         self._membership.join(deadline.sooner(Deadline.after(JOIN_S)))
-        now = self._roster.snapshot()
+        now = self._roster.now
         # The cleanup has half of the time if the head is silent.
         within_s = (deadline.left(REQUEST_S) or 0.0) / 2
         verdicts = self._roster.judge.ask(now.processes, look="head", within_s=within_s)

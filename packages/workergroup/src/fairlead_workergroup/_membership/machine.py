@@ -39,7 +39,7 @@ class Membership:
     @property
     def phase(self) -> Phase:
         """What the group is doing."""
-        if self._roster.snapshot().ended:
+        if self._roster.now.ended:
             return Phase.ENDED
         return Phase.ENDING if self._roster.ending else self._phase
 
@@ -92,7 +92,7 @@ class Membership:
 
     def describe_wait(self, advice: str = "") -> str:
         """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
-        running, ranks = self._running, self._roster.snapshot().restarting
+        running, ranks = self._running, self._roster.now.restarting
         if running is None:
             return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
@@ -107,7 +107,7 @@ class Membership:
             return "The group has been shut down. Create a new group."
         if self._ports[0].lacks_cluster([failure.rank for failure in lost if failure.kind == "killed"]):
             return CLUSTER_GONE
-        return self.policy.remedy(self._roster.snapshot(), [failure.rank for failure in lost])
+        return self.policy.remedy(self._roster.now, [failure.rank for failure in lost])
 
     def join(self, deadline: Deadline) -> bool:
         """Wait until no operation runs; return whether that was before the deadline."""
@@ -178,12 +178,12 @@ class Membership:
                     goes_on = self._carry_out(change)
                 finally:
                     with contextlib.suppress(WorkerGroupError):  # the group ends
-                        self._enter(Phase.BROKEN if self._roster.snapshot().is_broken else Phase.SERVING)
+                        self._enter(Phase.BROKEN if self._roster.now.is_broken else Phase.SERVING)
                     self.gate.open()
 
     def _carry_out(self, change: Change) -> bool:
         """Carry out the next plan of an operation; return whether there is another one after it."""
-        plan = change.operation.plan(self._roster.snapshot(), self._ports[0])
+        plan = change.operation.plan(self._roster.now, self._ports[0])
         if plan is None:
             return False
         if plan.switch is not None:

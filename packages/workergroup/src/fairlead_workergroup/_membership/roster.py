@@ -51,22 +51,19 @@ class Roster:
         self._lock = world().lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
-        self._now = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
+        # The members as they are now. It is read without the lock.
+        self.now: Snapshot = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
         if own:
             _rosters.add(self)
 
     def __repr__(self) -> str:
-        state = f"{len(self._now.members)} workers" if self.handles else "shut down"
-        return f"RayWorkerGroup({self.name_prefix!r}, {dict(self._now.sharding.shape)}, {state})"
-
-    def snapshot(self) -> Snapshot:
-        """Return the members as they are now."""
-        return self._now
+        state = f"{len(self.now.members)} workers" if self.handles else "shut down"
+        return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
 
     @property
     def world_size(self) -> int:
         """The number of members, for the picture of the cluster."""
-        return len(self._now.members)
+        return len(self.now.members)
 
     @property
     def connected(self) -> bool:
@@ -81,15 +78,20 @@ class Roster:
     def check_connected(self) -> None:
         """Refuse to continue without the Ray that the group was made on."""
         if not self.connected:
-            raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
+            raise self.disconnected_error()
 
     def check_alive(self) -> Snapshot:
         """Return the members of a group that has not ended."""
-        now = self._now
+        now = self.now
         if not self.handles:
             raise self.ended_error()
-        self.check_connected()
+        if not self.connected:
+            raise self.disconnected_error()
         return now
+
+    def disconnected_error(self) -> WorkerGroupError:
+        """Return the error for the use of a group whose Ray has been shut down."""
+        return WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def ended_error(self) -> WorkerGroupError:
         """Return the error for the use of a group that has been shut down."""
@@ -109,12 +111,12 @@ class Roster:
         who = self._by_actor.get(actor_id)
         if who is None:
             return False
-        member = self._now[who.rank]
+        member = self.now[who.rank]
         return member.failure is not None or member.process is not who
 
     def next_incarnation(self, rank: int) -> int:
         """Return the incarnation of a rank that is about to start, which may not be in the group yet."""
-        now = self._now
+        now = self.now
         if rank < len(now.members):
             return now[rank].incarnation
         return now.departed[rank].incarnation + 1 if rank in now.departed else 0
@@ -133,7 +135,7 @@ class Roster:
         with self._lock:
             if self.ending:
                 raise self.ended_error()
-            now = self._now
+            now = self.now
             members = [replace(member, place=place) for member, place in zip(now.members, places, strict=False)]
             members += [
                 _new_member(place, sharding, self.next_incarnation(place.rank)) for place in places[len(members) :]
@@ -157,15 +159,15 @@ class Roster:
                 resizes=now.resizes if resize is None else (*now.resizes, resize),
             )
             self._show_members({one.place.rank: members[one.place.rank] for one in started})
-            return self._now
+            return self.now
 
     def _show_members(self, changed: Mapping[int, Member]) -> None:
         """Bring the lists of handles and descriptions up to date. The caller holds the lock."""
         # Users may hold these lists, so they change in place.
-        self.handles[:] = [member.handle for member in self._now.members]
+        self.handles[:] = [member.handle for member in self.now.members]
         shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
         shown |= {rank: member.place.metadata() for rank, member in changed.items()}
-        self.worker_metadata[:] = [shown[rank] for rank in sorted(shown) if rank < len(self._now.members)]
+        self.worker_metadata[:] = [shown[rank] for rank in sorted(shown) if rank < len(self.now.members)]
         self._show_changed()
 
     def mark_broken(self, failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
@@ -180,7 +182,7 @@ class Roster:
     def adopt(self, epoch: int, sharding: NamedSharding, members: Sequence[tuple[str, Member]]) -> None:
         """Replace all members by those of the process that made the group, each with the id of its actor."""
         with self._lock:
-            now = self._now
+            now = self.now
             self._by_actor.update((actor_id, member.process) for actor_id, member in members)
             resized = [
                 Resize(epoch, axis, now.sharding.shape[axis], size)
@@ -195,7 +197,7 @@ class Roster:
                 departed={rank: one for rank, one in departed.items() if rank >= len(members)},
                 resizes=(*now.resizes, *resized),
             )
-            self.handles[:] = [member.handle for member in self._now.members]
+            self.handles[:] = [member.handle for member in self.now.members]
 
     def note(self, verdicts: Iterable[Verdict]) -> tuple[WorkerFailure, ...]:
         """Record the losses among verdicts, except of replaced incarnations; return the first report of each loss."""
@@ -215,25 +217,25 @@ class Roster:
     ) -> tuple[WorkerFailure, ...]:
         """Record the first failure that applies to each member; return the report that each has now."""
         with self._lock:
-            rows = [(self._now[failure.rank], failure) for failure in reversed(failures)]
+            rows = [(self.now[failure.rank], failure) for failure in reversed(failures)]
             changed = {member.rank: replace(member, failure=one) for member, one in rows if applies(member, one)}
             self._change(changed, **others)
-            return tuple(self._now[failure.rank].failure or failure for failure in failures)
+            return tuple(self.now[failure.rank].failure or failure for failure in failures)
 
     def mark_restarting(self, ranks: Iterable[int], running: bool = True) -> None:
         """Record that a restart of these ranks has begun, or with `running=False` that it has ended."""
         with self._lock:
-            self._change({rank: replace(self._now[rank], restarting=running) for rank in ranks})
+            self._change({rank: replace(self.now[rank], restarting=running) for rank in ranks})
 
     def record_relaunch(self, ranks: Iterable[int], *, counted: Collection[int], together: bool) -> None:
         """Record the next incarnation of members, as a restart of those in `counted`, or of the group if `together`."""
         with self._lock:
             changed = {}
             for rank in ranks:
-                member = self._now[rank]
+                member = self.now[rank]
                 restarts = member.restarts + (rank in counted)
                 changed[rank] = replace(member, incarnation=member.incarnation + 1, restarts=restarts)
-            self._change(changed, restarts=self._now.restarts + (together and bool(counted)))
+            self._change(changed, restarts=self.now.restarts + (together and bool(counted)))
 
     def report(self, notice: Notice) -> None:
         """Tell those who watch the group of a change. One that fails is reported, and does not watch any more."""
@@ -249,7 +251,7 @@ class Roster:
         with self._lock:
             for shown in self.worker_metadata:
                 rank = shown["global_rank"]
-                if rank in states and self._now[rank].process is seen[rank].process:
+                if rank in states and self.now[rank].process is seen[rank].process:
                     shown["state"] = states[rank]
 
     def begin_end(self) -> None:
@@ -269,16 +271,16 @@ class Roster:
 
     def _change(self, changed: Mapping[int, Member], **others: Any) -> None:
         """Change some members, and show their states. The caller holds the lock."""
-        self._advance(members=tuple(changed.get(member.rank, member) for member in self._now.members), **others)
+        self._advance(members=tuple(changed.get(member.rank, member) for member in self.now.members), **others)
         self._show_changed()
 
     def _advance(self, **changes: Any) -> None:
         """Make the next snapshot. The caller holds the lock."""
-        self._now = replace(self._now, version=self._now.version + 1, **changes)
+        self.now = replace(self.now, version=self.now.version + 1, **changes)
 
     def _show_changed(self) -> None:
         for shown in self.worker_metadata:
-            state = self._now[shown["global_rank"]].state
+            state = self.now[shown["global_rank"]].state
             if state != "alive" or shown["state"] in ("restarting", "dead"):
                 shown["state"] = state
 

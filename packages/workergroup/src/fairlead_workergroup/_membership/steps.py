@@ -48,7 +48,7 @@ class Steps:
         self._gate = gate
         # The end of the steps that can be undone, then of the others; those who have to follow have one for all.
         self._deadline = change.deadline
-        self._before = roster.snapshot()
+        self._before = roster.now
         self._is_first = not roster.handles
         self._started: list[Started] = []
         self._values: Mapping[int, Any] = {}
@@ -177,7 +177,7 @@ class Steps:
 
     def _deliver_facts(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
-        plan, before, now = self._plan, self._before, self._roster.snapshot()
+        plan, before, now = self._plan, self._before, self._roster.now
         if self._is_first:
             return
         self._enter(Phase.DELIVERING)
@@ -195,7 +195,7 @@ class Steps:
 
     def _run_hooks(self) -> None:
         """Run the user's methods of a change on all workers at once."""
-        plan, now, deadline = self._plan, self._roster.snapshot(), self._deadline
+        plan, now, deadline = self._plan, self._roster.now, self._deadline
         if self._is_first:
             return
         new = {one.place.rank for one in self._started}
@@ -261,7 +261,7 @@ class Steps:
                 return error
             if self._plan.follow:  # not by a worker, so that nobody knows who has followed
                 cause = f"the change was interrupted: {error!r}"
-                now = self._roster.snapshot()
+                now = self._roster.now
                 lost = [process.failure("resize-failed", cause) for process in now.processes]
                 return BrokenEpochError(self._roster.mark_broken(lost), epoch=now.epoch)
             self._crew.end(ended)
@@ -273,7 +273,7 @@ class Steps:
         cause, failed, text = str(error), -1, f"They could not be started again: {error}"
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
-        processes = self._roster.snapshot().processes
+        processes = self._roster.now.processes
         failures = tuple(
             processes[rank].failure("start-failed" if failed in (rank, -1) else "killed", f"in a restart: {cause}")
             for rank in ended
@@ -284,7 +284,7 @@ class Steps:
 
     def _report(self) -> None:
         """Tell the log, and those who watch, what has changed."""
-        plan, before, after, roster = self._plan, self._before, self._roster.snapshot(), self._roster
+        plan, before, after, roster = self._plan, self._before, self._roster.now, self._roster
         if plan.resize is not None:
             logger.info("Resized %r %s.", roster.name_prefix, plan.resize)
             roster.report(Notice("resized", -1, f"resized {plan.resize}"))

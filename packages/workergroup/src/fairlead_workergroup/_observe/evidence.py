@@ -145,7 +145,7 @@ class RayWitnesses:
 
     def ray(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Fetch the causes of death that Ray reports."""
-        now = self._roster.snapshot()
+        now = self._roster.now
         if now.ended:
             return {}
         # The request for a process that has been replaced would go to its successor.

@@ -38,36 +38,20 @@ class CallObserver:
 class ObservedCalls(CallObserver):
     """The observer of the calls of one group, if there is one. One that raises is reported, and dropped."""
 
-    _observer: CallObserver | None = None
-
     def observe(self, observer: CallObserver) -> None:
         """Use an observer from now on."""
-        if self._observer is not None:
-            raise ValueError(f"These calls are observed by {self._observer!r} already.")
-        self._observer = observer
+        if vars(self):
+            raise ValueError(f"These calls are observed by {self.begin.args[0]!r} already.")  # type: ignore[attr-defined]
+        for name in ("begin", "end", "mark", "explain"):
+            setattr(self, name, functools.partial(self._tell, observer, getattr(observer, name)))
 
-    def begin(self, name: str, began: float, futures: Sequence[Any]) -> int:
-        return self._tell("begin", name, began, futures) or 0
-
-    def end(self, numbers: Sequence[int], *, failed: bool = False) -> None:
-        self._tell("end", numbers, failed=failed)
-
-    def mark(self, text: str) -> None:
-        self._tell("mark", text)
-
-    def explain(self, error: BaseException) -> None:
-        self._tell("explain", error)
-
-    def _tell(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        observer = self._observer
-        if observer is None:
-            return None
+    def _tell(self, observer: CallObserver, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return getattr(observer, method)(*args, **kwargs)
+            return method(*args, **kwargs)
         except Exception:
-            self._observer = None
+            vars(self).clear()
             logger.warning("%r failed, and does not observe the calls of its group any more.", observer, exc_info=True)
-            return None
+            return 0
 
 
 @functools.cache

@@ -37,7 +37,7 @@ class Observer:
     @property
     def members(self) -> Snapshot:
         """The members as they are now."""
-        return self._roster.snapshot()
+        return self._roster.now
 
     @property
     def connected(self) -> bool:
@@ -74,7 +74,7 @@ class Observer:
     def find_causes(self, workers: Iterable[WorkerProcess], *, within_s: float) -> Mapping[int, WorkerFailure]:
         """Ask all sources why workers were lost, so that the next call knows it; return the losses by rank."""
         self._roster.note(self._roster.judge.ask(workers, look="all", within_s=within_s).values())
-        return self._roster.snapshot().lost
+        return self._roster.now.lost
 
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the snapshot before the requests: the next look reports a worker that is replaced meanwhile.

@@ -61,13 +61,13 @@ class Registration:
 
     def name_actors(self, names: Mapping[str, str]) -> None:
         """Publish actors that take over ranks by their own names, and forget those that are lost or being replaced."""
-        stay = [one for one in self._roster.snapshot().members if one.state == "alive"]
+        stay = [one for one in self._roster.now.members if one.state == "alive"]
         ids = {actor_id_of(one.handle) for one in stay}
         self._names = {one: name for one, name in self._names.items() if one in ids} | dict(names)
 
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
         """Publish the present workers, and those starting without their processes; do not wait for the agents."""
-        now = self._roster.snapshot()
+        now = self._roster.now
         driver_node = self._about["driver"]["node_id"]
         by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
         for member in now.members:

@@ -28,6 +28,8 @@ def is_message(future: Any) -> bool:
 
 def task_of_future(future: Any) -> bytes:
     """Return the id of the task that creates an object, or the items of a generator."""
+    if isinstance(future, Message):
+        return future.task
     return task_of_ref(future if isinstance(future, ObjectRef) else end_of(future))
 
 
@@ -65,9 +67,9 @@ def wait(
 
 def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     """Return the values of futures, or raise the first error that arrives, as `ray.get` does."""
-    messages = [future for future in futures if isinstance(future, Message)]
-    if not messages:
+    if Message not in map(type, futures):
         return world().get(futures, timeout=timeout)
+    messages = [future for future in futures if isinstance(future, Message)]
     deadline = Deadline.after(timeout)
     waiting = list(messages)
     carriers = list({future.carrier for future in messages})
