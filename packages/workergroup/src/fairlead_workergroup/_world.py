@@ -64,8 +64,11 @@ class RealWorld:
 
     lock = staticmethod(threading.Lock)
     event = staticmethod(OneTimeEvent)
-    now = staticmethod(time.monotonic)
     thread = staticmethod(threading.get_ident)
+
+    def now(self) -> float:
+        """Return `time.monotonic()`, which a test may replace."""
+        return time.monotonic()
 
     def spawn(self, name: str, work: Callable[[], object]) -> None:
         """Start a thread that never starts a Ray; at the exit of the interpreter, which starts none, run it here."""
