@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which actors do the same work, and which rank each of them has. Pure."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ._model import Actor, Confidence, Fleet, Member, Process, Snapshot
+
+LABEL = "FAIRLEAD_INSPECT_LABEL"
+# What tells the fleets of one job apart, beside the address of their rendezvous.
+_GROUPS = ("NRL_WORKER_GROUP", "WG_PREFIX")
+# verl's `<prefix><Class>_<pg>:<local>`, NeMo RL's `<prefix>-<pg>-<bundle>` and `<prefix>-grp<g>-<local>`; `<text>-<n>`.
+_NAME = re.compile(r"^(?P<prefix>.*?)[-_:.]?(?:grp)?(?P<first>\d+)(?:[-_:.](?P<second>\d+))?$")
+_LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
+
+
+def find_fleets(snapshot: Snapshot) -> tuple[Fleet, ...]:
+    """Return the fleets of a snapshot: each actor is in the first one whose rule applies, and in none but that."""
+    processes = {(one.node_id, one.pid): one for one in snapshot.processes}
+    actors = [one for one in snapshot.actors if one.actor_id not in snapshot.claimed]
+    environ = {one.actor_id: _environ(processes.get((one.node_id, one.pid))) for one in actors}
+    found = list(snapshot.fleets)
+    for rule in (_by_label, _by_environ, _by_name, _by_class):
+        new = rule([one for one in actors if one.actor_id not in _members(found)], environ)
+        found += [_attach_lost(fleet, actors, _members([*found, *new])) for fleet in new]
+    return tuple(found)
+
+
+def _members(fleets: Iterable[Fleet]) -> frozenset[str]:
+    return frozenset(member.key for fleet in fleets for member in fleet.members)
+
+
+def _environ(process: Process | None) -> Mapping[str, str]:
+    return process.environ if process is not None else {}
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 9 else None
+
+
+def _group(actors: Iterable[Actor], key: Any) -> dict[Any, list[Actor]]:
+    found: dict[Any, list[Actor]] = {}
+    for actor in actors:
+        if (of := key(actor)) is not None:
+            found.setdefault(of, []).append(actor)
+    return found
+
+
+def _order(actors: Sequence[Actor]) -> dict[str, int]:
+    """Return the number of each actor by its creation."""
+    inf = float("inf")
+    ordered = sorted(
+        actors, key=lambda one: (inf if one.order is None else one.order, one.created or inf, one.actor_id)
+    )
+    return {one.actor_id: at for at, one in enumerate(ordered)}
+
+
+def _make(
+    name: str,
+    rule: str,
+    confidence: Confidence,
+    actors: Sequence[Actor],
+    ranks: Mapping[str, tuple[int, str]],
+    world_size: int | None = None,
+) -> Fleet:
+    order = _order(actors)
+    counts = Counter(rank for rank, _ in ranks.values())
+    twice = sorted(rank for rank, count in counts.items() if count > 1)
+    beyond = sorted(rank for rank in counts if world_size is not None and rank >= world_size)
+    disputed = ""
+    if twice or beyond:
+        disputed = f"two members have rank {twice[0]}" if twice else f"rank {beyond[0]} is beyond the world size"
+    members = tuple(
+        Member(
+            one.actor_id,
+            None if disputed or one.actor_id not in ranks else ranks[one.actor_id][0],
+            order[one.actor_id],
+            "" if disputed or one.actor_id not in ranks else ranks[one.actor_id][1],
+        )
+        for one in actors
+    )
+    ordered = sorted(members, key=lambda one: (one.rank is None, one.rank or 0, one.ordinal))
+    job_id = actors[0].job_id
+    return Fleet(name, job_id, rule, "guess" if disputed else confidence, tuple(ordered), world_size, disputed)
+
+
+def _common_class(actors: Iterable[Actor]) -> str:
+    return Counter(one.class_name for one in actors).most_common(1)[0][0]
+
+
+def _read_label(text: str | None) -> dict[str, Any] | None:
+    try:
+        label = json.loads(text or "")
+    except ValueError:
+        return None
+    if not isinstance(label, dict) or not isinstance(label.get("group"), str) or type(label.get("rank")) is not int:
+        return None
+    return label
+
+
+def _by_label(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]) -> list[Fleet]:
+    labels = {one.actor_id: _read_label(environ[one.actor_id].get(LABEL)) for one in actors}
+    groups = _group(actors, lambda one: (one.job_id, label["group"]) if (label := labels[one.actor_id]) else None)
+    found = []
+    for (_, name), there in groups.items():
+        given = [label for one in there if (label := labels[one.actor_id])]
+        ranks = {one.actor_id: (label["rank"], "label") for one, label in zip(there, given, strict=True)}
+        sizes = {label.get("world_size") for label in given}
+        size = sizes.pop() if len(sizes) == 1 else None
+        found.append(_make(name, "label", "certain", there, ranks, size if type(size) is int else None))
+    return found
+
+
+def _by_environ(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]) -> list[Fleet]:
+    def key(actor: Actor) -> Any:
+        own = environ[actor.actor_id]
+        size, rank = _number(own.get("WORLD_SIZE")), _number(own.get("RANK"))
+        if size is None or rank is None or size < 2:
+            return None
+        address = own.get("MASTER_ADDR"), own.get("MASTER_PORT")
+        apart = tuple(own.get(name) for name in _GROUPS)
+        return (
+            (actor.job_id, size, *apart, *address)
+            if None not in address
+            else (actor.job_id, size, *apart, actor.class_name)
+        )
+
+    found = []
+    for of, there in _group(actors, key).items():
+        ranks = {one.actor_id: (int(environ[one.actor_id]["RANK"]), "environ") for one in there}
+        found.append(_make(_common_class(there), "environment", "certain", there, ranks, of[1]))
+    return found
+
+
+def _by_name(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]) -> list[Fleet]:
+    parts = {one.actor_id: match for one in actors if (match := _NAME.match(one.name))}
+
+    def key(actor: Actor) -> Any:
+        if (match := parts.get(actor.actor_id)) is None:
+            return None
+        return actor.job_id, actor.namespace, match["prefix"], actor.class_name, match["second"] is not None
+
+    found = []
+    for (*_, pairs), named in _group(actors, key).items():
+        there = _without_former(named)
+        if len(there) > 1:
+            number = {
+                one.actor_id: (int(parts[one.actor_id]["first"]), int(parts[one.actor_id]["second"] or 0))
+                for one in there
+            }
+            numbers = _from_pairs(number) if pairs else {one: first for one, (first, _) in number.items()}
+            ranks = {one: (rank, "name") for one, rank in numbers.items()}
+            found.append(_make(_common_class(there), "names", "likely", there, ranks))
+    return found
+
+
+def _without_former(actors: Sequence[Actor]) -> list[Actor]:
+    """Return actors without those that had died before one of the others was created."""
+    created = [one.created for one in actors if one.state == "ALIVE"]
+    return [one for one in actors if one.death is None or all(at <= one.death.at for at in created)]
+
+
+def _from_pairs(numbers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return ranks of names with two integers, of which the last is a rank in a group; none if one is missing."""
+    groups, locals_ = sorted({first for first, _ in numbers.values()}), {second for _, second in numbers.values()}
+    complete = len(numbers) == len(groups) * len(locals_) and locals_ == set(range(len(locals_)))
+    return (
+        {one: groups.index(first) * len(locals_) + second for one, (first, second) in numbers.items()}
+        if complete
+        else {}
+    )
+
+
+def _by_class(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]) -> list[Fleet]:
+    there = _group(
+        (one for one in actors if one.state in _LIVING),
+        lambda one: (one.job_id, one.namespace, one.owner, one.class_name),
+    )
+    return [_make(of[-1], "class", "guess", alike, {}) for of, alike in there.items() if len(alike) > 1]
+
+
+def _attach_lost(fleet: Fleet, actors: Sequence[Actor], taken: frozenset[str]) -> Fleet:
+    """Add the actors to a fleet that died as members of it, and those that have not started.
+
+    They were made by the owner of the members, of their class, before the death, and nothing has taken their place: no
+    member was created after the death.
+    """
+    members = [one for one in actors if one.actor_id in _members([fleet])]
+    alive = [one for one in members if one.state == "ALIVE"]
+    if not alive:
+        return fleet
+    owners = {(one.job_id, one.namespace, one.owner, one.class_name) for one in members}
+    lost = [
+        one
+        for one in actors
+        if one.actor_id not in taken
+        and (one.job_id, one.namespace, one.owner, one.class_name) in owners
+        and (one.state != "DEAD" or one in _without_former([*alive, one]))
+    ]
+    if fleet.world_size is not None:  # the others belong to another fleet of this class
+        lost = lost if len(lost) <= len(fleet.missing) else []
+    if not lost:
+        return fleet
+    missing = fleet.missing
+    # The only rank that no member has is that of the only one that is lost.
+    alone = len(lost) == 1 and len(missing) == 1 and not fleet.disputed
+    new = tuple(
+        Member(one.actor_id, missing[0] if alone else None, len(members) + at, "the only rank left" if alone else "")
+        for at, one in enumerate(lost)
+    )
+    return Fleet(
+        fleet.name, fleet.job_id, fleet.rule, fleet.confidence, (*fleet.members, *new), fleet.world_size, fleet.disputed
+    )

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of one look at a cluster: processes, actors, jobs, fleets and findings. All frozen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Confidence = Literal["certain", "likely", "guess"]
+# From sure to unsure; the confidence of a statement is that of its weakest premise.
+ORDER: tuple[Confidence, ...] = ("certain", "likely", "guess")
+
+
+def weakest(*values: Confidence) -> Confidence:
+    """Return the weakest of some confidences.
+
+    >>> weakest("certain", "likely")
+    'likely'
+    """
+    return max(values, key=ORDER.index)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A fact behind a statement, its source, and how old it is."""
+
+    source: str
+    text: str
+    age_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A Python frame. The line is 0 where it does not matter."""
+
+    file: str
+    function: str
+    line: int
+
+
+Stack = tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread of a process in two looks.
+
+    Attributes:
+        tid: its number on the node.
+        name: its name in Python.
+        stack: its frames in the later look, innermost first.
+        before: those in the earlier look; None if it was not read there.
+        states: of the kernel, in both looks, such as "S" or "T".
+        ticks: CPU ticks that it used between the looks; None if unknown.
+        switches: how often the kernel switched to it between the looks; None if unknown.
+        last_ran_s: seconds since it ran last; None if the kernel does not say.
+        waits_inside: whether the source line of the innermost frame waits for a device or another rank in native code.
+    """
+
+    tid: int
+    name: str = ""
+    stack: Stack = ()
+    before: Stack | None = None
+    states: tuple[str, str] = ("S", "S")
+    ticks: int | None = None
+    switches: int | None = None
+    last_ran_s: float | None = None
+    waits_inside: bool = False
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An object that a process waits for, in `ray.get`, or with others in `ray.wait` until `any` of them is there."""
+
+    object_id: str
+    any: bool = False
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that a worker has started: states in both looks, and the CPU ticks between them."""
+
+    pid: int
+    title: str
+    states: tuple[str, str] = ("S", "S")
+    ticks: int = 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the kernel and py-spy know of a process in two looks.
+
+    Attributes:
+        node_id: Ray's id of its node.
+        pid: its number on the node.
+        title: as shown by ps; of a worker of Ray it names the method that runs.
+        states: of the kernel, in both looks.
+        ticks: CPU ticks of all its threads between the looks.
+        window_s: seconds between the looks.
+        threads: those with Python frames.
+        environ: variables from an allow-list.
+        references: the objects that it waits for.
+        children: processes that it has started.
+        memory_bytes: its resident memory.
+        note: why its stacks are missing, or empty.
+        file: of a wait in the kernel's disk code: the function of the kernel.
+    """
+
+    node_id: str
+    pid: int
+    title: str = ""
+    states: tuple[str, str] = ("S", "S")
+    ticks: int = 0
+    window_s: float = 1.0
+    threads: tuple[Thread, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict, hash=False)
+    references: tuple[Reference, ...] = ()
+    children: tuple[Child, ...] = ()
+    memory_bytes: int = 0
+    note: str = ""
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why an actor is dead. `intended` if a program asked for it: `ray.kill`, a dropped handle, the end of a job."""
+
+    cause: str
+    intended: bool
+    at: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call or task that has not finished, from Ray's task events: when it was submitted and began, or 0."""
+
+    task_id: str
+    name: str
+    actor_id: str = ""
+    state: str = ""
+    began: float = 0.0
+    pid: int = 0
+    node_id: str = ""
+
+
+@dataclass(frozen=True)
+class Actor:
+    """What Ray's head knows of an actor. `owner` is the worker id of its creator; `order` counts creations."""
+
+    actor_id: str
+    class_name: str
+    job_id: str
+    state: str = "ALIVE"
+    name: str = ""
+    namespace: str = ""
+    node_id: str = ""
+    pid: int = 0
+    worker_id: str = ""
+    owner: str = ""
+    order: int | None = None
+    created: float = 0.0
+    death: Death | None = None
+    resources: Mapping[str, float] = field(default_factory=dict, hash=False)
+    group_id: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node, and how it answered: "answered", "silent", "lost", or "unasked" if it holds no process of the job."""
+
+    node_id: str
+    address: str = ""
+    alive: bool = True
+    answer: Literal["answered", "silent", "lost", "unasked"] = "answered"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has not ended, and its driver."""
+
+    job_id: str
+    entrypoint: str = ""
+    pid: int = 0
+    node_id: str = ""
+    worker_id: str = ""
+
+
+@dataclass(frozen=True)
+class Member:
+    """An actor of a fleet, or a process of one without an actor id; its rank is None if it is not known.
+
+    Attributes:
+        key: the actor's id, or "pid:..." of a process that Ray's head did not name.
+        rank: its rank.
+        ordinal: its number by creation, which is not a rank.
+        source: where the rank is from.
+    """
+
+    key: str
+    rank: int | None = None
+    ordinal: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Actors that do the same work, the rule that found them, and how sure that is.
+
+    `disputed` says why its ranks cannot be: two members have one, or one is beyond the world size.
+    """
+
+    name: str
+    job_id: str
+    rule: str
+    confidence: Confidence
+    members: tuple[Member, ...]
+    world_size: int | None = None
+    disputed: str = ""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks below the world size that no member has, if the ranks of all members are known."""
+        ranks = {one.rank for one in self.members}
+        return tuple(rank for rank in range(self.world_size or 0) if rank not in ranks) if None not in ranks else ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that one look has seen. `finished` are the ids of tasks that are over; `calls` those that are not."""
+
+    looked_at: float
+    jobs: tuple[Job, ...] = ()
+    actors: tuple[Actor, ...] = ()
+    processes: tuple[Process, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    calls: tuple[Call, ...] = ()
+    finished: frozenset[str] = frozenset()
+    fleets: tuple[Fleet, ...] = ()  # those that sources know; `claimed` are their actors, which these judge
+    claimed: frozenset[str] = frozenset()
+    took_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Named:
+    """An actor in a finding."""
+
+    id: str
+    class_name: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Who waits: how many, and the ranks that are known."""
+
+    count: int = 0
+    ranks: tuple[int, ...] = ()
+    ordinals: tuple[int, ...] = ()
+    where: Stack = ()
+    since_s: float | None = None
+
+
+Kind = Literal[
+    "dead",
+    "stopped",
+    "node-lost",
+    "node-silent",
+    "pending",
+    "missing",
+    "deadlock",
+    "late",
+    "disk",
+    "working",
+    "mismatch",
+    "together",
+    "undecided",
+    "driver",
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statement about a job.
+
+    Attributes:
+        kind: what it says.
+        confidence: how sure it is.
+        blames: whether it names the cause of a wait.
+        text: the statement as a sentence.
+        fleet: the name of the fleet.
+        ranks, ordinals: of whom it speaks; ordinals for those whose rank is not known.
+        actors: the same as actors.
+        pid, node: of the first of them.
+        where: the frames at which it stands, without those of Ray and of the standard library.
+        since_s: seconds since it stands there; None if unknown.
+        since_source: where that is from.
+        waiting: who waits for it.
+        chain: the waits that lead to it.
+        evidence: the facts.
+        remedy: what to do, or empty.
+        moves: whether those it speaks of may still make progress.
+    """
+
+    kind: Kind
+    job_id: str
+    confidence: Confidence = "likely"
+    blames: bool = False
+    text: str = ""
+    fleet: str = ""
+    ranks: tuple[int, ...] = ()
+    ordinals: tuple[int, ...] = ()
+    actors: tuple[Named, ...] = ()
+    pid: int = 0
+    node: str = ""
+    where: Stack = ()
+    since_s: float | None = None
+    since_source: str = ""
+    waiting: Waiting = Waiting()
+    chain: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    remedy: str = ""
+    moves: bool = False

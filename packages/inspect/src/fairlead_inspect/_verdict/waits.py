@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits for whom, and the processes at the end of the waits."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .._model import Actor, Call, Fleet, Job, Member, Process, Snapshot
+from .positions import Position, locate
+
+WaitKind = Literal["collective", "get", "wait"]
+# An object's id begins with the id of the task that creates it: 48 digits, of which the last 32 are its actor's id.
+_TASK, _ACTOR = slice(0, 48), slice(16, 48)
+
+
+def driver_key(job_id: str) -> str:
+    """Return the key of a job's driver among those of actors and tasks."""
+    return f"driver:{job_id}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Some processes that wait, and the keys that they wait for: of actors, of "task:..." or of "driver:...".
+
+    `certain` is False if the wait may be over: Ray's task events do not have the task, and there are other references.
+    """
+
+    kind: WaitKind
+    waiters: tuple[str, ...]
+    targets: tuple[str, ...]
+    certain: bool = True
+    fleet: Fleet | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The waits of one job."""
+
+    job: Job
+    fleets: tuple[Fleet, ...]
+    actors: Mapping[str, Actor]
+    tasks: Mapping[str, Call]
+    processes: Mapping[str, Process]
+    positions: Mapping[str, Position]
+    waits: tuple[Wait, ...]
+    nodes: Mapping[str, str] = field(default_factory=dict)  # how each node answered
+    _next: dict[str, set[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for wait in self.waits:
+            for waiter in wait.waiters:
+                self._next.setdefault(waiter, set()).update(wait.targets)
+
+    def waits_of(self, key: str) -> set[str]:
+        """Return the keys that one waits for."""
+        return self._next.get(key, set())
+
+    def reach(self, keys: Iterable[str]) -> set[str]:
+        """Return all that some keys lead to, with themselves."""
+        seen, left = set[str](), [*keys]
+        while left:
+            if (key := left.pop()) not in seen:
+                seen.add(key)
+                left += self.waits_of(key)
+        return seen
+
+    def sinks(self, keys: Iterable[str]) -> set[str]:
+        """Return those at the end of the waits from some keys: they wait for nothing that is known."""
+        return {key for key in self.reach(keys) if not self.waits_of(key)}
+
+    def find_cycle(self) -> tuple[str, ...]:
+        """Return the keys of a cycle of `ray.get`, or of one with collectives, or none."""
+        gets: dict[str, list[str]] = {}
+        for wait in self.waits:
+            if wait.kind != "wait" and wait.certain:
+                for waiter in wait.waiters:
+                    gets.setdefault(waiter, []).extend(wait.targets)
+        done: set[str] = set()
+        for start in gets:
+            path: list[str] = []
+            stack = [(start, iter(gets.get(start, ())))] if start not in done else []
+            path += [start] if stack else []
+            while stack:
+                key, targets = stack[-1]
+                target = next(targets, None)
+                if target is None:
+                    done.add(key)
+                    path.pop()
+                    stack.pop()
+                elif target in path:
+                    return tuple(path[path.index(target) :])
+                elif target not in done:
+                    path.append(target)
+                    stack.append((target, iter(gets.get(target, ()))))
+        return ()
+
+    def fleet_of(self, key: str) -> tuple[Fleet, Member] | None:
+        """Return the fleet of an actor, and its member there."""
+        return next(((fleet, one) for fleet in self.fleets for one in fleet.members if one.key == key), None)
+
+
+def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
+    """Return the waits of one job."""
+    by_pid = {(one.node_id, one.pid): one for one in snapshot.processes}
+    actors = {one.actor_id: one for one in snapshot.actors if one.job_id == job.job_id}
+    tasks = {one.task_id: one for one in snapshot.calls}
+    owned = {key: by_pid[at] for key, one in actors.items() if (at := (one.node_id, one.pid)) in by_pid}
+    if (driver := by_pid.get((job.node_id, job.pid))) is not None:
+        owned[driver_key(job.job_id)] = driver
+    for task in snapshot.calls:
+        if not task.actor_id and (task.node_id, task.pid) in by_pid:
+            owned[f"task:{task.task_id}"] = by_pid[task.node_id, task.pid]
+    positions = {key: locate(one, driver=key.startswith("driver:")) for key, one in owned.items()}
+    answers = {one.node_id: one.answer for one in snapshot.nodes}
+    for key, actor in actors.items():
+        if actor.state == "ALIVE" and key not in positions:
+            positions[key] = Position("unread")
+    here = tuple(fleet for fleet in fleets if fleet.job_id == job.job_id)
+    waits = [wait for fleet in here if (wait := _find_collective(fleet, actors, positions)) is not None]
+    waits += [
+        one for key, process in owned.items() for one in _find_gets(key, process, actors, tasks, snapshot.finished)
+    ]
+    return Graph(job, here, actors, tasks, owned, positions, tuple(waits), answers)
+
+
+def _find_collective(fleet: Fleet, actors: Mapping[str, Actor], positions: Mapping[str, Position]) -> Wait | None:
+    """Return the wait of the members that are in a collective for those that are not."""
+    inside = [one.key for one in fleet.members if (at := positions.get(one.key)) and at.kind == "collective"]
+    # Of the others, those that wait for something else lead on to it.
+    absent = [one.key for one in fleet.members if one.key not in inside and one.key in actors]
+    return Wait("collective", tuple(inside), tuple(absent), not fleet.disputed, fleet) if inside else None
+
+
+def _find_gets(
+    key: str, process: Process, actors: Mapping[str, Actor], tasks: Mapping[str, Call], finished: frozenset[str]
+) -> list[Wait]:
+    """Return what a process waits for in `ray.get`, where it needs all, and in `ray.wait`, where any may do."""
+    waits = []
+    kinds: tuple[tuple[WaitKind, bool], ...] = (("get", False), ("wait", True))
+    for kind, any_ in kinds:
+        chosen = [one for one in process.references if one.any is any_]
+        targets, certain = dict[str, None](), True
+        for one in chosen:
+            task_id, actor_id = one.object_id[_TASK], one.object_id[_ACTOR]
+            if task_id in finished:
+                continue
+            target = actor_id if actor_id in actors else f"task:{task_id}" if task_id in tasks else ""
+            certain &= bool(target) and (task_id in tasks or len(chosen) == 1)
+            if target and target != key:
+                targets[target] = None
+        if targets:
+            waits.append(Wait(kind, (key,), tuple(targets), certain))
+    return waits

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict about pretended jobs: whom it blames, and that it blames no one else."""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seen import (
+    ALL_REDUCE,
+    BARRIER,
+    GET,
+    IDLE,
+    JOB,
+    JOIN,
+    LOOP,
+    NODE,
+    NOW,
+    QUEUE,
+    actor,
+    actor_id,
+    environ,
+    fleet_of,
+    look,
+    process,
+    ref,
+    task,
+)
+
+from fairlead_inspect._model import Actor, Call, Child, Death, Frame, Node
+from fairlead_inspect._verdict.rules import diagnose, exit_status
+
+
+def blamed(snapshot, **options):
+    return [
+        (one.kind, one.ranks or one.ordinals, one.confidence) for one in diagnose(snapshot, **options) if one.blames
+    ]
+
+
+def kinds(snapshot):
+    return [one.kind for one in diagnose(snapshot)]
+
+
+def test_late_rank():
+    """The only rank that is not in the collective, and does not move, is late, with all that a reader needs."""
+    (found,) = diagnose(fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE, ALL_REDUCE]))
+    assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "certain", True)
+    assert (found.pid, found.node, found.fleet, found.since_s) == (1002, "10.0.0.1", "Worker", 100.0)
+    assert [(frame.function, frame.line) for frame in found.where] == [
+        ("Condition.wait", 327),
+        ("next_batch", 33),
+        ("train", 100),
+    ]
+    assert (found.waiting.count, found.waiting.ranks, found.waiting.since_s) == (3, (0, 1, 3), 100.0)
+    assert found.chain == ("driver", "Worker rank 2")
+    assert exit_status([found]) == 1
+
+
+def test_not_late_yet():
+    """Before the limit, and while the rank moves or its children work, nothing is blamed and the status is 0."""
+    hung = [ALL_REDUCE, QUEUE, ALL_REDUCE]
+    short = fleet_of(hung, how={number: {"age": 5.0} for number in range(3)})
+    one_late = fleet_of(hung, how={0: {"age": 5.0}}, driver_waits=False)
+    moves = fleet_of(hung, how={1: {"before": LOOP, "ticks": 9, "switches": 3, "age": 0.0}})
+    snapshot = fleet_of(hung)
+    compiles = [
+        replace(one, children=(Child(7, "cc1plus", ("R", "R"), 90),)) if one.pid == 1001 else one
+        for one in snapshot.processes
+    ]
+    for one in (short, one_late, moves, replace(snapshot, processes=tuple(compiles))):
+        assert kinds(one) == ["working"]
+        assert exit_status(diagnose(one)) == 0
+    assert blamed(short, after_s=1.0) == [("late", (1,), "certain")]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ({"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}, "late"),
+        ({"ticks": 1, "switches": 9, "before": LOOP, "age": 0.0}, "late"),
+        ({"states": ("D", "D"), "age": 70.0}, "disk"),
+    ],
+)
+def test_other_motions(how, kind):
+    """A rank that spins or wakes up at one line, or waits for the disk, is likely to be the cause."""
+    assert blamed(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: how})) == [(kind, (2,), "likely")]
+
+
+def test_torn_stack_proves_nothing():
+    """A stack that does not reach its base does not show that a thread moves, and does not blame either."""
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: {"ticks": 90, "switches": 4, "before": QUEUE}})
+    torn = [
+        replace(one, threads=(replace(one.threads[0], before=(LOOP[0],)),)) if one.pid == 1002 else one
+        for one in snapshot.processes
+    ]
+    assert blamed(replace(snapshot, processes=tuple(torn))) == []
+
+
+def test_same_collective_and_different_ones():
+    """If all ranks are in a collective, none is blamed; different ones are a mismatch."""
+    assert kinds(fleet_of([ALL_REDUCE] * 4)) == ["together"]
+    assert kinds(fleet_of([ALL_REDUCE, BARRIER, ALL_REDUCE, ALL_REDUCE])) == ["mismatch"]
+    for stacks in ([ALL_REDUCE] * 4, [ALL_REDUCE, BARRIER, ALL_REDUCE]):
+        assert exit_status(diagnose(fleet_of(stacks))) == 4
+        assert exit_status(diagnose(fleet_of(stacks, how={0: {"age": 1.0}}))) == 0
+
+
+def test_two_sinks():
+    """Two ranks at one place are both likely; two at different places may wait for each other, so none is blamed."""
+    assert blamed(fleet_of([ALL_REDUCE, QUEUE, QUEUE])) == [("late", (1, 2), "likely")]
+    assert blamed(fleet_of([ALL_REDUCE, QUEUE, LOOP])) == []
+    assert exit_status(diagnose(fleet_of([ALL_REDUCE, QUEUE, LOOP]))) == 4
+
+
+def test_native_wait():
+    """A rank inside of a library that waits for devices and other ranks is not blamed."""
+    backward = (Frame("/v/lib/python3.11/site-packages/torch/autograd/graph.py", "_engine_run", 1), *QUEUE[2:])
+    assert blamed(fleet_of([ALL_REDUCE, backward, ALL_REDUCE])) == []
+    assert blamed(fleet_of([ALL_REDUCE, QUEUE[2:], ALL_REDUCE], how={1: {"inside": True}})) == []
+
+
+def test_idle_rank():
+    """A rank that runs nothing is blamed only if its caller waits for the others."""
+    assert blamed(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE])) == [("late", (1,), "likely")]
+    assert blamed(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE], driver_waits=False)) == []
+    assert blamed(fleet_of([IDLE, IDLE, IDLE])) == []
+
+
+def test_stopped():
+    """A stopped rank explains who waits for it; a stopped driver explains only idle workers."""
+    assert blamed(fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE], how={1: {"state": "T"}})) == [("stopped", (1,), "certain")]
+
+    def stop_driver(snapshot):
+        stopped = [replace(one, states=("T", "T")) if one.pid == 811 else one for one in snapshot.processes]
+        return replace(snapshot, processes=tuple(stopped))
+
+    assert blamed(stop_driver(fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE]))) == [("late", (1,), "certain")]
+    assert blamed(stop_driver(fleet_of([IDLE, IDLE]))) == [("stopped", (), "certain")]
+    assert blamed(stop_driver(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE]))) == []
+    snapshot = fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE])
+    engine = [
+        replace(one, children=(Child(7, "engine", ("T", "T")),)) if one.pid == 1001 else one
+        for one in snapshot.processes
+    ]
+    assert [one[0] for one in blamed(replace(snapshot, processes=tuple(engine)))] == ["stopped"]
+
+
+def test_dead():
+    """A member that died, and that the others wait for, is the cause; its rank is the only one that is left."""
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, ALL_REDUCE])
+    death = Death("killed by signal 9", False, NOW - 50)
+    lost = replace(snapshot.actors[2], state="DEAD", death=death, pid=0)
+    alive = tuple(one for one in snapshot.processes if one.pid != 1002)
+    actors = tuple(lost if one.actor_id == lost.actor_id else one for one in snapshot.actors)
+    dead = replace(snapshot, actors=actors, processes=alive)
+    assert blamed(dead) == [("dead", (2,), "certain")]
+    # It was replaced: the new one has been created after the death.
+    new = actor(9, created=NOW - 10)
+    replaced = replace(dead, actors=(*actors, new), processes=(*alive, process(1009, QUEUE, env=environ(2, 4))))
+    assert blamed(replaced) == [("late", (2,), "certain")]
+    # The job ends: it kills its actors one after the other, and the last ones have waited for a moment.
+    ended = replace(lost, death=Death("ray.kill", True, NOW - 1))
+    moment = fleet_of([ALL_REDUCE] * 4, how={number: {"age": 1.0} for number in range(4)})
+    actors = tuple(ended if one.actor_id == lost.actor_id else one for one in snapshot.actors)
+    assert (
+        blamed(replace(moment, actors=actors, processes=tuple(one for one in moment.processes if one.pid != 1002)))
+        == []
+    )
+
+
+def test_pending_and_missing():
+    """An actor that does not start is named if a wait leads to it; so are ranks that do not join."""
+    waiting = actor(5, "Big", state="PENDING_CREATION", pid=0, resources={"GPU": 8.0}, created=NOW - 300)
+    driver = process(811, GET, refs=[ref(waiting.actor_id)], driver=True)
+    (found,) = diagnose(look([waiting], [driver]))
+    assert (found.kind, found.blames, found.actors[0].class_name) == ("pending", True, "Big")
+    assert "8 GPU" in found.text
+    assert diagnose(look([waiting], [])) == ()
+    join = fleet_of([JOIN] * 3)
+    fewer = [
+        replace(one, environ=environ(int(one.environ["RANK"]), 4)) if one.environ else one for one in join.processes
+    ]
+    assert blamed(replace(join, processes=tuple(fewer))) == [("missing", (3,), "likely")]
+
+
+def test_chain_and_deadlock():
+    """A chain of `ray.get` leads to its end; a cycle is a deadlock."""
+    a, b, c = (actor(number, name) for number, name in enumerate(("A", "B", "C")))
+    driver = process(811, GET, refs=[ref(a.actor_id)], driver=True)
+    chain = [process(1000, GET, refs=[ref(b.actor_id)]), process(1001, GET, refs=[ref(c.actor_id)])]
+    (found,) = diagnose(look([a, b, c], [driver, *chain, process(1002, QUEUE)]))
+    assert (found.kind, found.confidence, found.chain) == ("late", "likely", ("driver", "A", "B", "C"))
+    assert [one.class_name for one in found.actors] == ["C"]
+    cycle = process(1002, GET, refs=[ref(a.actor_id)])
+    (found,) = diagnose(look([a, b, c], [driver, *chain, cycle]))
+    assert (found.kind, {one.class_name for one in found.actors}, found.blames) == ("deadlock", {"A", "B", "C"}, True)
+
+
+def test_get_of_many():
+    """Of several that a driver waits for, the ends must agree; a task that has finished is not waited for."""
+    a, b = actor(0, "A"), actor(1, "B")
+    at = {1000: QUEUE, 1001: LOOP}
+    driver = process(811, GET, refs=[ref(a.actor_id), ref(b.actor_id)], driver=True)
+    calls = tuple(Call(task(one.actor_id), "x", one.actor_id, "RUNNING", NOW - 99) for one in (a, b))
+    snapshot = look([a, b], [driver, *(process(pid, stack) for pid, stack in at.items())], calls=calls)
+    assert blamed(snapshot) == []
+    assert blamed(replace(snapshot, finished=frozenset([task(b.actor_id)]), calls=calls[:1])) == [
+        ("late", (), "likely")
+    ]
+    # Without task events it is not known which of them is over.
+    assert blamed(replace(snapshot, calls=())) == []
+    fewer = replace(
+        snapshot, calls=(), processes=(process(811, GET, refs=[ref(a.actor_id)], driver=True), *snapshot.processes[1:])
+    )
+    assert blamed(fewer) == [("late", (), "likely")]
+
+
+def test_opaque_and_unread():
+    """A process that cannot be read, or runs coroutines, is never blamed."""
+    snapshot = fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE])
+    for change in ({"threads": (), "note": "Permission denied"}, {"threads": (), "title": "ray::Worker.serve"}):
+        changed = [replace(one, **change) if one.pid == 1001 else one for one in snapshot.processes]
+        (found,) = diagnose(replace(snapshot, processes=tuple(changed)))
+        assert (found.kind, found.ranks) == ("undecided", (1,))
+    silent = replace(
+        snapshot,
+        processes=tuple(one for one in snapshot.processes if one.pid != 1001),
+        nodes=(Node(NODE, "10.0.0.1"), Node("n2", "10.0.0.2", answer="silent", note="no answer within 4 s")),
+        actors=tuple(replace(one, node_id="n2") if one.pid == 1001 else one for one in snapshot.actors),
+    )
+    assert "node-silent" in kinds(silent)
+    assert blamed(silent) == []
+    lost = replace(silent, nodes=(silent.nodes[0], replace(silent.nodes[1], answer="lost", alive=False)))
+    assert blamed(lost) == [("node-lost", (1,), "certain")]
+
+
+def test_class_without_ranks():
+    """Actors of one class without ranks are numbered; only one of them, that all others wait for, is blamed."""
+
+    def of(stacks):
+        snapshot = fleet_of(stacks, driver_waits=False)
+        return replace(snapshot, processes=tuple(replace(one, environ={}) for one in snapshot.processes))
+
+    (found,) = [one for one in diagnose(of([ALL_REDUCE, ALL_REDUCE, QUEUE])) if one.blames]
+    assert (found.ranks, found.ordinals, found.confidence) == ((), (2,), "likely")
+    assert blamed(of([ALL_REDUCE, QUEUE])) == []
+    assert blamed(of([ALL_REDUCE, QUEUE, QUEUE])) == []
+
+
+def test_no_job():
+    """An empty cluster, and actors that wait for no one, are well."""
+    assert diagnose(look([], [])) == ()
+    assert diagnose(fleet_of([QUEUE, LOOP], driver_waits=False)) == ()
+
+
+MOTIONS = st.sampled_from(["collective", "queue", "loop", "idle", "moves", "stopped", "unread"])
+
+
+def _snapshot(doing):
+    stacks = {"collective": ALL_REDUCE, "queue": QUEUE, "loop": LOOP, "idle": IDLE, "moves": QUEUE, "stopped": QUEUE}
+    how = {
+        number: {"before": LOOP, "ticks": 30, "switches": 2, "age": 0.0} if one == "moves" else {"state": "T"}
+        for number, one in enumerate(doing)
+        if one in ("moves", "stopped")
+    }
+    snapshot = fleet_of([stacks.get(one, QUEUE) for one in doing], how=how)
+    unread = {1000 + number for number, one in enumerate(doing) if one == "unread"}
+    changed = [replace(one, threads=(), note="gone") if one.pid in unread else one for one in snapshot.processes]
+    return replace(snapshot, processes=tuple(changed))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(MOTIONS, min_size=2, max_size=7))
+def test_never_blames_who_moves(doing):
+    """Only ranks that are stopped, or hang outside of the collective, are blamed, and the numbers do not matter."""
+    found = diagnose(_snapshot(doing))
+    for one in found:
+        if one.blames:
+            assert {doing[rank] for rank in one.ranks} <= {"queue", "loop", "idle", "stopped"}
+    turned = diagnose(_snapshot(doing[::-1]))
+    mirror = {(one.kind, tuple(sorted(len(doing) - 1 - rank for rank in one.ranks))) for one in turned}
+    assert {(one.kind, one.ranks) for one in found} == mirror
+
+
+def test_large_job():
+    """2,000 processes in 4 fleets are judged quickly, with few edges."""
+    actors, processes = [], []
+    for number in range(2000):
+        fleet, rank = divmod(number, 500)
+        actors.append(Actor(actor_id(number), f"W{fleet}", JOB, node_id=NODE, pid=1000 + number, owner="driver"))
+        stack = QUEUE if (fleet, rank) == (2, 7) else ALL_REDUCE
+        processes.append(process(1000 + number, stack, env=environ(rank, 500, fleet)))
+    snapshot = look(actors, processes)
+    began = time.process_time()
+    found = diagnose(snapshot)
+    assert time.process_time() - began < 3  # 0.1 s on a machine that does nothing else
+    assert [(one.fleet, one.ranks) for one in found if one.blames] == [("W2", (7,))]
