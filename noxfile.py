@@ -225,7 +225,9 @@ def canary(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Test several packages together, on a real local Ray."""
     extra = package("inspect", "[otel]")
-    install(session, *map(package, SIBLINGS), extra, "nox", "psutil", "jsonschema", "pytest", "pytest-timeout")
+    # The planted hangs of integration-tests/inspect meet in torch.
+    tools = "nox", "psutil", "jsonschema", "torch", "pytest", "pytest-timeout"
+    install(session, *map(package, SIBLINGS), extra, *tools)
     options = [f"--ignore={MULTIHOST}", "-m", "not smoke", *session.posargs]
     session.run("pytest", "integration-tests", *options, env=TEST_ENV)
 
@@ -255,6 +257,8 @@ def soak(session: nox.Session) -> None:
     if int(seconds) >= 300:
         inspected = [f"{package('inspect')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
+        planted = "integration-tests/inspect"
+        session.run("pytest", planted, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_TRUTH": "10"})
         killed = f"{package('workergroup')}/tests/ray/test_killed_driver.py"
         session.run("pytest", killed, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_KILLS": "20"})
         interrupted = f"{package('workergroup')}/tests/ray/test_interrupted_driver.py"

@@ -1,119 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: its arguments and its JSON."""
+"""The command line: its arguments and its exit statuses."""
 
 import argparse
-import itertools
+import importlib.util
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.text import Text
+from rich.console import Group
 
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import Output, add_command, attach, head_deadline, run_command
-from fairlead_workergroup import WorkerGroupError
-from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group, find_groups
+from fairlead_placement import HeadTimeoutError, PlacementError
+from fairlead_placement.spi import Output, add_command, attach, run_command
 
-from ._diagnosis import Finding, diagnose
-from ._groups import SeenGroup, look_at_groups
-from ._stacks import fold_stacks
-from ._stragglers import find_stragglers
-from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
-from ._timeline import CallKey, read_timeline
-from ._trace import write_trace
+from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
+from ._model import Snapshot
+from ._show import SCHEMA, clean_all, draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes, to_json
+from ._verdict.rules import AFTER_S, diagnose, exit_status
 
-# Of the JSON; it changes when a field changes its meaning or goes.
-SCHEMA = 1
-# How often workers that seem late are looked at again.
-LOOKS = 2
 _EPILOG = """\
 exit status:
   0  done; for `why`: nothing is wrong
-  1  `why` found something wrong
+  1  `why` found what others wait for, or something wrong with a group
   2  the arguments are wrong
-  3  the cluster cannot be reached, wants another token or did not answer, or there is no such group
+  3  the cluster cannot be reached, wants another token or did not answer, or there is no such job or group
+  4  `why` cannot decide: something does not move, or a part that matters could not be read
   130 after Ctrl-C, 141 if the reader of the output has gone
 """
+
+
+class NoSuchJobError(Exception):
+    """No job of the cluster has the given id."""
+
+
+def find_groups_source() -> Any:
+    """Return the `Source` for Fairlead's groups, which is a module; None if fairlead-workergroup is not installed."""
+    if importlib.util.find_spec("fairlead_workergroup") is None:
+        return None
+    return importlib.import_module("._group_commands", __package__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status."""
     options = _make_parser().parse_args(arguments)
-    output = Output()
+    output, errors = Output(), [NoSuchJobError]
+    if (groups := find_groups_source()) is not None:
+        errors.append(groups.WorkerGroupError)
 
     def command() -> int:
-        with attach(options.address):
-            status: int = options.run(options, output)
-            return status
+        if getattr(options, "here", False):
+            return int(options.run(options, output))
+        try:
+            with attach(options.address, timeout_s=getattr(options, "timeout", None)):
+                return int(options.run(options, output))
+        except HeadTimeoutError as error:
+            hint = " `--here` looks at one machine without it." if hasattr(options, "here") else ""
+            raise PlacementError(f"{error}{hint}") from error
 
-    return run_command(command, WorkerGroupError)
+    return run_command(command, *errors)
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fairlead_inspect",
-        description="Looks at the worker groups of a Ray cluster, from any machine that can reach it. It asks neither "
-        "the driver nor the workers, so it works while they hang or are stopped.",
+        description="Names the process that a Ray job waits for, from any machine that reaches its cluster. It asks "
+        "neither the driver nor the workers, so it works while they hang or are stopped.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{groups,status,top,stacks,trace,why}")
-    groups = _add(commands, "groups", "list the groups of all jobs", one_group=False)
-    groups.set_defaults(run=_groups)
-    status = _add(commands, "status", "show what each worker of a group is doing")
-    _add_rows(status)
-    status.set_defaults(run=_status)
-    top = _add(commands, "top", "show what each worker is doing, again and again until Ctrl-C", json=False)
-    _add_rows(top)
-    top.add_argument("-n", type=_positive, default=None, metavar="N", help="print so many times, then end")
-    top.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
-    top.set_defaults(run=_top)
-    stacks = _add(
-        commands,
-        "stacks",
-        "show the Python stacks of workers that run a method, equal ones once; a native sleep in them may end early",
-    )
-    stacks.add_argument("--threads", action="store_true", help="all threads, not only the one that runs the method")
-    stacks.set_defaults(run=_stacks)
-    trace = _add(commands, "trace", "write the latest calls as a Chrome trace, which Perfetto opens", json=False)
-    trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the file, such as trace.json")
-    trace.set_defaults(run=_trace)
-    why = _add(commands, "why", "say what is wrong with a group, or with all: who is late, dead or stopped")
+    groups = find_groups_source()
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    why = _add(commands, "why", "say whom a job waits for, where that one stands and since when")
     why.add_argument(
-        "--after", type=_seconds, default=10.0, metavar="S", help="suspect workers without progress for so long (10)"
+        "--after", type=seconds, metavar="S", help=f"call a process late that has not moved for so long ({AFTER_S:g})"
     )
+    why.add_argument("--watch", type=seconds, metavar="S", help="look again so often, until something hangs")
+    why.add_argument("-v", "--verbose", action="store_true", help="print all evidence")
     why.set_defaults(run=_why)
+    _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move").set_defaults(run=_ps)
+    stacks = _add(commands, "stacks", "show where processes stand, equal positions once with their ranks")
+    stacks.set_defaults(run=_stacks)
+    if groups is not None:
+        groups.add_commands(commands, why=why, stacks=stacks, epilog=_EPILOG)
     return parser
 
 
-def _add(commands: Any, name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
-    parser = add_command(commands, name, what, epilog=_EPILOG, json=json)
-    if one_group:
-        parser.add_argument("--group", metavar="NAME", help="name of the group, or six digits or more of its id")
-        parser.add_argument(
-            "--at", type=_coords, default={}, metavar="dp=1,tp=0", help="only the workers at these coordinates"
-        )
+def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    parser = add_command(commands, name, what, epilog=_EPILOG)
+    parser.add_argument("--job", metavar="ID", help="only this job; default: all that run")
+    parser.add_argument("--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help=f"of a look ({TIMEOUT_S:g})")
+    parser.add_argument(
+        "--window", type=seconds, default=WINDOW_S, metavar="S", help=f"between its two parts ({WINDOW_S:g})"
+    )
+    parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
     return parser
 
 
-def _add_rows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
-
-
-def _coords(text: str) -> dict[str, int]:
-    coords = {}
-    for part in text.split(","):
-        axis, _, at = part.partition("=")
-        if not axis.strip() or not at.strip().isdigit():
-            raise argparse.ArgumentTypeError(f"must be like 'dp=1,tp=0', got {text!r}")
-        coords[axis.strip()] = int(at)
-    return coords
-
-
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Return an argument as a number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -123,166 +107,65 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def _choose_ranks(group: RegisteredGroup, coords: dict[str, int]) -> list[int] | None:
-    if not coords:
-        return None
-    try:
-        return group.sharding.get_ranks_by_coord(**coords)
-    except (ValueError, IndexError, KeyError) as error:
-        raise WorkerGroupError(f"--at: {error}") from None
-
-
-def _look(options: argparse.Namespace, *, stuck_after_s: float = STUCK_AFTER_S, dump: bool = False) -> SeenGroup:
-    group = find_group(options.group)
-    ranks = _choose_ranks(group, options.at)
-    (seen,) = look_at_groups([group], stuck_after_s=stuck_after_s, dump=dump, ranks=ranks)
-    return seen
-
-
-def _groups(options: argparse.Namespace, output: Output) -> int:
-    seen = look_at_groups(find_groups(), stuck_after_s=STUCK_AFTER_S)
-    if options.json:
-        output.print_json({"schema": SCHEMA, "groups": [_group_fields(one) for one in seen]})
-    else:
-        output.print(draw_groups(seen))
-    return 0
-
-
-def _group_fields(seen: SeenGroup) -> dict[str, Any]:
-    group = seen.group
-    return {
-        "id": group.group_id,
-        "name": group.name,
-        "class": group.class_name,
-        "mesh": dict(group.shape),
-        "workers": len(seen.workers),
-        "alive": len(seen.workers) - seen.count("dead", "unknown"),
-        "dead": seen.count("dead"),
-        "stuck": seen.count("stuck"),
-        "memory_bytes": sum(worker.memory_bytes for worker in seen.workers),
-        "age_s": seen.age_s,
-        "epoch": group.epoch,
-        "driver": {**{key: group.driver[key] for key in ("job_id", "node_id", "host", "pid")}, "state": seen.driver},
-    }
-
-
-def _status(options: argparse.Namespace, output: Output) -> int:
-    seen = _look(options)
-    if options.json:
-        workers = [{key: value for key, value in asdict(one).items() if key != "stacks"} for one in seen.workers]
-        output.print_json({"schema": SCHEMA, "group": _group_fields(seen), "workers": workers})
-    else:
-        output.print(draw_status(seen, every=options.all))
-    return 0
-
-
-def _top(options: argparse.Namespace, output: Output) -> int:
-    console = output.make_console()
-    latest: list[RenderableType] = []
-
-    def draw() -> RenderableType:
-        try:
-            with head_deadline(2 * options.interval if latest else None):
-                seen = _look(options)
-        except HeadTimeoutError as error:
-            if not latest:
-                raise
-            return Group(*latest, Text(f"Not refreshed since then: {error}", style="bold red"))
-        rows = max(1, console.height - 8) if console.is_terminal and not options.n else 40
-        now = Text(time.strftime("%H:%M:%S"), style="dim")
-        latest[:] = [now, draw_status(seen, every=options.all, most_rows=rows)]
-        return Group(*latest)
-
-    if options.n or not console.is_terminal:
-        for number in itertools.count(1):
-            output.print(draw())
-            output.flush()
-            if number == options.n:
-                return 0
-            time.sleep(options.interval)
-    live = Live(draw(), console=console, screen=True, auto_refresh=False)
-    try:
-        live.start(refresh=True)
-        while True:
-            time.sleep(options.interval)
-            live.update(draw(), refresh=True)
-    finally:
-        live.stop()  # also after Ctrl-C in the middle of the first picture
-
-
-def _stacks(options: argparse.Namespace, output: Output) -> int:
-    seen = _look(options, stuck_after_s=0.0, dump=True)
-    folded = fold_stacks(seen.workers, threads=options.threads)
-    if options.json:
-        output.print_json({"schema": SCHEMA, "group": _group_fields(seen), "stacks": list(map(asdict, folded))})
-    else:
-        output.print(draw_stacks(folded))
-    return 0
-
-
-def _trace(options: argparse.Namespace, output: Output) -> int:
-    timeline = read_timeline(find_group(options.group))
-    ranks = _choose_ranks(timeline.group, options.at)
-    if ranks is not None:
-        timeline = replace(timeline, workers=tuple(one for one in timeline.workers if one.worker.rank in ranks))
-    try:
-        write_trace(timeline, options.output)
-    except OSError as error:
-        raise WorkerGroupError(f"Cannot write the trace: {error}") from error
-    spans = sum(len(one.spans) for one in timeline.workers)
-    of = f"{len(timeline.workers)} of {timeline.group.sharding.size} workers"
-    text = f"Wrote {options.output}: {spans} calls of {of} and {len(timeline.requests)} of the driver."
-    output.print(Text(f"{text} Open it in https://ui.perfetto.dev."))
-    return 0
-
-
-def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[float, float]]) -> SeenGroup:
-    """Look again at workers that seem late: one in a loop of its own is at times in another line than the others."""
-    for _ in range(LOOKS):
-        found = diagnose(seen, stuck_after_s=after_s, calls=calls)
-        late = {rank for one in found if one.kind == "late" for rank in one.ranks}
-        if not late:
-            break
-        (again,) = look_at_groups([seen.group], stuck_after_s=after_s, dump=True, ranks=late)
-        latest = {one.rank: one for one in again.workers}
-        seen = replace(seen, workers=tuple(latest.get(one.rank, one) for one in seen.workers))
-    return seen
+def _look(options: argparse.Namespace) -> Snapshot:
+    if options.here:
+        return look_here(window_s=options.window)
+    snapshot = look_at_cluster(options.job, window_s=options.window, timeout_s=options.timeout)
+    if options.job is not None and not snapshot.jobs:
+        raise NoSuchJobError(f"There is no running job {options.job!r}.")
+    return snapshot
 
 
 def _why(options: argparse.Namespace, output: Output) -> int:
-    groups = find_groups() if options.group is None and not options.at else [find_group(options.group)]
-    if not groups:
-        raise WorkerGroupError("No worker group is registered on this cluster.")
-    chosen = _choose_ranks(groups[0], options.at)
-    found = [
-        examine(one, options.after, chosen) for one in look_at_groups(groups, stuck_after_s=options.after, dump=True)
-    ]
-    wrong = any(finding.wrong for _, findings in found for finding in findings)
+    while True:
+        status = _why_once(options, output)
+        if options.watch is None or status == 1:
+            return status
+        output.flush()
+        time.sleep(options.watch)
+
+
+def _why_once(options: argparse.Namespace, output: Output) -> int:
+    source = None if options.here else find_groups_source()
+    if source is not None and (options.group is not None or options.at):
+        report = source.report(options)
+        if options.json:
+            output.print_json({"schema": SCHEMA, "wrong": report.wrong, **report.fields})
+        else:
+            output.print(report.picture)
+        return int(report.wrong)
+    claimed = source.find_actors() if source is not None else frozenset()
+    snapshot = replace(_look(options), claimed=claimed)
+    findings = diagnose(snapshot, after_s=AFTER_S if options.after is None else options.after)
+    status, fields, pictures = exit_status(findings), to_json(snapshot, findings), []
+    if source is not None:
+        report = source.report(options)
+        status = 1 if report.wrong else status
+        fields |= {**report.fields, "wrong": fields["wrong"] or report.wrong, "status": status}
+        pictures.append(report.picture)
     if options.json:
-        rows = [{**_group_fields(one), "findings": list(map(asdict, findings))} for one, findings in found]
-        output.print_json({"schema": SCHEMA, "wrong": wrong, "groups": rows})
+        output.print_json(fields)
     else:
-        for one, findings in found:
-            output.print(draw_findings(one, findings))
-    return 1 if wrong else 0
+        output.print(Group(draw_findings(snapshot, findings, verbose=options.verbose), *pictures))
+    return status
 
 
-def examine(seen: SeenGroup, after_s: float, chosen: Sequence[int] | None = None) -> tuple[SeenGroup, list[Finding]]:
-    """Return a group after another look, and what is wrong with it; of chosen ranks, also what they wait for."""
-    timeline = read_timeline(seen.group)
-    calls = timeline.find_calls()
-    seen = look_again(seen, after_s, calls)
-    stragglers = find_stragglers(timeline).stragglers
-    findings = diagnose(seen, stuck_after_s=after_s, stragglers=stragglers, calls=calls)
-    if chosen is None:
-        return seen, findings
-    shown = [one for one in findings if not one.ranks or {*one.ranks, *one.waiting} & {*chosen}]
-    if any(one.kind == "stuck" and not one.wrong for one in shown):  # they wait for ranks that are dead or stopped
-        shown = [one for one in findings if one in shown or one.kind in ("dead", "stopped")]
-    return replace(seen, workers=tuple(one for one in seen.workers if one.rank in chosen)), shown
+def _ps(options: argparse.Namespace, output: Output) -> int:
+    snapshot = _look(options)
+    if options.json:
+        rows = [row for row, _ in list_processes(snapshot)]
+        output.print_json(clean_all({"schema": SCHEMA, "took_s": snapshot.took_s, "processes": rows}))
+    else:
+        output.print(draw_processes(snapshot))
+    return 0
+
+
+def _stacks(options: argparse.Namespace, output: Output) -> int:
+    if getattr(options, "group", None) is not None or getattr(options, "at", None):
+        return int(find_groups_source().print_stacks(options, output))
+    classes = fold_stacks(_look(options))
+    if options.json:
+        output.print_json(clean_all({"schema": SCHEMA, "stacks": classes}))
+    else:
+        output.print(draw_stacks(classes))
+    return 0

@@ -51,10 +51,7 @@ def _group(actors: Iterable[Actor], key: Any) -> dict[Any, list[Actor]]:
 
 def _order(actors: Sequence[Actor]) -> dict[str, int]:
     """Return the number of each actor by its creation."""
-    inf = float("inf")
-    ordered = sorted(
-        actors, key=lambda one: (inf if one.order is None else one.order, one.created or inf, one.actor_id)
-    )
+    ordered = sorted(actors, key=lambda one: (one.created or float("inf"), one.actor_id))
     return {one.actor_id: at for at, one in enumerate(ordered)}
 
 

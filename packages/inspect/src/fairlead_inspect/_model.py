@@ -144,7 +144,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Actor:
-    """What Ray's head knows of an actor. `owner` is the worker id of its creator; `order` counts creations."""
+    """What Ray's head knows of an actor. `owner` is the worker id of its creator."""
 
     actor_id: str
     class_name: str
@@ -156,7 +156,6 @@ class Actor:
     pid: int = 0
     worker_id: str = ""
     owner: str = ""
-    order: int | None = None
     created: float = 0.0
     death: Death | None = None
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)

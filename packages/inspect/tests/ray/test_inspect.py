@@ -201,10 +201,10 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
         assert all(one["memory_bytes"] > 2**20 for one in status)
         (one,) = read("status", "--at", "dp=1,tp=0")["workers"]
         assert one["rank"] == 2
-        most, rest = read("stacks")["stacks"]
+        most, rest = read("stacks", "--group", "policy")["stacks"]
         assert (most["ranks"], rest["ranks"]) == ([0, 1, 2], [3])
         assert "in barrier" in most["stacks"]
-        assert "rank 3:" in run("stacks", "--threads").stdout
+        assert "rank 3:" in run("stacks", "--group", "policy", "--threads").stdout
         done = run("trace", "-o", str(tmp_path / "trace.json"))
         assert (done.returncode, done.stderr) == (0, "")
         check_trace(json.loads((tmp_path / "trace.json").read_text()), running=4)
@@ -317,6 +317,8 @@ def test_ended(driver, eventually):
     _, errors = top.communicate(timeout=120)
     assert (top.returncode, errors) == (3, "No worker group is registered on this cluster.\n")
     assert eventually(lambda: read("groups")["groups"] == [], 60)
-    done = run("why")
+    # The driver of the job is still there, and waits for its input.
+    assert run("why").returncode == 0
+    done = run("why", "--group", "policy")
     assert done.returncode == 3
     assert done.stderr == "No worker group is registered on this cluster.\n"

@@ -72,7 +72,6 @@ def actor(number, class_name="Worker", **given):
             "worker_id": f"w{number}",
             "owner": "driver",
             "created": 100.0 + number,
-            "order": number,
             **given,
         }
     )

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fairlead_inspect import WorkerTiming
-from fairlead_inspect import _command as command
+from fairlead_inspect import _group_commands as command
 from fairlead_inspect._command import main
 from fairlead_inspect._diagnosis import diagnose
 from fairlead_inspect._groups import SeenGroup, SeenWorker
@@ -314,7 +314,7 @@ def test_top_while_the_head_is_silent(monkeypatch, capsys):
         return one
 
     monkeypatch.setattr(command, "_look", look)
-    monkeypatch.setattr(command, "attach", lambda address: contextlib.nullcontext())
+    monkeypatch.setattr("fairlead_inspect._command.attach", lambda address, **_: contextlib.nullcontext())
     clock = SimpleNamespace(strftime=lambda _: next(times), sleep=lambda _: None)
     monkeypatch.setattr(command, "time", clock)
     assert main(["top"]) == 3  # there is nothing to show yet

@@ -71,7 +71,7 @@ def test_label():
 
 def test_class_and_singles():
     """Actors of one class and owner are a guess, numbered by creation; single actors are no fleet."""
-    actors = [actor(0, order=5), actor(1, order=2), actor(2, "Other"), actor(3, owner="w2")]
+    actors = [actor(0, created=5.0), actor(1, created=2.0), actor(2, "Other"), actor(3, owner="w2")]
     (fleet,) = find_fleets(look(actors, []))
     assert [(one.key, one.ordinal) for one in fleet.members] == [(actors[1].actor_id, 0), (actors[0].actor_id, 1)]
 

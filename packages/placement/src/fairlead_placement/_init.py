@@ -120,17 +120,18 @@ def _say(line: str) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def attach_to(named: str | None, **options: Any) -> Any | None:
+def attach_to(named: str | None, *, timeout_s: float | None = None, **options: Any) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`.
+    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`.
     """
+    within_s = ATTACH_S if timeout_s is None else timeout_s
     target = find_target(named)
     if target is None:
         return None
     address = target.address
     try:
-        start(functools.partial(connect_to_head, address, find_token=not target.is_named)).result(ATTACH_S)
+        start(functools.partial(connect_to_head, address, find_token=not target.is_named)).result(within_s)
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
@@ -140,7 +141,7 @@ def attach_to(named: str | None, **options: Any) -> Any | None:
     except TimeoutError as error:
         raise HeadTimeoutError(
             f"Something listens at {address}, which {target.reason}, but no Ray head answered there within "
-            f"{ATTACH_S:g} s. Its cluster may have stopped or hang: {target.advice}stop the rest of that cluster, or "
+            f"{within_s:g} s. Its cluster may have stopped or hang: {target.advice}stop the rest of that cluster, or "
             f'pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
     except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:

@@ -81,11 +81,12 @@ def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:
 
 
 @contextlib.contextmanager
-def attach(address: str) -> Iterator[None]:
+def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     """Attach to a running cluster for the length of a block, with one `head_deadline`, and never start one.
 
     Args:
         address: as for `init_ray`.
+        timeout_s: how long Ray's head may take to answer; None for 15 s.
 
     Raises:
         PlacementError: there is no cluster, it wants another token, or it runs another version of Ray or Python.
@@ -94,7 +95,7 @@ def attach(address: str) -> Iterator[None]:
     if address == "local":
         raise _misuse("--address local would start a cluster of its own; leave it out, or name a running one")
     try:
-        attach_to(address, log_to_driver=False, logging_level="error")
+        attach_to(address, timeout_s=timeout_s, log_to_driver=False, logging_level="error")
     except ValueError as error:
         raise _misuse(str(error)) from None
     except RuntimeError as error:

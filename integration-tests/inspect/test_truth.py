@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether `why` names the process that a planted hang waits for, and blames none in a healthy job.
+
+CI runs a part of the cases once; `FAIRLEAD_TRUTH=10` runs all of them ten times and prints the table.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+RUNS = int(os.environ.get("FAIRLEAD_TRUTH", "0"))
+JOBS = Path(__file__).parent / "jobs.py"
+# For each case the kind, the class, the ranks and the function of what is to blame, or that none is.
+HANGS = {
+    "in_queue": ("late", "Trainer", [2], "in_queue"),
+    "in_file": ("late", "Trainer", [2], "in_file"),
+    "in_socket": ("late", "Trainer", [2], "in_socket"),
+    "in_loop": ("late", "Trainer", [2], "in_loop"),
+    "in_sleep": ("late", "Trainer", [2], "in_sleep"),
+    "in_native": ("late", "Trainer", [2], "in_native"),
+    "swallowed": ("late", "Trainer", [2], ""),
+    "inversion": ("late", "Trainer", [2], "take"),
+    "lock_of_dead_thread": ("late", "Trainer", [2], "lock_of_dead_thread"),
+    "lock_of_killed_child": ("late", "Trainer", [2], "lock_of_killed_child"),
+    "stopped": ("stopped", "Trainer", [2], ""),
+    "killed": ("dead", "Trainer", [2], ""),
+    "exits_in_native_code": ("dead", "Trainer", [2], ""),
+    "dropped": ("dead", "Trainer", [2], ""),
+    "two_classes": ("late", "Rollout", [3], "in_queue"),
+    "two_fleets": ("late", "Trainer", [1], "in_queue"),
+    "chain": ("late", "Stage", [], "in_queue"),
+    "wait_for_the_last": ("late", "Stage", [], "in_queue"),
+    "cycle": ("deadlock", "Stage", [], ""),
+    "pending_actor": ("pending", "Stage", [], ""),
+}
+# No process is to blame, or none can be known.
+OPEN = ("other_collective", "awaited", "unread_generator")
+CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
+IN_CI = (
+    "in_queue in_loop in_native swallowed stopped killed chain cycle pending_actor other_collective long_work restarted"
+)
+CASES = [*HANGS, *OPEN, *CONTROLS]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster, as the environment of programs that use it."""
+    pytest.importorskip("torch", reason="the jobs meet in torch's gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def run_job(case, env):
+    """Run a job until it stands where it should, and yield what it reports."""
+    job = subprocess.Popen(
+        [sys.executable, str(JOBS), case],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with job:
+        yield json.loads(next(line for line in job.stdout if line.startswith("{")))
+        job.stdin.close()
+
+
+def look(env, known, *options):
+    """Return the findings of `why` about a job, and its exit status."""
+    command = [sys.executable, "-m", "fairlead_inspect", "why", "--json", "--after", "2", "--timeout", "60"]
+    done = subprocess.run(
+        [*command, "--job", known["job"], *options], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode in (0, 1, 4), done.stderr
+    (job,) = json.loads(done.stdout)["jobs"]
+    return job["findings"], done.returncode
+
+
+def judge(case, found):
+    """Return "right", "undecided" or "wrong" for what was found in a case."""
+    blamed = [one for one in found if one["blames"]]
+    if case not in HANGS:
+        return "wrong" if blamed else "right"
+    kind, of, ranks, function = HANGS[case]
+    for one in blamed:
+        classes = {actor["class"] for actor in one["actors"]}
+        if one["kind"] != kind or classes != {of} or one["ranks"] != ranks:
+            return "wrong"
+        if function and not any(function in frame["function"] for frame in one["where"]):
+            return "wrong"
+    return "right" if len(blamed) == 1 else "undecided"
+
+
+@pytest.mark.parametrize("case", CASES if RUNS else IN_CI.split())
+def test_planted(cluster, case):
+    """A planted hang is found; a healthy job, and one that cannot be understood, is never blamed."""
+    counts = collections.Counter()
+    for _ in range(max(1, RUNS)):
+        with run_job(case, cluster) as known:
+            found, status = look(cluster, known)
+        counts[judge(case, found)] += 1
+        assert counts["wrong"] == 0, found
+        assert (status == 1) is any(one["blames"] for one in found)
+        if not RUNS:
+            assert counts["right"] == 1, found
+    sys.stdout.write(f"| {case} | {counts['right']} | {counts['undecided']} | {counts['wrong']} |\n")

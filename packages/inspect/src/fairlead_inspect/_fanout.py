@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at a cluster: Ray's tables, and a probe on each node that holds a process of a job."""
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import ask_head
+
+from . import _ray_private
+from ._model import Actor, Call, Child, Frame, Job, Node, Process, Reference, Snapshot, Stack, Thread
+from ._node.look import look
+from ._node.references import calibrate
+
+_T = TypeVar("_T")
+TIMEOUT_S, WINDOW_S = 5.0, 1.0
+# Of the time for everything, the part that the head may take to list what there is.
+HEAD_PART = 0.6
+
+
+def look_at_cluster(job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Snapshot:
+    """Return one look at the jobs of the cluster that this process is attached to, or at one of them.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer.
+    """
+    began, head_s = time.monotonic(), timeout_s * HEAD_PART
+    notes: list[str] = []
+    me = ray.get_runtime_context().get_job_id()
+    jobs = ask_head("list the jobs", _ray_private.read_jobs, timeout_s=head_s)
+    jobs = [one for one in jobs if (one.job_id != me if job_id is None else one.job_id == job_id)]
+    nodes: list[dict[str, Any]] = ask_head("list the nodes", ray.nodes, timeout_s=head_s)
+    actors: list[Actor] = []
+    calls: list[Call] = []
+    finished: set[str] = set()
+    for job in jobs:
+        rows = ask_head(f"list the actors of job {job.job_id}", _ray_private.read_actors, job.job_id, timeout_s=head_s)
+        events = _try(notes, [], frozenset[str](), dict[str, float](), job=job.job_id, timeout_s=head_s)
+        # When it was created, not when its process was there: members of one fleet start one after the other.
+        actors += [dataclasses.replace(one, created=events[2].get(one.actor_id, one.created)) for one in rows]
+        calls += events[0]
+        finished |= events[1]
+    wanted = _choose(jobs, actors, calls)
+    alive = {one["NodeID"]: one["NodeManagerAddress"] for one in nodes if one["Alive"]}
+    left = timeout_s - (time.monotonic() - began)
+    answers = _probe({node: wanted[node] for node in wanted if node in alive}, window_s, max(left, window_s + 1.0))
+    processes = [one for node, answer in answers.items() if isinstance(answer, dict) for one in parse(node, answer)]
+    notes += [
+        f"{alive[node]}: {note}"
+        for node, answer in answers.items()
+        if isinstance(answer, dict)
+        for note in answer["notes"]
+    ]
+    seen = tuple(_describe_node(one, wanted, answers) for one in nodes if one["Alive"] or one["NodeID"] in wanted)
+    return Snapshot(
+        time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
+        took_s=time.monotonic() - began, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _try(notes: list[str], *fallback: Any, job: str, timeout_s: float) -> tuple[Any, ...]:
+    """Return the task events of a job. Without them fewer waits are known, and nothing else is lost."""
+    try:
+        return ask_head(f"list the tasks of job {job}", _ray_private.read_calls, job, timeout_s=timeout_s)
+    except (HeadTimeoutError, ray.exceptions.RayError) as error:
+        notes.append(f"no task events of job {job}: {type(error).__name__}")
+        return fallback
+
+
+def _choose(
+    jobs: Iterable[Job], actors: Iterable[Actor], calls: Iterable[Call]
+) -> dict[str, tuple[set[int], set[int]]]:
+    """Return the processes to look at by node: workers, and drivers."""
+    wanted: dict[str, tuple[set[int], set[int]]] = {}
+    for one in actors:
+        if one.state == "ALIVE" and one.pid:
+            wanted.setdefault(one.node_id, (set(), set()))[0].add(one.pid)
+    for call in calls:
+        if not call.actor_id and call.pid:
+            wanted.setdefault(call.node_id, (set(), set()))[0].add(call.pid)
+    for job in jobs:
+        if job.node_id and job.pid:
+            wanted.setdefault(job.node_id, (set(), set()))[1].add(job.pid)
+    return wanted
+
+
+def _look_here(pids: list[int], drivers: list[int], window_s: float) -> dict[str, Any]:
+    """Look at processes of this node. This is the task that a probe runs."""
+    return look(pids, drivers, window_s, calibrate(ray.put(0)))
+
+
+def _probe(
+    wanted: Mapping[str, tuple[set[int], set[int]]], window_s: float, timeout_s: float
+) -> dict[str, dict[str, Any] | str]:
+    """Return the answer of each node, or why there is none."""
+    task = ray.remote(num_cpus=0, max_retries=0)(_look_here)
+    sent = {}
+    for node, (pids, drivers) in wanted.items():
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        sent[task.options(scheduling_strategy=where).remote(sorted(pids), sorted(drivers), window_s)] = node
+    answers: dict[str, dict[str, Any] | str] = {}
+    ready, late = ray.wait([*sent], num_returns=len(sent), timeout=timeout_s) if sent else ([], [])
+    for one in ready:
+        try:
+            answers[sent[one]] = ray.get(one, timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            answers[sent[one]] = f"the probe failed: {type(error).__name__}"
+    for one in late:
+        ray.cancel(one, force=True)
+        answers[sent[one]] = f"no answer within {timeout_s:.1f} s"
+    return answers
+
+
+def _describe_node(row: Mapping[str, Any], wanted: Iterable[str], answers: Mapping[str, Any]) -> Node:
+    node, address = row["NodeID"], row["NodeManagerAddress"]
+    if not row["Alive"]:
+        return Node(node, address, False, "lost", "Ray calls it dead")
+    if node not in wanted:
+        return Node(node, address, True, "unasked")
+    answer = answers.get(node, "not asked")
+    return Node(node, address, True, "silent", answer) if isinstance(answer, str) else Node(node, address)
+
+
+def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
+    """Return the processes in the answer of a node."""
+    stacks: list[Stack] = [tuple(Frame(*frame) for frame in stack) for stack in answer["stacks"]]
+    found = []
+    for row in answer["processes"]:
+        if row.get("gone"):
+            continue
+        threads = tuple(
+            Thread(
+                one["tid"],
+                one["name"],
+                stacks[one["stack"]],
+                None if one["before"] is None else stacks[one["before"]],
+                tuple(one["states"]),
+                one["ticks"],
+                one["switches"],
+                one["last_ran_s"],
+                one["waits_inside"],
+            )
+            for one in row["threads"]
+        )
+        found.append(
+            Process(
+                node,
+                row["pid"],
+                row["title"],
+                tuple(row["states"]),
+                row["ticks"],
+                row["window_s"],
+                threads,
+                row["environ"],
+                tuple(Reference(*one) for one in row["references"]),
+                tuple(Child(*one) for one in row["children"]),
+                row["memory"],
+                row["note"],
+                row["file"],
+            )
+        )
+    return found
+
+
+def look_here(*, window_s: float = WINDOW_S) -> Snapshot:
+    """Return a look at the workers of Ray on this machine, without Ray: their actors are made up of their titles."""
+    began = time.monotonic()
+    processes = parse("here", look(None, (), window_s, -1))
+    workers = [one for one in processes if not one.title.startswith("ray::IDLE")]
+    actors = tuple(
+        Actor(
+            f"pid:{one.pid}",
+            one.title.removeprefix("ray::").partition(".")[0].strip(),
+            "here",
+            node_id="here",
+            pid=one.pid,
+        )
+        for one in workers
+    )
+    return Snapshot(
+        time.time(), (Job("here", "workers of Ray on this machine"),), actors, tuple(workers),
+        (Node("here", socket.gethostname()),), took_s=time.monotonic() - began,
+    )  # fmt: skip

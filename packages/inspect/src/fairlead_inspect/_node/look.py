@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two looks at the processes of this node, a moment apart. Shipped by value."""
+
+import linecache
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .environ import read_environ
+from .processes import (
+    find_children,
+    list_pids,
+    list_processes,
+    read_clock,
+    read_counters,
+    read_last_run,
+    read_memory,
+    read_stat,
+    read_title,
+    read_wait,
+)
+from .pyspy import dump, find_pyspy
+
+AT_A_TIME = 4
+# Of stacks of one node. Those that seem wrong come first.
+DUMPS_S = 2.0
+# A source line whose native call may wait for a device or for another rank. The line itself stays on the node.
+WAITS_INSIDE = re.compile(
+    r"\.(?:wait|item|cpu|tolist|numpy|synchronize|block_until_ready|wait_stream)\s*\(|[Ss]tore\w*\.\w+\s*\(|[Cc]omm\w*\.\w+\s*\("
+)
+
+
+def look(pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, offset: int) -> dict[str, Any]:
+    """Return what is known of processes of this node, or with None of all workers of Ray and of given drivers.
+
+    Returns:
+        `processes`: a dictionary for each that is there, with frames as indices of `stacks`; `notes`: what is missing
+        here; `took_s`.
+    """
+    began, program, parents = time.monotonic(), find_pyspy(), list_processes()
+    if pids is None:
+        pids = [pid for pid in parents if read_title(pid).startswith("ray::")]
+    rows = [
+        row for pid in dict.fromkeys([*pids, *drivers]) if (row := _begin(pid, parents, pid in drivers)) is not None
+    ]
+    rows.sort(key=lambda row: row["states"][0] not in "TtDR")
+    until = time.monotonic() + DUMPS_S
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        list(pool.map(lambda row: _dump(row, program, offset, until), rows))
+        time.sleep(max(0.0, window_s))
+        list(pool.map(lambda row: _look_again(row, program, offset, until + window_s), rows))
+    clock = read_clock()
+    table: dict[Any, int] = {}
+    found = [_finish(row, clock, table) for row in rows]
+    notes = [] if program else ["py-spy is not installed on this node: pip install py-spy"]
+    if clock is None:
+        notes.append("the kernel does not say when a thread ran last (/proc/PID/sched is missing)")
+    return {"processes": found, "stacks": list(table), "notes": notes, "took_s": time.monotonic() - began}
+
+
+def _begin(pid: int, parents: dict[int, int], driver: bool) -> dict[str, Any] | None:
+    try:
+        state, _, ticks, started = read_stat(f"/proc/{pid}")
+    except OSError:
+        return None
+    children = {} if driver else {one: _read_child(one) for one in find_children(pid, parents)}
+    return {
+        "pid": pid,
+        "started": started,
+        "states": [state],
+        "ticks": [ticks],
+        "at": [time.monotonic()],
+        "title": read_title(pid) or "",
+        "environ": read_environ(pid),
+        "memory": read_memory(pid),
+        "children": children,
+        "counters": {tid: read_counters(pid, tid) for tid in list_pids(pid).values()},
+    }
+
+
+def _read_child(pid: int) -> tuple[str, int]:
+    try:
+        state, _, ticks, _ = read_stat(f"/proc/{pid}")
+    except OSError:
+        return "", 0
+    return state, ticks
+
+
+def _dump(row: dict[str, Any], program: str, offset: int, until: float) -> None:
+    if time.monotonic() > until:
+        row["threads"], row["references"], row["note"] = [], [], "not read: too many processes on this node"
+    else:
+        row["threads"], row["references"], row["note"] = dump(row["pid"], program, offset)
+
+
+def _look_again(row: dict[str, Any], program: str, offset: int, until: float) -> None:
+    pid = row["pid"]
+    try:
+        state, _, ticks, started = read_stat(f"/proc/{pid}")
+    except OSError:
+        state, ticks, started = "", row["ticks"][0], 0
+    if started != row["started"]:
+        row["gone"] = True
+        return
+    row["states"].append(state)
+    row["ticks"].append(ticks)
+    row["at"].append(time.monotonic())
+    row["after"] = {tid: read_counters(pid, tid) for tid in row["counters"]}
+    names = list_pids(pid)
+    ran = False
+    for thread in row["threads"]:
+        thread["tid"] = thread["tid"] if thread["tid"] in row["counters"] else names.get(thread["tid"], thread["tid"])
+        ran |= row["after"].get(thread["tid"]) != row["counters"].get(thread["tid"])
+    row["children_after"] = {one: _read_child(one) for one in row["children"]}
+    if ran and time.monotonic() < until:
+        again, references, note = dump(pid, program, offset)
+        before = {thread["tid"]: thread["stack"] for thread in row["threads"]}
+        for thread in again:
+            thread["tid"] = names.get(thread["tid"], thread["tid"])
+            thread["before"] = before.get(thread["tid"])
+        if not note:
+            row["threads"], row["references"] = again, references
+
+
+def _finish(row: dict[str, Any], clock: float | None, table: dict[Any, int]) -> dict[str, Any]:
+    """Return a process with the differences between both looks, and its stacks as indices."""
+    if row.get("gone"):
+        return {"pid": row["pid"], "gone": True}
+    threads = []
+    for thread in row["threads"]:
+        tid, stack = thread["tid"], tuple(thread["stack"])
+        first = row["counters"].get(tid, ("", None, None))
+        last = row["after"].get(tid, ("", None, None))
+        ran, before = read_last_run(row["pid"], tid), thread.get("before")
+        file, _, line = stack[0]
+        threads.append(
+            {
+                "tid": tid,
+                "name": thread["name"],
+                "stack": table.setdefault(stack, len(table)),
+                "before": None if before is None else table.setdefault(tuple(before), len(table)),
+                "states": (first[0], last[0]),
+                "ticks": _subtract(last[1], first[1]),
+                "switches": _subtract(last[2], first[2]),
+                "last_ran_s": None if clock is None or ran is None else max(0.0, clock - ran),
+                "waits_inside": bool(WAITS_INSIDE.search(linecache.getline(file, line))),
+            }
+        )
+    children = [
+        (pid, read_title(pid), (state, row["children_after"][pid][0]), row["children_after"][pid][1] - ticks)
+        for pid, (state, ticks) in row["children"].items()
+        if row["children_after"][pid][0]
+    ]
+    return {
+        "pid": row["pid"],
+        "title": row["title"],
+        "states": tuple(row["states"]),
+        "ticks": row["ticks"][1] - row["ticks"][0],
+        "window_s": row["at"][1] - row["at"][0],
+        "threads": threads,
+        "environ": row["environ"],
+        "references": row["references"],
+        "children": children,
+        "memory": row["memory"],
+        "note": row["note"] if not threads else "",
+        "file": read_wait(row["pid"]) if row["states"] == ["D", "D"] else "",
+    }
+
+
+def _subtract(last: int | None, first: int | None) -> int | None:
+    return None if last is None or first is None else last - first

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+
+from ._model import Actor, Call, Death, Job
+
+# The numbers of these in Ray's task events.
+FINISHED, FAILED, RUNNING = 11, 12, 8
+_CREATION = 1
+# The page size of the state API.
+LIMIT = 10_000
+
+
+def read_jobs() -> list[Job]:
+    """Return the jobs that have not ended, with their drivers.
+
+    Reason: the state API needs a dashboard, and does not name the driver's worker.
+    Fallback: the state API.
+    """
+    try:
+        from ray.core.generated.gcs_pb2 import JobTableData
+
+        rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
+        return [
+            Job(
+                one.job_id.hex(),
+                one.entrypoint,
+                one.driver_pid,
+                one.driver_address.node_id.hex(),
+                one.driver_address.worker_id.hex(),
+            )
+            for one in rows
+            if not one.is_dead
+        ]
+    except (ImportError, AttributeError, TypeError):
+        from ray.util.state import list_jobs
+
+        return [
+            Job(
+                one.job_id,
+                one.entrypoint or "",
+                int((one.driver_info or {}).get("pid") or 0),
+                "",
+                one.job_id.ljust(56, "f"),
+            )
+            for one in list_jobs(limit=LIMIT, detail=True)
+            if one.job_id and one.end_time in (None, 0)
+        ]
+
+
+def read_actors(job_id: str) -> list[Actor]:
+    """Return the actors of a job, also those that are dead.
+
+    Reason: the state API needs a dashboard, and takes 15 times as long.
+    Fallback: the state API.
+    """
+    try:
+        from ray.core.generated.gcs_pb2 import ActorTableData
+
+        table = _accessor().get_actor_table(ray.JobID.from_hex(job_id), None)
+        return [_parse_actor(ActorTableData, ActorTableData.FromString(raw)) for raw in table]
+    except (ImportError, AttributeError, TypeError):
+        from ray.util.state import list_actors
+
+        filters = [("job_id", "=", job_id)]
+        return [_from_state(one) for one in list_actors(filters=filters, limit=LIMIT, detail=True)]
+
+
+def _parse_actor(kind: Any, row: Any) -> Actor:
+    return Actor(
+        row.actor_id.hex(),
+        row.class_name,
+        row.job_id.hex(),
+        kind.ActorState.Name(row.state),
+        row.name,
+        row.ray_namespace,
+        row.node_id.hex() or row.address.node_id.hex(),
+        row.pid,
+        row.address.worker_id.hex(),
+        row.owner_address.worker_id.hex(),
+        (row.start_time or row.timestamp) / 1e3,
+        _parse_death(row) if row.state == kind.DEAD else None,
+        dict(row.required_resources),
+        row.placement_group_id.hex() if row.HasField("placement_group_id") else "",
+    )
+
+
+def _parse_death(row: Any) -> Death:
+    of = row.death_cause.WhichOneof("context") or ""
+    context: Any = getattr(row.death_cause, of, None)
+    reason = ""
+    if of == "actor_died_error_context":
+        reason = type(context).DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number[context.reason].name
+    message = getattr(context, "error_message", "") or of.removesuffix("_context").replace("_", " ")
+    return _make_death(reason, message, row.end_time / 1e3)
+
+
+def _make_death(reason: str, message: str, at: float) -> Death:
+    intended = reason in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED") or "INTENDED" in message
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    said = next(
+        (line for line in lines if line.startswith("Worker exit detail")), lines[0] if lines else "unknown cause"
+    )
+    return Death(said.removeprefix("Worker exit detail: ")[:300], intended, at)
+
+
+def _from_state(one: Any) -> Actor:
+    cause: Any = next(iter((one.death_cause or {}).values()), {}) if one.state == "DEAD" else None
+    death = None if cause is None else _make_death(cause.get("reason", ""), cause.get("error_message", ""), 0.0)
+    return Actor(
+        one.actor_id,
+        one.class_name or "",
+        one.job_id or "",
+        one.state,
+        one.name or "",
+        one.ray_namespace or "",
+        one.node_id or "",
+        one.pid or 0,
+        death=death,
+        resources=one.required_resources or {},
+        group_id=one.placement_group_id or "",
+    )
+
+
+def read_calls(job_id: str) -> tuple[list[Call], frozenset[str], dict[str, float]]:
+    """Return the open calls and tasks of a job, the ids of the finished ones, and when actors were created.
+
+    Reason: the state API needs a dashboard, and stops at 10,000 rows.
+    Fallback: the state API, and no times of creation.
+    """
+    try:
+        from ray.core.generated.gcs_pb2 import TaskEvents
+
+        events = [TaskEvents.FromString(raw) for raw in _accessor().get_task_events()]
+        return _parse_events(job_id, events)
+    except (ImportError, AttributeError, TypeError):
+        from ray.util.state import list_tasks
+
+        rows = list_tasks(filters=[("job_id", "=", job_id)], limit=LIMIT, detail=True, raise_on_missing_output=False)
+        finished = frozenset(one.task_id for one in rows if one.state in ("FINISHED", "FAILED"))
+        calls = [
+            Call(
+                one.task_id,
+                one.name or "",
+                one.actor_id or "",
+                one.state,
+                (one.start_time_ms or one.creation_time_ms or 0) / 1e3,
+                one.worker_pid or 0,
+                one.node_id or "",
+            )
+            for one in rows
+            if one.task_id not in finished and one.type != "ACTOR_CREATION_TASK"
+        ]
+        return calls, finished, {}
+
+
+def _parse_events(job_id: str, events: Iterable[Any]) -> tuple[list[Call], frozenset[str], dict[str, float]]:
+    from ray.core.generated.common_pb2 import TaskStatus
+
+    latest: dict[str, Any] = {}
+    for one in events:
+        task_id = one.task_id.hex()
+        # A task's id ends with that of its job.
+        if task_id.endswith(job_id) and (task_id not in latest or latest[task_id].attempt_number <= one.attempt_number):
+            latest[task_id] = one
+    calls, finished, created = [], set(), dict[str, float]()
+    for task_id, one in latest.items():
+        times, info = dict(one.state_updates.state_ts_ns), one.task_info
+        if info.type == _CREATION:
+            created[task_id[16:48]] = min(times.values(), default=0) / 1e9
+        elif FINISHED in times or FAILED in times:
+            finished.add(task_id)
+        elif times and info.name and task_id[:16] != "f" * 16:  # the driver is a task too
+            state = max(times, key=lambda number: times[number])
+            calls.append(
+                Call(
+                    task_id,
+                    info.name,
+                    info.actor_id.hex(),
+                    "RUNNING" if RUNNING in times else TaskStatus.Name(state),
+                    times.get(RUNNING, min(times.values())) / 1e9,
+                    one.state_updates.worker_pid,
+                    one.state_updates.node_id.hex(),
+                )
+            )
+    return calls, frozenset(finished), created
+
+
+def _accessor() -> Any:
+    return ray._private.state.state._connect_and_get_accessor()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people and programs read of a look and its findings: tables, text and JSON, without secrets and escapes."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ._fleets import find_fleets
+from ._model import Finding, Fleet, Frame, Job, Member, Snapshot, Stack, Waiting
+from ._verdict.positions import Position, find_own, locate
+from ._verdict.rules import exit_status
+
+# Of the JSON; fields are added, and never renamed.
+SCHEMA = 1
+_WORD = r"(?:token|secret|passw(?:or)?d|credential|key)"
+_SECRETS = (
+    (re.compile(rf"(?i)({_WORD}s?[\"']?\s*[=:]\s*|--?[\w-]*{_WORD}[\w-]*\s+)[^\s,;&]+"), r"\1***"),
+    (re.compile(r"://[^/@\s]+@"), "://***@"),
+)
+_HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
+MOST_ROWS = 200
+
+
+def clean(text: str) -> str:
+    """Return a text of the job without secrets, and with control characters escaped.
+
+    >>> clean("--api-key abc https://me:pw@host token=x \\x1b[31m")
+    '--api-key *** https://***@host token=*** \\\\x1b[31m'
+    """
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    home = os.path.expanduser("~")
+    text = text.replace(home + "/", "~/") if len(home) > 1 else text
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def clean_all(value: Any) -> Any:
+    """Return a value of JSON with all its texts cleaned."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {clean(key): clean_all(one) for key, one in value.items()}
+    return [clean_all(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def write_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, with runs of them shortened.
+
+    >>> write_ranks([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def write_seconds(seconds: float) -> str:
+    """Return a duration for people.
+
+    >>> write_seconds(3.21), write_seconds(75), write_seconds(11520)
+    ('3.2 s', '1 min 15 s', '3 h 12 min')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 1:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def write_stack(stack: Stack) -> str:
+    """Return a stack as one line: where the job's code stands, and the innermost function.
+
+    >>> write_stack((Frame("/usr/lib/python3.11/queue.py", "Queue.get", 171), Frame("/w/data.py", "next", 33)))
+    'data.py:33 next  ->  Queue.get (queue.py:171)'
+    """
+    own, inner = find_own(stack), stack[0] if stack else None
+    parts = [] if own is None else [f"{_place(own)} {own.function}"]
+    if inner is not None and inner is not own:
+        parts.append(f"{inner.function} ({_place(inner)})")
+    return "  ->  ".join(parts)
+
+
+def _place(frame: Frame) -> str:
+    name = frame.file.rpartition("/")[2]
+    return f"{name}:{frame.line}" if frame.line else name
+
+
+def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
+    numbers = write_ranks(ranks) if ranks else ", ".join(f"#{one}" for one in ordinals)
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}" if ranks else numbers
+
+
+def _name(finding: Finding) -> str:
+    who = _who(finding.ranks, finding.ordinals)
+    if who and finding.fleet:
+        return f"{who} of {finding.fleet}"
+    actors = ", ".join(f"{one.class_name} {one.name}".strip() for one in finding.actors[:4])
+    return actors or finding.fleet or "the driver"
+
+
+def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: bool = False) -> RenderableType:
+    """Return the verdict about each job."""
+    parts: list[RenderableType] = []
+    fleets, addresses = find_fleets(snapshot), {one.node_id: one.address for one in snapshot.nodes}
+    for job in snapshot.jobs:
+        here = [one for one in findings if one.job_id == job.job_id]
+        actors = [one for one in snapshot.actors if one.job_id == job.job_id and one.state == "ALIVE"]
+        driver = f"driver pid {job.pid} on {addresses.get(job.node_id, 'an unknown node')}, " if job.pid else ""
+        counted = f"{sum(one.job_id == job.job_id for one in fleets)} fleets, {len(actors)} actors"
+        nodes = len({one.node_id for one in actors})
+        head = (
+            f"job {job.job_id} ({job.entrypoint}; {driver}{counted} on {nodes} nodes), seen in {snapshot.took_s:.1f} s"
+        )
+        parts += [Text(clean(head), style="bold"), *(_draw_finding(one, verbose) for one in here)]
+        if not here:
+            parts.append(Text("Nothing waits for a process that does not move.", style="green"))
+    silent = [one for one in snapshot.nodes if one.answer == "silent"]
+    parts += [Text(clean(f"Node {one.address}: {one.note}"), style="yellow") for one in silent[:8]]
+    unread = [one for one in snapshot.processes if one.note]
+    if unread:
+        nodes = len({one.node_id for one in unread})
+        notes = "; ".join(sorted({one.note for one in unread})[:3])
+        text = f"Stacks of {len(unread)} processes on {nodes} nodes are unreadable: {notes}."
+        remedy = " The probe needs CAP_SYS_PTRACE: securityContext.capabilities.add: [SYS_PTRACE]."
+        parts.append(Text(clean(text + (remedy if "ermission" in notes else "")), style="yellow"))
+    parts += [Text(clean(one), style="yellow") for one in snapshot.notes[:8]]
+    return Group(*parts) if snapshot.jobs else Text("No job runs on this cluster.")
+
+
+def _draw_finding(one: Finding, verbose: bool) -> RenderableType:
+    since = "" if one.since_s is None else f", for {write_seconds(one.since_s)}"
+    at = f" on {one.node}, pid {one.pid}" if one.pid and one.node else ""
+    rows = [("at", write_stack(one.where)), ("others", _describe(one.waiting)), ("chain", "  ->  ".join(one.chain))]
+    proof = one.evidence if verbose else one.evidence[:3]
+    rows += [("proof", "; ".join(f"{fact.source}: {fact.text}" for fact in proof)), ("remedy", one.remedy)]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    head = "HANGS" if one.blames else _HEADS.get(one.kind, one.kind.upper())
+    said = f"{_name(one)}{at}{since}: {one.text} ({one.kind}, {one.confidence})"
+    grid.add_row(Text(head, style="bold red" if one.blames else "bold"), Text(clean(said), style="bold"))
+    for label, text in rows:
+        if text:
+            grid.add_row(Text(f"  {label}"), Text(clean(text)))
+    return grid
+
+
+def _describe(waiting: Waiting) -> str:
+    if not waiting.count:
+        return ""
+    who = _who(waiting.ranks, waiting.ordinals)
+    since = "" if waiting.since_s is None else f", for {write_seconds(waiting.since_s)}"
+    wait = "waits" if waiting.count == 1 else "wait"
+    return f"{waiting.count} {wait}{f' ({who})' if who else ''} at {write_stack(waiting.where)}{since}"
+
+
+def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return a look and its findings as JSON, without secrets."""
+    fleets = find_fleets(snapshot)
+    unread = [{"node": one.node_id, "pid": one.pid, "reason": one.note} for one in snapshot.processes if one.note]
+    silent = [{"node": one.address, "reason": one.note} for one in snapshot.nodes if one.answer == "silent"]
+    found: dict[str, Any] = clean_all(
+        {
+            "schema": SCHEMA,
+            "looked_at": snapshot.looked_at,
+            "wrong": any(one.blames for one in findings),
+            "status": exit_status(findings),
+            "complete": not unread and not silent,
+            "jobs": [_job_fields(job, fleets, findings) for job in snapshot.jobs],
+            "unanswered": silent,
+            "unreadable": unread,
+            "notes": snapshot.notes,
+            "took_s": snapshot.took_s,
+        }
+    )
+    return found
+
+
+def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) -> dict[str, Any]:
+    return {
+        "id": job.job_id,
+        "driver": {"pid": job.pid, "node": job.node_id, "entrypoint": job.entrypoint},
+        "fleets": [
+            {
+                "key": one.name,
+                "source": one.rule,
+                "confidence": one.confidence,
+                "world_size": one.world_size,
+                "disputed": one.disputed,
+                "members": [asdict(member) for member in one.members],
+            }
+            for one in fleets
+            if one.job_id == job.job_id
+        ],
+        "findings": [_finding_fields(one) for one in findings if one.job_id == job.job_id],
+    }
+
+
+def _finding_fields(one: Finding) -> dict[str, Any]:
+    fields = asdict(one)
+    fields["actors"] = [{"id": of.id, "class": of.class_name, "name": of.name} for of in one.actors]
+    fields["evidence"] = [{"source": of.source, "text": of.text, "age_s": of.age_s} for of in one.evidence]
+    return {name: value for name, value in fields.items() if name != "job_id"}
+
+
+def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
+    """Return a row for each process, by fleet and rank, and where it stands."""
+    fleets = find_fleets(snapshot)
+    members = {one.key: (fleet, one) for fleet in fleets for one in fleet.members}
+    actors = {(one.node_id, one.pid): one for one in snapshot.actors if one.pid}
+    drivers = {(one.node_id, one.pid): one for one in snapshot.jobs}
+    addresses = {one.node_id: one.address for one in snapshot.nodes}
+    rows = []
+    for process in snapshot.processes:
+        at = (process.node_id, process.pid)
+        actor, driver = actors.get(at), drivers.get(at)
+        fleet, member = members.get(actor.actor_id if actor else "", (None, Member("")))
+        position = locate(process, driver=driver is not None)
+        row = {
+            "fleet": fleet.name if fleet else "",
+            "rank": member.rank,
+            "ordinal": member.ordinal if fleet else None,
+            "rank_source": member.source,
+            "actor": actor.actor_id if actor else "",
+            "class": actor.class_name if actor else "driver" if driver else "",
+            "name": actor.name if actor else "",
+            "job": actor.job_id if actor else driver.job_id if driver else "",
+            "node": addresses.get(process.node_id, ""),
+            "pid": process.pid,
+            "state": process.states[1],
+            "title": process.title,
+            "does": position.kind,
+            "motion": position.motion,
+            "cpu": process.ticks / process.window_s / 100,
+            "last_ran_s": position.since_s,
+            "memory_bytes": process.memory_bytes,
+            "where": [asdict(frame) for frame in position.where],
+            "note": process.note,
+        }
+        rows.append((row, position))
+    return sorted(rows, key=lambda one: (one[0]["job"], one[0]["fleet"], one[0]["rank"] or 0, one[0]["ordinal"] or 0))
+
+
+def _rank(row: Mapping[str, Any]) -> str:
+    return str(row["rank"]) if row["rank"] is not None else f"#{row['ordinal']}" if row["ordinal"] is not None else ""
+
+
+def draw_processes(snapshot: Snapshot) -> RenderableType:
+    """Return a table with a line for each process."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
+    for name in ("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("at")
+    rows = list_processes(snapshot)
+    for row, at in rows[:MOST_ROWS]:
+        ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
+        where = write_stack((at.inner, *at.where) if at.inner else at.where) or row["note"] or row["title"]
+        cells = [
+            row["fleet"] or row["class"],
+            _rank(row),
+            row["node"],
+            str(row["pid"]),
+            row["state"],
+            f"{at.kind}, {at.motion}",
+            f"{row['cpu']:.0%}",
+            ran,
+            f"{row['memory_bytes'] / 2**20:.0f} MiB",
+            where,
+        ]
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    more = [Text(f"{len(rows) - MOST_ROWS} more; --json has all of them.")] if len(rows) > MOST_ROWS else []
+    return Group(table, *more)
+
+
+def fold_stacks(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the distinct positions with the processes that stand there, the smallest class first."""
+    classes: dict[Any, dict[str, Any]] = {}
+    for row, at in list_processes(snapshot):
+        key = (row["fleet"] or row["class"], at.kind, at.where)
+        one = classes.setdefault(
+            key, {"fleet": key[0], "does": at.kind, "ranks": [], "pids": [], "where": row["where"]}
+        )
+        one["ranks"].append(_rank(row))
+        one["pids"].append(row["pid"])
+    return sorted(classes.values(), key=lambda one: len(one["pids"]))
+
+
+def draw_stacks(classes: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Return the distinct positions, each under those that stand there."""
+    parts: list[RenderableType] = []
+    for one in classes:
+        who = ", ".join(filter(None, one["ranks"])) or f"pid {', '.join(map(str, one['pids']))}"
+        parts.append(Text(clean(f"{one['fleet']} {who}: {one['does']}"), style="bold"))
+        lines = (f'  File "{frame["file"]}", line {frame["line"]} in {frame["function"]}' for frame in one["where"])
+        parts += [Text(clean(line)) for line in lines]
+    return Group(*parts)

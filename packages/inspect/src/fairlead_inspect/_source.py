@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of sources, which know more of some actors of a job than the kernel and Ray do."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a source says of its actors: whether something is wrong, as JSON, and for people."""
+
+    wrong: bool
+    fields: Mapping[str, Any]
+    picture: RenderableType
+
+
+class Source(Protocol):
+    """Judges actors that it knows itself, such as those of Fairlead's groups."""
+
+    def find_actors(self) -> frozenset[str]:
+        """Return the ids of the actors that this source judges. The rules for other actors do not blame them."""
+
+    def report(self, options: argparse.Namespace) -> Report:
+        """Return what is wrong with them; the options are those of `why`."""
+
+    def add_commands(
+        self, commands: Any, *, why: argparse.ArgumentParser, stacks: argparse.ArgumentParser, epilog: str
+    ) -> None:
+        """Add commands and options of its own to the command line."""
