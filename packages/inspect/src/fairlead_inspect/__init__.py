@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspection of worker groups: which rank is late, dead or slow, and what has each one done lately.
+"""Inspection of Ray jobs: which process does a job wait for, which rank is late, dead or slow.
 
-An installed fairlead-inspect keeps the timeline of every group. `python -m fairlead_inspect why` looks at the groups of
-a cluster while their drivers and workers hang.
+`python -m fairlead_inspect why` looks at any job, which needs no library of Fairlead. If fairlead-workergroup is
+installed, this package also keeps the timeline of every group, and watches groups.
 
 >>> from fairlead_inspect import StragglerReport, WorkerTiming
 >>> slow = WorkerTiming(3, {"dp": 1}, "train", calls=50, median_s=0.6, ratios={"dp": 1.2}, slow=("dp",))
@@ -10,9 +10,13 @@ a cluster while their drivers and workers hang.
 [3]
 """
 
-from ._stragglers import StragglerReport, WorkerTiming, stragglers
-from ._trace import trace
-from ._watch import Watch, WorkerEvent, watch
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._stragglers import StragglerReport, WorkerTiming, stragglers
+    from ._trace import trace
+    from ._watch import Watch, WorkerEvent, watch
 
 __version__ = "0.1.0"
 
@@ -25,3 +29,11 @@ __all__ = [
     "trace",
     "watch",
 ]
+# All of them are about groups, which the command line does without.
+_MODULES = {"trace": "._trace", **dict.fromkeys(("Watch", "WorkerEvent", "watch"), "._watch")}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES.get(name, "._stragglers"), __name__), name)

@@ -131,40 +131,13 @@ def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
     """Return the processes in the answer of a node."""
     stacks: list[Stack] = [tuple(Frame(*frame) for frame in stack) for stack in answer["stacks"]]
     found = []
-    for row in answer["processes"]:
-        if row.get("gone"):
-            continue
-        threads = tuple(
-            Thread(
-                one["tid"],
-                one["name"],
-                stacks[one["stack"]],
-                None if one["before"] is None else stacks[one["before"]],
-                tuple(one["states"]),
-                one["ticks"],
-                one["switches"],
-                one["last_ran_s"],
-                one["waits_inside"],
-            )
-            for one in row["threads"]
+    for pid, title, states, ticks, window_s, threads, environ, references, children, *rest in answer["processes"]:
+        seen = tuple(
+            Thread(tid, name, stacks[at], stacks[before] if before >= 0 else None, *counts)
+            for tid, name, at, before, *counts in threads
         )
-        found.append(
-            Process(
-                node,
-                row["pid"],
-                row["title"],
-                tuple(row["states"]),
-                row["ticks"],
-                row["window_s"],
-                threads,
-                row["environ"],
-                tuple(Reference(*one) for one in row["references"]),
-                tuple(Child(*one) for one in row["children"]),
-                row["memory"],
-                row["note"],
-                row["file"],
-            )
-        )
+        waits, below = tuple(Reference(*one) for one in references), tuple(Child(*one) for one in children)
+        found.append(Process(node, pid, title, states, ticks, window_s, seen, environ, waits, below, *rest))
     return found
 
 

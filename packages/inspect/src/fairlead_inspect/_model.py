@@ -42,18 +42,10 @@ Stack = tuple[Frame, ...]
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a process in two looks.
+    """A thread of a process in two looks: counts are between them, and None if unknown, as is when it ran last.
 
-    Attributes:
-        tid: its number on the node.
-        name: its name in Python.
-        stack: its frames in the later look, innermost first.
-        before: those in the earlier look; None if it was not read there.
-        states: of the kernel, in both looks, such as "S" or "T".
-        ticks: CPU ticks that it used between the looks; None if unknown.
-        switches: how often the kernel switched to it between the looks; None if unknown.
-        last_ran_s: seconds since it ran last; None if the kernel does not say.
-        waits_inside: whether the source line of the innermost frame waits for a device or another rank in native code.
+    `stack` is of the later look, innermost frame first, and `before` of the earlier one, None if it was not read then.
+    `waits_inside` says whether the innermost line waits for a device or another rank in native code.
     """
 
     tid: int
@@ -87,22 +79,10 @@ class Child:
 
 @dataclass(frozen=True)
 class Process:
-    """What the kernel and py-spy know of a process in two looks.
+    """What the kernel and py-spy know of a process in two looks, `window_s` apart.
 
-    Attributes:
-        node_id: Ray's id of its node.
-        pid: its number on the node.
-        title: as shown by ps; of a worker of Ray it names the method that runs.
-        states: of the kernel, in both looks.
-        ticks: CPU ticks of all its threads between the looks.
-        window_s: seconds between the looks.
-        threads: those with Python frames.
-        environ: variables from an allow-list.
-        references: the objects that it waits for.
-        children: processes that it has started.
-        memory_bytes: its resident memory.
-        note: why its stacks are missing, or empty.
-        file: of a wait in the kernel's disk code: the function of the kernel.
+    `ticks` are the CPU ticks of all its threads between them, `environ` has allowed variables only, `note` says why
+    there are no stacks, and `file` names the function of the kernel that a wait for a disk is in.
     """
 
     node_id: str
@@ -122,7 +102,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Death:
-    """Why an actor is dead. `intended` if a program asked for it: `ray.kill`, a dropped handle, the end of a job."""
+    """Why an actor is dead; `intended` if by `ray.kill`, a dropped handle or the end of a job."""
 
     cause: str
     intended: bool
@@ -186,14 +166,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Member:
-    """An actor of a fleet, or a process of one without an actor id; its rank is None if it is not known.
-
-    Attributes:
-        key: the actor's id, or "pid:..." of a process that Ray's head did not name.
-        rank: its rank.
-        ordinal: its number by creation, which is not a rank.
-        source: where the rank is from.
-    """
+    """An actor of a fleet: its id, its rank if known, where that is from, and its number by creation."""
 
     key: str
     rank: int | None = None
@@ -261,44 +234,17 @@ class Waiting:
 
 
 Kind = Literal[
-    "dead",
-    "stopped",
-    "node-lost",
-    "node-silent",
-    "pending",
-    "missing",
-    "deadlock",
-    "late",
-    "disk",
-    "working",
-    "mismatch",
-    "together",
-    "undecided",
-    "driver",
-]
+    "dead", "stopped", "node-lost", "node-silent", "pending", "missing", "deadlock",
+    "late", "disk", "working", "mismatch", "together", "undecided", "driver",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Finding:
     """A statement about a job.
 
-    Attributes:
-        kind: what it says.
-        confidence: how sure it is.
-        blames: whether it names the cause of a wait.
-        text: the statement as a sentence.
-        fleet: the name of the fleet.
-        ranks, ordinals: of whom it speaks; ordinals for those whose rank is not known.
-        actors: the same as actors.
-        pid, node: of the first of them.
-        where: the frames at which it stands, without those of Ray and of the standard library.
-        since_s: seconds since it stands there; None if unknown.
-        since_source: where that is from.
-        waiting: who waits for it.
-        chain: the waits that lead to it.
-        evidence: the facts.
-        remedy: what to do, or empty.
-        moves: whether those it speaks of may still make progress.
+    `blames` says whether it names the cause of a wait, `where` the frames at which that stands, `since_s` for how long,
+    `ordinals` whom without a rank, and `moves` whether they may still make progress.
     """
 
     kind: Kind

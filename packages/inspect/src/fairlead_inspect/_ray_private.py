@@ -25,17 +25,7 @@ def read_jobs() -> list[Job]:
         from ray.core.generated.gcs_pb2 import JobTableData
 
         rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
-        return [
-            Job(
-                one.job_id.hex(),
-                one.entrypoint,
-                one.driver_pid,
-                one.driver_address.node_id.hex(),
-                one.driver_address.worker_id.hex(),
-            )
-            for one in rows
-            if not one.is_dead
-        ]
+        return [_parse_job(one, one.driver_address) for one in rows if not one.is_dead]
     except (ImportError, AttributeError, TypeError):
         from ray.util.state import list_jobs
 
@@ -50,6 +40,10 @@ def read_jobs() -> list[Job]:
             for one in list_jobs(limit=LIMIT, detail=True)
             if one.job_id and one.end_time in (None, 0)
         ]
+
+
+def _parse_job(row: Any, driver: Any) -> Job:
+    return Job(row.job_id.hex(), row.entrypoint, row.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
 
 
 def read_actors(job_id: str) -> list[Actor]:

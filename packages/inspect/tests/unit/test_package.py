@@ -70,3 +70,15 @@ def test_examples_in_docstrings():
         assert results.failed == 0, source.name
         attempted += results.attempted
     assert attempted > 2
+
+
+def test_alone():
+    """Without fairlead-workergroup the commands for any job are there, and neither numpy nor torch is loaded."""
+    code = (
+        "import importlib.util, sys; find = importlib.util.find_spec; "
+        "importlib.util.find_spec = lambda name, *of: None if name.startswith('fairlead_w') else find(name, *of); "
+        "import fairlead_inspect; heavy = {'numpy', 'torch'} & {*sys.modules}; "
+        "from fairlead_inspect._command import main; status = main(['ps', '--here', '--window', '0']); "
+        "sys.exit(status or bool({'fairlead_workergroup', 'fairlead_sharding'} & {*sys.modules}) or bool(heavy))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, stdout=subprocess.DEVNULL).returncode == 0

@@ -36,7 +36,7 @@ def look(pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, of
     """Return what is known of processes of this node, or with None of all workers of Ray and of given drivers.
 
     Returns:
-        `processes`: a dictionary for each that is there, with frames as indices of `stacks`; `notes`: what is missing
+        `processes`: the fields of each that is there, with frames as indices of `stacks`; `notes`: what is missing
         here; `took_s`.
     """
     began, program, parents = time.monotonic(), find_pyspy(), list_processes()
@@ -53,7 +53,7 @@ def look(pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, of
         list(pool.map(lambda row: _look_again(row, program, offset, until + window_s), rows))
     clock = read_clock()
     table: dict[Any, int] = {}
-    found = [_finish(row, clock, table) for row in rows]
+    found = [_finish(row, clock, table) for row in rows if not row.get("gone")]
     notes = [] if program else ["py-spy is not installed on this node: pip install py-spy"]
     if clock is None:
         notes.append("the kernel does not say when a thread ran last (/proc/PID/sched is missing)")
@@ -124,49 +124,33 @@ def _look_again(row: dict[str, Any], program: str, offset: int, until: float) ->
             row["threads"], row["references"] = again, references
 
 
-def _finish(row: dict[str, Any], clock: float | None, table: dict[Any, int]) -> dict[str, Any]:
-    """Return a process with the differences between both looks, and its stacks as indices."""
-    if row.get("gone"):
-        return {"pid": row["pid"], "gone": True}
-    threads = []
+def _finish(row: dict[str, Any], clock: float | None, table: dict[Any, int]) -> tuple[Any, ...]:
+    """Return the fields of a process, with the differences between both looks, and its stacks as indices."""
+    pid, threads = row["pid"], []
     for thread in row["threads"]:
-        tid, stack = thread["tid"], tuple(thread["stack"])
-        first = row["counters"].get(tid, ("", None, None))
-        last = row["after"].get(tid, ("", None, None))
-        ran, before = read_last_run(row["pid"], tid), thread.get("before")
-        file, _, line = stack[0]
-        threads.append(
-            {
-                "tid": tid,
-                "name": thread["name"],
-                "stack": table.setdefault(stack, len(table)),
-                "before": None if before is None else table.setdefault(tuple(before), len(table)),
-                "states": (first[0], last[0]),
-                "ticks": _subtract(last[1], first[1]),
-                "switches": _subtract(last[2], first[2]),
-                "last_ran_s": None if clock is None or ran is None else max(0.0, clock - ran),
-                "waits_inside": bool(WAITS_INSIDE.search(linecache.getline(file, line))),
-            }
-        )
+        tid, stack, before = thread["tid"], tuple(thread["stack"]), thread.get("before")
+        first, last = (row[look].get(tid, ("", None, None)) for look in ("counters", "after"))
+        ran, (file, _, line) = read_last_run(pid, tid), stack[0]
+        threads.append((
+            tid,
+            thread["name"],
+            table.setdefault(stack, len(table)),
+            -1 if before is None else table.setdefault(tuple(before), len(table)),
+            (first[0], last[0]),
+            _subtract(last[1], first[1]),
+            _subtract(last[2], first[2]),
+            None if clock is None or ran is None else max(0.0, clock - ran),
+            bool(WAITS_INSIDE.search(linecache.getline(file, line))),
+        ))  # fmt: skip
     children = [
-        (pid, read_title(pid), (state, row["children_after"][pid][0]), row["children_after"][pid][1] - ticks)
-        for pid, (state, ticks) in row["children"].items()
-        if row["children_after"][pid][0]
+        (child, read_title(child), (state, after[0]), after[1] - ticks)
+        for child, (state, ticks) in row["children"].items()
+        if (after := row["children_after"][child])[0]
     ]
-    return {
-        "pid": row["pid"],
-        "title": row["title"],
-        "states": tuple(row["states"]),
-        "ticks": row["ticks"][1] - row["ticks"][0],
-        "window_s": row["at"][1] - row["at"][0],
-        "threads": threads,
-        "environ": row["environ"],
-        "references": row["references"],
-        "children": children,
-        "memory": row["memory"],
-        "note": row["note"] if not threads else "",
-        "file": read_wait(row["pid"]) if row["states"] == ["D", "D"] else "",
-    }
+    states, note = tuple(row["states"]), row["note"] if not threads else ""
+    file = read_wait(pid) if states == ("D", "D") else ""
+    return (pid, row["title"], states, row["ticks"][1] - row["ticks"][0], row["at"][1] - row["at"][0], threads,
+            row["environ"], row["references"], children, row["memory"], note, file)  # fmt: skip
 
 
 def _subtract(last: int | None, first: int | None) -> int | None:

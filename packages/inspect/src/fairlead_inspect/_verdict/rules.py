@@ -428,7 +428,8 @@ class _Judge:
             tuple(sorted(one.rank for one in members if one.rank is not None))[:_MOST_NAMED],
             tuple(sorted(one.ordinal for one in members if one.rank is None))[:_MOST_NAMED],
             at[0].where[:8] if at else (),
-            None if moving or not ages else min(ages),
+            # A thread in `ray.get` wakes up once a second.
+            None if moving or not ages or wait.kind != "collective" else min(ages),
         )
 
     def _chain(self, key: str, wait: Wait) -> tuple[str, ...]:

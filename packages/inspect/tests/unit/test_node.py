@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a probe reads of real processes of this machine, and that it changes nothing in them."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from fairlead_inspect._fanout import look_here, parse
+from fairlead_inspect._node.environ import read_environ
+from fairlead_inspect._node.look import look
+from fairlead_inspect._node.processes import read_clock, read_counters, read_last_run, read_stat
+from fairlead_inspect._node.pyspy import dump, find_pyspy
+
+SECRET = "a-secret-of-the-job"
+PROGRAM = """
+    import os, queue, subprocess, sys, time
+
+    os.environ.update(RANK="3", WORLD_SIZE="8", MASTER_ADDR="10.0.0.1", TOKEN="a-secret-of-the-job")
+    local = "a-secret-of-the-job"
+
+    def hang(secret):
+        if sys.argv[1] == "spin":
+            while True:
+                pass
+        subprocess.Popen(["sleep", "60"])
+        print("ready", flush=True)
+        queue.Queue().get()
+
+    if sys.argv[1] == "spin":
+        print("ready", flush=True)
+    hang(local)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a program that hangs, as a worker of Ray would be named."""
+    script, started = tmp_path / "train.py", []
+    script.write_text(textwrap.dedent(PROGRAM))
+
+    def start(how="wait"):
+        command = [sys.executable, str(script), how]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        while how == "wait" and read_counters(process.pid, process.pid) != pause(process.pid):
+            pass  # it has not reached its queue
+        return process.pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def pause(pid):
+    time.sleep(0.3)
+    return read_counters(pid, pid)
+
+
+def see(pid, window_s=0.3):
+    answer = look([pid], [], window_s, -1)
+    assert SECRET not in repr(answer)
+    (process,) = parse("n", answer)
+    return process, answer["notes"]
+
+
+def test_waiting_process(start):
+    """A process that waits: its stack, its variables of now, how long ago it ran, and its child."""
+    process, notes = see(start())
+    assert notes == []
+    assert process.environ == {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
+    (thread,) = process.threads
+    assert [one.function for one in thread.stack if one.file.endswith("train.py")][:2] == ["hang", "<module>"]
+    assert (thread.ticks, thread.switches, thread.states, thread.waits_inside) == (0, 0, ("S", "S"), False)
+    assert 0.3 <= thread.last_ran_s < 60
+    assert [one.title for one in process.children] == ["sleep"]
+    assert process.memory_bytes > 2**20
+
+
+def test_spinning_process(start):
+    """A process that uses a core stands at one line, and has run just now."""
+    process, _ = see(start("spin"), 1.0)
+    (thread,) = process.threads
+    assert thread.ticks > 2
+    assert thread.before is not None
+    assert thread.stack[0].function == thread.before[0].function == "hang"
+
+
+def test_stopped_process(start):
+    """A stopped process is read too, stays stopped, and has the same signals pending, blocked and caught as before."""
+
+    names = ("SigPnd", "SigBlk", "SigIgn", "SigCgt", "ShdPnd", "TracerPid")
+
+    def state():
+        with open(f"/proc/{pid}/status") as file:
+            return read_stat(f"/proc/{pid}")[0], [line for line in file if line.startswith(names)]
+
+    pid = start()
+    before = state()
+    see(pid)
+    assert state() == before
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    before = state()
+    process, _ = see(pid)
+    assert state() == before
+    assert before[0] == "T"
+    assert process.states == ("T", "T")
+    assert process.threads
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_ended_process(start):
+    """A process that has ended is left out."""
+    assert look([2**22 + 1], [], 0.0, -1)["processes"] == []
+    assert read_environ(2**22 + 1) == {}
+
+
+def test_without_pyspy(start, monkeypatch):
+    """Without py-spy, and without the right to read memory, the reason is given, and the rest is still there."""
+    pid = start()
+    monkeypatch.setattr("fairlead_inspect._node.look.find_pyspy", lambda: "")
+    process, notes = see(pid)
+    assert "pip install py-spy" in notes[0]
+    assert "pip install py-spy" in process.note
+    assert (process.threads, process.environ["RANK"]) == ((), "3")
+    assert dump(pid, "/bin/false", -1) == ([], [], "py-spy failed")
+    real = open
+
+    def refuse(path, *how, **more):
+        if str(path).endswith("/mem"):
+            raise PermissionError(path)
+        return real(path, *how, **more)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert read_environ(pid) == {}  # these were set after its start
+
+
+def test_clock():
+    """The scheduler's clock advances, and is that by which threads have run."""
+    if read_clock() is None:
+        pytest.skip("this kernel does not say when a thread ran last")
+    first = read_clock()
+    time.sleep(0.05)
+    assert read_clock() > first
+    assert abs(read_last_run("self", os.getpid()) - read_clock()) < 60
+
+
+def test_here(start):
+    """Without Ray, the workers of this machine are found by their titles."""
+    assert find_pyspy()
+    snapshot = look_here(window_s=0.0)
+    assert [one.job_id for one in snapshot.jobs] == ["here"]
+    assert all(one.title.startswith("ray::") for one in snapshot.processes)

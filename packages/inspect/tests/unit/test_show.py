@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people and programs read of any job: no secrets, and nothing that acts on a terminal."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seen import ALL_REDUCE, QUEUE, fleet_of
+
+from fairlead_inspect import _command
+from fairlead_inspect._show import clean, draw_findings, draw_processes, draw_stacks, fold_stacks, to_json
+from fairlead_inspect._verdict.rules import diagnose
+
+EVIL = "w\x1b[31m\x1b]0;x\x07<script>"
+
+
+def drawn(renderable):
+    file = io.StringIO()
+    Console(file=file, width=160).print(renderable)
+    return file.getvalue()
+
+
+@pytest.fixture
+def snapshot():
+    """A job whose rank 2 hangs, with secrets and escape codes in its texts."""
+    hung = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    job = replace(hung.jobs[0], entrypoint=f"train.py --api-key hunter2 https://me:hunter2@h token='hunter2' {EVIL}")
+    actors = tuple(replace(one, name=f"{EVIL}-x{number}") for number, one in enumerate(hung.actors))
+    processes = tuple(replace(one, note="PASSWORD=hunter2") if one.pid == 811 else one for one in hung.processes)
+    return replace(hung, jobs=(job,), actors=actors, processes=processes)
+
+
+def test_text(snapshot):
+    """The verdict has what a reader needs, and no secret or escape code."""
+    shown = drawn(draw_findings(snapshot, diagnose(snapshot), verbose=True))
+    assert "HANGS" in shown
+    assert "rank 2 of Worker on 10.0.0.1, pid 1002, for 1 min 40 s: does not move (late, certain)" in shown
+    assert "data.py:33 next_batch  ->  Condition.wait (threading.py:327)" in shown
+    assert "2 wait (ranks 0-1) at step.py:118 train  ->  all_reduce" in shown
+    assert "driver  ->  Worker rank 2" in shown
+    for text in (shown, drawn(draw_processes(snapshot)), drawn(draw_stacks(fold_stacks(snapshot)))):
+        assert "hunter2" not in text
+        assert "\x1b" not in text
+        assert "\x07" not in text
+
+
+def test_json(snapshot):
+    """JSON has the same, and is free of secrets."""
+    fields = json.loads(json.dumps(to_json(snapshot, diagnose(snapshot))))
+    assert "hunter2" not in json.dumps(fields)
+    assert "\\u001b" not in json.dumps(fields)
+    (job,) = fields["jobs"]
+    (found,) = job["findings"]
+    assert (fields["schema"], fields["wrong"], fields["status"], fields["complete"]) == (1, True, 1, False)
+    assert (found["kind"], found["ranks"], found["where"][1]["line"]) == ("late", [2], 33)
+    assert (found["waiting"]["count"], found["actors"][0]["class"]) == (2, "Worker")
+    assert [one["rank"] for one in job["fleets"][0]["members"]] == [0, 1, 2]
+
+
+def test_stacks(snapshot):
+    """Equal positions are shown once, those of fewest processes first."""
+    assert [one["ranks"] for one in fold_stacks(snapshot)] == [[""], ["2"], ["0", "1"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["password: x1y2", "SECRET=x1y2", "'token': 'x1y2'", "--hf-token x1y2", "a://u:x1y2@h"]
+)
+def test_redaction(text):
+    """What looks like a secret is redacted."""
+    assert "x1y2" not in clean(text)
+
+
+def test_statuses(snapshot, monkeypatch, capsys):
+    """The exit status follows the verdict; `--watch` looks until something hangs; other commands end with 0."""
+    well = fleet_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
+    looks = iter([well, well, snapshot])
+    monkeypatch.setattr(_command, "look_here", lambda **_: next(looks, snapshot))
+    monkeypatch.setattr(_command, "find_groups_source", lambda: None)
+    monkeypatch.setattr(_command.time, "sleep", lambda _: None)
+    assert _command.main(["why", "--here", "--watch", "1"]) == 1
+    assert capsys.readouterr().out.count("HANGS") == 1
+    assert _command.main(["why", "--here", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["wrong"] is True
+    for command in (["ps"], ["stacks"]):
+        assert _command.main([*command, "--here"]) == 0
+        assert _command.main([*command, "--here", "--json"]) == 0
+    looks = iter([fleet_of([ALL_REDUCE] * 2), well])
+    assert [_command.main(["why", "--here"]) for _ in range(2)] == [4, 0]
