@@ -136,7 +136,7 @@ def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
             driver.step()
             with stop_process(pid):
                 why = hosts.run("fairlead_inspect", "why", "--after", "1", "--json")
-                stacks = hosts.run("fairlead_inspect", "stacks", "--json")
+                stacks = hosts.run("fairlead_inspect", "stacks", "--group", "policy", "--json")
                 trace = hosts.run("fairlead_inspect", "trace", "-o", str(tmp_path / "trace.json"))
     for done, status in ((why, 1), (stacks, 0), (trace, 0)):
         assert (done.returncode, done.stderr) == (status, "")

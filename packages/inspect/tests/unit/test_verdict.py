@@ -124,6 +124,12 @@ def test_native_wait():
     assert blamed(fleet_of([ALL_REDUCE, QUEUE[2:], ALL_REDUCE], how={1: {"inside": True}})) == []
 
 
+def test_unknown_reference():
+    """A rank that waits in `ray.get` for an object of an unknown origin is not blamed."""
+    assert blamed(fleet_of([ALL_REDUCE, GET, ALL_REDUCE])) == []
+    assert blamed(fleet_of([ALL_REDUCE, GET, ALL_REDUCE], how={1: {"ticks": 1, "switches": 2, "before": GET}})) == []
+
+
 def test_idle_rank():
     """A rank that runs nothing is blamed only if its caller waits for the others."""
     assert blamed(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE])) == [("late", (1,), "likely")]

@@ -3,20 +3,10 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .._fleets import find_fleets
-from .._model import (
-    Actor,
-    Confidence,
-    Evidence,
-    Finding,
-    Fleet,
-    Kind,
-    Named,
-    Snapshot,
-    Waiting,
-    weakest,
-)
+from .._model import Actor, Confidence, Evidence, Finding, Fleet, Kind, Named, Snapshot, Waiting
 from .positions import Position
 from .waits import Graph, Wait, driver_key, make_graph
 
@@ -24,6 +14,7 @@ from .waits import Graph, Wait, driver_key, make_graph
 AFTER_S = 60.0
 _PENDING = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 _MOST_NAMED = 256
+_RAN, _WAITED = "last run of its thread", "the first of those that wait"
 
 
 def diagnose(snapshot: Snapshot, *, after_s: float = AFTER_S) -> tuple[Finding, ...]:
@@ -33,10 +24,10 @@ def diagnose(snapshot: Snapshot, *, after_s: float = AFTER_S) -> tuple[Finding, 
         snapshot: one look at a cluster.
         after_s: seconds after which a process that does not move, and that others wait for, is late.
     """
-    fleets = find_fleets(snapshot)
-    return tuple(
-        one for job in snapshot.jobs for one in _Judge(snapshot, make_graph(snapshot, job, fleets), after_s).judge()
-    )
+    fleets, found = find_fleets(snapshot), list[Finding]()
+    for job in snapshot.jobs:
+        found += _Judge(snapshot, make_graph(snapshot, job, fleets), after_s).judge()
+    return tuple(found)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
@@ -50,16 +41,15 @@ def exit_status(findings: Iterable[Finding]) -> int:
 class _Judge:
     def __init__(self, snapshot: Snapshot, graph: Graph, after_s: float) -> None:
         self._snapshot, self._graph, self._after_s = snapshot, graph, after_s
-        self._job = graph.job.job_id
+        self._job, self._driver = graph.job.job_id, driver_key(graph.job.job_id)
         self._waiters = {waiter for wait in graph.waits for waiter in wait.waiters}
 
     def judge(self) -> list[Finding]:
         found = [*self._dead(), *self._stopped(), *self._nodes(), *self._pending(), *self._deadlocks()]
         # Who waits for one of these is explained.
         explained = {actor.id for one in found for actor in one.actors if one.blames}
-        explained |= (
-            {driver_key(self._job)} if any(one.kind == "stopped" and not one.actors for one in found) else set()
-        )
+        if any(one.kind == "stopped" and not one.actors for one in found):
+            explained.add(self._driver)
         late: dict[tuple[str, ...], Finding] = {}
         for wait in self._graph.waits:
             if not self._graph.reach(wait.waiters) & explained and (one := self._end_of(wait)) is not None:
@@ -69,43 +59,24 @@ class _Judge:
                 if before is None or (one.blames, one.waiting.count) > (before.blames, before.waiting.count):
                     late[key] = one
         blamed = {actor.id for one in late.values() if one.blames for actor in one.actors}
-        found += [one for one in late.values() if one.blames or not self._leads_to(one, blamed)]
+        found += [one for one in late.values() if one.blames or not _speaks_of(one, blamed)]
         return sorted(found, key=lambda one: (not one.blames, -(one.since_s or 0.0)))
-
-    def _leads_to(self, finding: Finding, blamed: Collection[str]) -> bool:
-        """Return whether a finding that blames no process speaks of those that another one blames."""
-        return bool(blamed) and (not finding.actors or bool({one.id for one in finding.actors} & {*blamed}))
 
     # Rules 1 to 5: what is wrong without a look at stacks.
 
     def _dead(self) -> list[Finding]:
         found = []
-        for wait in self._graph.waits:
-            for key in wait.targets:
-                actor = self._graph.actors.get(key)
-                if actor is None or actor.death is None or self._is_replaced(actor, actor.death.at):
-                    continue
-                age = max(0.0, self._snapshot.looked_at - actor.death.at) if actor.death.at else None
-                # Whoever ends a group of actors ends one after the other, and the last ones may wait meanwhile.
-                if actor.death.intended and (age or 0.0) < self._after_s:
-                    continue
-                confidence: Confidence = "certain"
-                if actor.death.intended or wait.kind != "collective":
-                    confidence = "likely"
-                if wait.fleet is not None:
-                    confidence = weakest(confidence, "likely" if wait.fleet.confidence != "certain" else "certain")
-                found.append(
-                    self._finding(
-                        "dead",
-                        [key],
-                        confidence,
-                        f"is dead: {actor.death.cause}",
-                        wait,
-                        blames=True,
-                        since=(age, "Ray's table of actors"),
-                        evidence=[Evidence("actor table", f"DEAD: {actor.death.cause}", age)],
-                    )
-                )
+        for wait, key in ((one, target) for one in self._graph.waits for target in one.targets):
+            actor = self._graph.actors.get(key)
+            if actor is None or actor.death is None or self._is_replaced(actor, actor.death.at):
+                continue
+            age = max(0.0, self._snapshot.looked_at - actor.death.at) if actor.death.at else None
+            # Whoever ends a group of actors ends one after the other, and the last ones may wait meanwhile.
+            if actor.death.intended and (age or 0.0) < self._after_s:
+                continue
+            sure = not actor.death.intended and wait.fleet is not None and wait.fleet.confidence == "certain"
+            fact, text = Evidence("actor table", f"DEAD: {actor.death.cause}", age), f"is dead: {actor.death.cause}"
+            found.append(self._blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact, sure=sure))
         return _unique(found)
 
     def _is_replaced(self, lost: Actor, at: float) -> bool:
@@ -116,68 +87,41 @@ class _Judge:
         )
 
     def _stopped(self) -> list[Finding]:
-        found = []
-        for key, at in self._graph.positions.items():
-            if at.motion != "stopped" or key in self._snapshot.claimed:
-                continue
-            process, driver = self._graph.processes[key], key == driver_key(self._job)
-            remedy = f"kill -CONT {process.pid}"
-            evidence = [Evidence("/proc/PID/stat", f"state {process.states[1]} in both looks")]
-            # A driver that is stopped explains idle workers, and not workers that hang.
-            blames = not driver or all(
-                one.kind in ("idle", "unread") for of, one in self._graph.positions.items() if of != key
-            )
-            found.append(
-                self._finding(
-                    "stopped" if blames else "driver",
-                    [key],
-                    "certain",
-                    "is stopped by a signal (SIGSTOP), or by a debugger",
-                    next((wait for wait in self._graph.waits if key in self._graph.reach(wait.waiters)), None),
-                    blames=blames,
-                    since=(at.since_s, "last run of its thread"),
-                    evidence=evidence,
-                    remedy=remedy,
-                )
-            )
-        for key, process in self._graph.processes.items():
+        found, graph = [], self._graph
+        for key, process in graph.processes.items():
+            at = graph.positions[key]
+            wait = next((one for one in graph.waits if key in graph.reach(one.waiters)), None)
+            if at.motion == "stopped" and key not in self._snapshot.claimed:
+                # A driver that is stopped explains idle workers, and not workers that hang.
+                others = [one.kind for of, one in graph.positions.items() if of != key]
+                blames = key != self._driver or all(one in ("idle", "unread") for one in others)
+                fact = Evidence("/proc/PID/stat", f"state {process.states[1]} in both looks")
+                text, kind = "is stopped by a signal (SIGSTOP), or by a debugger", "stopped" if blames else "driver"
+                one = self._blame(kind, [key], text, wait, (at.since_s, _RAN), fact, sure=True)  # type: ignore[arg-type]
+                found.append(replace(one, blames=blames, remedy=f"kill -CONT {process.pid}"))
             for child in process.children:
-                if child.states[1] in "Tt":
+                if child.states[1] in ("T", "t"):
                     text = f"has a child process that is stopped: {child.title[:60]} (pid {child.pid})"
-                    evidence = [Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")]
-                    wait = next((one for one in self._graph.waits if key in self._graph.reach(one.waiters)), None)
-                    remedy = f"kill -CONT {child.pid}"
-                    found.append(
-                        self._finding(
-                            "stopped",
-                            [key],
-                            "certain",
-                            text,
-                            wait,
-                            blames=wait is not None,
-                            evidence=evidence,
-                            remedy=remedy,
-                        )
-                    )
+                    fact = Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")
+                    one = self._blame("stopped", [key], text, wait, (None, ""), fact, sure=True)
+                    found.append(replace(one, blames=wait is not None, remedy=f"kill -CONT {child.pid}"))
         return found
 
     def _nodes(self) -> list[Finding]:
-        found = []
+        found, graph = [], self._graph
         for node in self._snapshot.nodes:
-            if node.answer not in ("lost", "silent"):
-                continue
-            there = [
-                key for key, one in self._graph.actors.items() if one.node_id == node.node_id and one.state != "DEAD"
-            ]
-            wait = next((one for one in self._graph.waits if self._graph.reach(one.waiters) & {*there}), None)
-            if not there or (node.answer == "lost" and wait is None):
-                continue
-            lost = node.answer == "lost"
-            text = "is on a node that Ray calls dead" if lost else f"is on node {node.address}, which did not answer"
-            evidence = [Evidence("node table" if lost else "probe", node.note or node.answer)]
-            kind: Kind = "node-lost" if lost else "node-silent"
-            moves = wait is None
-            found.append(self._finding(kind, there, "certain", text, wait, blames=lost, evidence=evidence, moves=moves))
+            there = [key for key, one in graph.actors.items() if one.node_id == node.node_id and one.state != "DEAD"]
+            wait = next((one for one in graph.waits if graph.reach(one.waiters) & {*there}), None)
+            if there and node.answer == "lost" and wait is not None:
+                fact = Evidence("node table", node.note)
+                found.append(
+                    self._blame(
+                        "node-lost", there, "is on a node that Ray calls dead", wait, (None, ""), fact, sure=True
+                    )
+                )
+            elif there and node.answer == "silent":
+                text, fact = f"is on node {node.address}, which did not answer", Evidence("probe", node.note)
+                found.append(self._say("node-silent", there, text, wait, evidence=(fact,), moves=wait is None))
         return found
 
     def _pending(self) -> list[Finding]:
@@ -188,127 +132,106 @@ class _Judge:
                 if actor is not None and actor.state in _PENDING:
                     wants = ", ".join(f"{amount:g} {name}" for name, amount in sorted(actor.resources.items()))
                     text = f"has not started: {actor.state}" + (f", it requests {wants}" if wants else "")
-                elif task is not None and key.startswith("task:") and task.state.startswith("PENDING"):
-                    text = f"of task {task.name} has not started: {task.state}"
+                    source, began = "actor table", actor.created
+                elif actor is None and task is not None and task.state.startswith("PENDING"):
+                    text, source, began = (
+                        f"of task {task.name} has not started: {task.state}",
+                        "task events",
+                        task.began,
+                    )
                 else:
                     continue
-                began = task.began if task is not None else actor.created if actor is not None else 0.0
                 age = self._snapshot.looked_at - began if began else None
                 settled = age is None or age >= self._after_s
-                evidence = [Evidence("actor table" if actor else "task events", text, age)]
-                confidence: Confidence = "certain" if wait.certain else "likely"
-                found.append(
-                    self._finding(
-                        "pending", [key], confidence, text, wait, blames=settled and wait.certain, evidence=evidence,
-                        since=(age, "Ray's tables"), moves=not settled,
-                        remedy="ray status shows what is free and what is requested",
-                    )
-                )  # fmt: skip
+                one = self._blame(
+                    "pending", [key], text, wait, (age, "Ray's tables"), Evidence(source, text, age), sure=wait.certain
+                )
+                remedy = "ray status shows what is free and what is requested"
+                found.append(replace(one, blames=settled and wait.certain, moves=not settled, remedy=remedy))
             if wait.fleet is not None and wait.fleet.missing and not wait.fleet.disputed:
-                found += self._missing(wait, wait.fleet)
+                found.append(self._missing(wait, wait.fleet))
         return _unique(found)
 
-    def _missing(self, wait: Wait, fleet: Fleet) -> list[Finding]:
-        if any(one.rank is None for one in fleet.members):
-            return []
-        waiting = self._describe_waiting(wait)
+    def _missing(self, wait: Wait, fleet: Fleet) -> Finding:
+        long = (self._describe_waiting(wait).since_s or 0.0) >= self._after_s
         joining = all(self._graph.positions[key].rendezvous for key in wait.waiters)
-        long = (waiting.since_s or 0.0) >= self._after_s
-        ranks = fleet.missing
-        text = f"ranks {list(ranks)[:8]} of {fleet.name} are not there: no actor of Ray has them"
-        found = self._finding("missing", [], "likely", text, wait, blames=long and joining, fleet=fleet, moves=not long)
-        return [_with_ranks(found, ranks)]
+        text = "is not there: no actor of Ray has that rank"
+        one = self._say("missing", [], text, wait, fleet=fleet, blames=long and joining, moves=not long)
+        return replace(one, ranks=fleet.missing[:_MOST_NAMED])
 
     def _deadlocks(self) -> list[Finding]:
         if not (cycle := self._graph.find_cycle()):
             return []
-        still = all(
-            self._graph.positions[key].motion in ("still", "waking") for key in cycle if key in self._graph.positions
-        )
+        at = [self._graph.positions[key] for key in cycle if key in self._graph.positions]
+        still = all(one.motion in ("still", "waking") for one in at)
         names = " -> ".join(self._name(key) for key in (*cycle, cycle[0]))
         wait = next(one for one in self._graph.waits if {*one.waiters} & {*cycle})
-        evidence = [Evidence("references in memory", names)]
-        text = f"wait for each other in ray.get: {names}"
-        return [
-            self._finding(
-                "deadlock", cycle, "certain" if still else "likely", text, wait, blames=still, evidence=evidence
-            )
-        ]
+        fact = Evidence("references in memory", names)
+        one = self._blame("deadlock", cycle, f"wait for each other: {names}", wait, (None, ""), fact, sure=still)
+        return [replace(one, blames=still)]
 
     # Rules 6 to 13: the ends of the waits.
 
     def _end_of(self, wait: Wait) -> Finding | None:
         """Return what is at the end of a wait; None if there is nothing to say."""
-        graph, sinks = self._graph, sorted(self._graph.sinks(wait.waiters))
-        waiting = self._describe_waiting(wait)
+        graph, fleet, sinks = self._graph, wait.fleet, sorted(self._graph.sinks(wait.waiters))
+        waiting, claimed = self._describe_waiting(wait), self._snapshot.claimed
         if wait.kind == "collective" and not wait.targets:
             return self._all_inside(wait, waiting)
         # A fleet that is in a collective with all its members waits for itself. Rules 1 and 4 speak of those without
         # a process.
-        if not sinks or any(key in self._waiters for key in sinks) or any(self._is_absent(key) for key in sinks):
+        if not sinks or any(key in self._waiters or self._is_absent(key) for key in sinks):
             return None
         at = {key: graph.positions.get(key, Position("unread")) for key in sinks}
-        fleet = wait.fleet
-        moving = [key for key in sinks if at[key].motion == "moving" or at[key].busy_elsewhere]
-        if moving:
-            text = "makes progress: it computes"
-            return self._finding("working", moving, "likely", text, wait, fleet=fleet, moves=True)
-        unknown = [
-            key for key in sinks if at[key].kind in ("opaque", "unread", "device") or key in self._snapshot.claimed
-        ]
-        if unknown:
+        if moving := [key for key in sinks if at[key].motion == "moving" or at[key].busy_elsewhere]:
+            return self._say("working", moving, "makes progress: it computes", wait, fleet=fleet, moves=True)
+        if known := [key for key in sinks if key in claimed]:
+            text = "belongs to a group that is examined below"
+            return self._say("undecided", known, text, wait, fleet=fleet, confidence="guess", moves=True)
+        if unknown := [key for key in sinks if at[key].kind in ("opaque", "unread", "device")]:
             why = {"opaque": "runs calls without Python stacks", "device": "may wait for a device or another rank"}
             text = "stands at the end of the waits, and " + why.get(at[unknown[0]].kind, "cannot be read")
-            if unknown[0] in self._snapshot.claimed:
-                text = "belongs to a group that is examined below"
-            moves = unknown[0] in self._snapshot.claimed
-            return self._finding("undecided", unknown, "guess", text, wait, fleet=fleet, moves=moves)
+            return self._say("undecided", unknown, text, wait, fleet=fleet, confidence="guess")
         if (finding := self._late(wait, waiting, sinks, at)) is not None:
             return finding
-        waits = max(waiting.since_s or 0.0, *(one.since_s or self._age_of_call(key) for key, one in at.items()))
-        if waits < self._after_s or (wait.kind == "collective" and (waiting.since_s or 0.0) < self._after_s):
+        bound = waiting.since_s or 0.0
+        waits = max(bound, *(one.since_s or self._age_of_call(key) for key, one in at.items()))
+        if (bound if wait.kind == "collective" else waits) < self._after_s:
             text = "is what others wait for, not for long enough to call it late"
-            return self._finding("working", sinks, "likely", text, wait, fleet=fleet, moves=True)
-        return self._finding(
-            "undecided", sinks, "guess", "does not move; it may wait for another one", wait, fleet=fleet
-        )
+            return self._say("working", sinks, text, wait, fleet=fleet, moves=True)
+        text = "does not move; it may wait for another one"
+        return self._say("undecided", sinks, text, wait, fleet=fleet, confidence="guess")
 
     def _late(self, wait: Wait, waiting: Waiting, sinks: Sequence[str], at: dict[str, Position]) -> Finding | None:
         """Apply the rules 6 to 9."""
-        fleet, bound = wait.fleet, waiting.since_s or 0.0
+        fleet, bound, collective = wait.fleet, waiting.since_s or 0.0, wait.kind == "collective"
         classes = {(one.kind, one.motion == "disk", one.where) for one in at.values()}
-        if len(classes) != 1 or (fleet is not None and (fleet.disputed or fleet.missing)) or not wait.certain:
+        if len(classes) != 1 or not wait.certain or (collective and bound < self._after_s):
             return None
         # Actors of one class need not work together. Several that wait for the last one do.
-        if fleet is not None and fleet.confidence == "guess" and (len(sinks) > 1 or len(wait.waiters) < 2):
+        alike = fleet is not None and fleet.confidence == "guess" and (len(sinks) > 1 or len(wait.waiters) < 2)
+        if alike or (fleet is not None and (fleet.disputed or fleet.missing)):
             return None
-        first = min(at.values(), key=lambda one: -(one.since_s or 0.0))
-        collective = wait.kind == "collective"
-        if collective and bound < self._after_s:
-            return None
-        still = all(one.motion == "still" and (one.since_s or 0.0) >= self._after_s for one in at.values())
+        first = max(at.values(), key=lambda one: one.since_s or 0.0)
         if first.kind == "idle":
             # It waits for its caller. That is known to wait for the others only if it stands in `ray.get`.
             if not (collective and all(self._caller_waits(key) for key in sinks)):
                 return None
             text = "runs nothing: it was not called, or it has returned"
-            return self._blame("late", sinks, "likely", text, wait, (bound, "the first of those that wait"))
+            return self._blame("late", sinks, text, wait, (bound, _WAITED), self._counts(sinks[0]))
         if first.kind != "user":
             return None
         if all(one.motion == "disk" for one in at.values()):
-            process = self._graph.processes[sinks[0]]
-            text = f"waits for a disk or a driver of the kernel ({process.file or 'state D'})"
-            return self._blame("disk", sinks, "likely", text, wait, (first.since_s, "last run of its thread"))
-        if still:
-            certain = collective and len(sinks) == 1 and fleet is not None and fleet.confidence == "certain"
-            text = "does not move"
-            return self._blame(
-                "late", sinks, "certain" if certain else "likely", text, wait, (first.since_s, "last run of its thread")
-            )
+            text = f"waits for a disk or a driver of the kernel ({self._graph.processes[sinks[0]].file or 'state D'})"
+            return self._blame("disk", sinks, text, wait, (first.since_s, _RAN), self._counts(sinks[0]))
+        if all(one.motion == "still" and (one.since_s or 0.0) >= self._after_s for one in at.values()):
+            sure = len(sinks) == 1 and fleet is not None and fleet.confidence == "certain"
+            since = first.since_s, _RAN
+            return self._blame("late", sinks, "does not move", wait, since, self._counts(sinks[0]), sure=sure)
         if collective and all(one.motion in ("still", "spinning", "waking") for one in at.values()):
             spins = any(one.motion == "spinning" for one in at.values())
             text = "uses a core at one line: endless or slow" if spins else "wakes up now and then at one line"
-            return self._blame("late", sinks, "likely", text, wait, (bound, "the first of those that wait"))
+            return self._blame("late", sinks, text, wait, (bound, _WAITED), self._counts(sinks[0]))
         return None
 
     def _is_absent(self, key: str) -> bool:
@@ -329,92 +252,72 @@ class _Judge:
     def _all_inside(self, wait: Wait, waiting: Waiting) -> Finding | None:
         """Say of a fleet whose members are all in a collective whether it is the same one."""
         fleet, at = wait.fleet, [self._graph.positions[key] for key in wait.waiters]
-        if len(at) < 2 or fleet is None or fleet.missing:
+        if len(at) < 2 or fleet is None or fleet.missing or (waiting.since_s or 0.0) < self._after_s:
             return None
-        long = (waiting.since_s or 0.0) >= self._after_s
-        if any(one.motion == "moving" or one.busy_elsewhere for one in at) or not long:
+        if any(one.motion == "moving" or one.busy_elsewhere for one in at):
             return None
         classes = {tuple(frame for frame in one.where if frame.line or frame == one.where[0]) for one in at}
         if len(classes) > 1:
-            text = f"of {fleet.name} are in {len(classes)} different collectives, or at different places of one"
-            return self._finding("mismatch", wait.waiters, "likely", text, wait, fleet=fleet)
+            text = f"are in {len(classes)} different collectives, or at different places of one"
+            return self._say("mismatch", wait.waiters, text, wait, fleet=fleet)
         inner = at[0].inner.function if at[0].inner else "a collective"
-        text = f"of {fleet.name} wait in {inner}: what they wait for is outside of Python"
+        text = f"wait in {inner}: what they wait for is outside of Python"
         remedy = "NCCL 2.24 or newer: ncclras on a node of the job lists the ranks of each communicator"
-        return self._finding("together", wait.waiters, "likely", text, wait, fleet=fleet, remedy=remedy)
+        return self._say("together", wait.waiters, text, wait, fleet=fleet, remedy=remedy)
 
     # Findings.
 
     def _blame(
-        self,
-        kind: Kind,
-        keys: Sequence[str],
-        confidence: Confidence,
-        text: str,
-        wait: Wait,
-        since: tuple[float | None, str],
-    ) -> Finding:
-        evidence = [Evidence("two looks", f"equal stack, {self._counts(keys[0])}")]
-        if wait.fleet is not None:
+        self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, since: tuple[float | None, str],
+        fact: Evidence, *, sure: bool = False,
+    ) -> Finding:  # fmt: skip
+        evidence = [fact]
+        if wait is not None and wait.fleet is not None:
             source = next((one.source for one in wait.fleet.members if one.key == keys[0]), "")
-            how = f"fleet by {wait.fleet.rule}" + (f", rank from {source}" if source else "")
+            how = f"by {wait.fleet.rule}" + (f", rank from {source}" if source else "")
             evidence.insert(0, Evidence("fleet", f"{how} ({wait.fleet.confidence})"))
-        if (seconds := since[0]) is not None:
-            evidence.append(Evidence(since[1], f"{seconds:.1f} s ago", seconds))
-        return self._finding(kind, keys, confidence, text, wait, blames=True, since=since, evidence=evidence)
+        if since[0] is not None and kind == "late":
+            evidence.append(Evidence(since[1], f"{since[0]:.1f} s ago", since[0]))
+        confidence: Confidence = "certain" if sure else "likely"
+        return self._say(
+            kind, keys, text, wait, confidence=confidence, blames=True, since_s=since[0], since_source=since[1],
+            evidence=tuple(evidence),
+        )  # fmt: skip
 
-    def _counts(self, key: str) -> str:
+    def _counts(self, key: str) -> Evidence:
         process, at = self._graph.processes.get(key), self._graph.positions.get(key)
         if process is None or at is None or at.thread is None:
-            return "no thread that runs a task"
-        return f"{at.thread.switches} context switches and {at.thread.ticks} ticks in {process.window_s:.1f} s"
+            return Evidence("two looks", "no thread that runs a task")
+        counts = f"{at.thread.switches} context switches and {at.thread.ticks} ticks in {process.window_s:.1f} s"
+        return Evidence("two looks", f"equal stack, {counts}")
 
-    def _finding(
-        self,
-        kind: Kind,
-        keys: Sequence[str],
-        confidence: Confidence,
-        text: str,
-        wait: Wait | None,
-        *,
-        blames: bool = False,
-        since: tuple[float | None, str] = (None, ""),
-        evidence: Sequence[Evidence] = (),
-        remedy: str = "",
-        moves: bool = False,
-        fleet: Fleet | None = None,
+    def _say(
+        self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, *, fleet: Fleet | None = None, **more: Any
     ) -> Finding:
+        """Return a finding about some processes; `more` are further fields of it."""
         graph, first = self._graph, keys[0] if keys else ""
-        of = graph.fleet_of(first)
-        members = [one for key in keys if (there := graph.fleet_of(key)) and (one := there[1])]
+        members = [there for key in keys if (there := graph.fleet_of(key))]
         at, process, actor = graph.positions.get(first), graph.processes.get(first), graph.actors.get(first)
-        name = fleet.name if fleet is not None else of[0].name if of is not None else ""
         where = at.where if at is not None else ()
         if at is not None and at.inner is not None and at.inner not in where:
             where = (at.inner, *where)
-        ranks = tuple(sorted(one.rank for one in members if one.rank is not None))[:_MOST_NAMED]
-        waiting = self._describe_waiting(wait) if wait is not None and first not in wait.waiters else Waiting()
-        node = next((one.address for one in self._snapshot.nodes if process and one.node_id == process.node_id), "")
+        ranks = tuple(sorted(one.rank for _, one in members if one.rank is not None))[:_MOST_NAMED]
+        here = next((one.address for one in self._snapshot.nodes if process and one.node_id == process.node_id), "")
+        named = (graph.actors[key] for key in keys[:_MOST_NAMED] if key in graph.actors)
         return Finding(
             kind,
             self._job,
-            confidence,
-            blames,
-            text,
-            name,
-            ranks,
-            () if ranks else tuple(sorted(one.ordinal for one in members))[:_MOST_NAMED],
-            tuple(_named(graph.actors[key]) for key in keys[:_MOST_NAMED] if key in graph.actors),
-            process.pid if process else actor.pid if actor else 0,
-            node,
-            where[:64],
-            since[0],
-            since[1],
-            waiting,
-            self._chain(first, wait) if wait is not None and first else (),
-            tuple(evidence),
-            remedy,
-            moves,
+            text=text,
+            fleet=fleet.name if fleet is not None else members[0][0].name if members else "",
+            ranks=ranks,
+            ordinals=() if ranks else tuple(sorted(one.ordinal for _, one in members))[:_MOST_NAMED],
+            actors=tuple(Named(one.actor_id, one.class_name, one.name) for one in named),
+            pid=process.pid if process else actor.pid if actor else 0,
+            node=here,
+            where=where[:64],
+            waiting=self._describe_waiting(wait) if wait is not None and first not in wait.waiters else Waiting(),
+            chain=self._chain(first, wait) if wait is not None and first else (),
+            **more,
         )
 
     def _describe_waiting(self, wait: Wait) -> Waiting:
@@ -465,15 +368,12 @@ def _unique(found: Sequence[Finding]) -> list[Finding]:
     """Return findings with one for each set of actors: the one with most that wait."""
     best: dict[object, Finding] = {}
     for one in found:
-        key = one.actors or one.text
+        key = one.actors or (one.text, one.fleet)
         if key not in best or one.waiting.count > best[key].waiting.count:
             best[key] = one
     return [*best.values()]
 
 
-def _with_ranks(finding: Finding, ranks: Sequence[int]) -> Finding:
-    return replace(finding, ranks=tuple(ranks)[:_MOST_NAMED])
-
-
-def _named(actor: Actor) -> Named:
-    return Named(actor.actor_id, actor.class_name, actor.name)
+def _speaks_of(finding: Finding, blamed: Collection[str]) -> bool:
+    """Return whether a finding that blames no process speaks of those that another one blames."""
+    return bool(blamed) and (not finding.actors or bool({one.id for one in finding.actors} & {*blamed}))

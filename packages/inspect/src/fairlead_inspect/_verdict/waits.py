@@ -43,10 +43,11 @@ class Graph:
     processes: Mapping[str, Process]
     positions: Mapping[str, Position]
     waits: tuple[Wait, ...]
-    nodes: Mapping[str, str] = field(default_factory=dict)  # how each node answered
     _next: dict[str, set[str]] = field(default_factory=dict)
+    _members: dict[str, tuple[Fleet, Member]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._members.update((one.key, (fleet, one)) for fleet in reversed(self.fleets) for one in fleet.members)
         for wait in self.waits:
             for waiter in wait.waiters:
                 self._next.setdefault(waiter, set()).update(wait.targets)
@@ -96,7 +97,7 @@ class Graph:
 
     def fleet_of(self, key: str) -> tuple[Fleet, Member] | None:
         """Return the fleet of an actor, and its member there."""
-        return next(((fleet, one) for fleet in self.fleets for one in fleet.members if one.key == key), None)
+        return self._members.get(key)
 
 
 def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
@@ -111,7 +112,6 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
         if not task.actor_id and (task.node_id, task.pid) in by_pid:
             owned[f"task:{task.task_id}"] = by_pid[task.node_id, task.pid]
     positions = {key: locate(one, driver=key.startswith("driver:")) for key, one in owned.items()}
-    answers = {one.node_id: one.answer for one in snapshot.nodes}
     for key, actor in actors.items():
         if actor.state == "ALIVE" and key not in positions:
             positions[key] = Position("unread")
@@ -120,7 +120,7 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
     waits += [
         one for key, process in owned.items() for one in _find_gets(key, process, actors, tasks, snapshot.finished)
     ]
-    return Graph(job, here, actors, tasks, owned, positions, tuple(waits), answers)
+    return Graph(job, here, actors, tasks, owned, positions, tuple(waits))
 
 
 def _find_collective(fleet: Fleet, actors: Mapping[str, Actor], positions: Mapping[str, Position]) -> Wait | None:
