@@ -13,7 +13,7 @@ import pytest
 from fairlead_inspect._fanout import look_here, parse
 from fairlead_inspect._node.environ import read_environ
 from fairlead_inspect._node.look import look
-from fairlead_inspect._node.processes import read_clock, read_counters, read_last_run, read_stat
+from fairlead_inspect._node.processes import read_clock, read_last_run, read_stat
 from fairlead_inspect._node.pyspy import dump, find_pyspy
 
 SECRET = "a-secret-of-the-job"
@@ -48,8 +48,6 @@ def start(tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
-        while how == "wait" and read_counters(process.pid, process.pid) != pause(process.pid):
-            pass  # it has not reached its queue
         return process.pid
 
     yield start
@@ -57,11 +55,6 @@ def start(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-
-
-def pause(pid):
-    time.sleep(0.3)
-    return read_counters(pid, pid)
 
 
 def see(pid, window_s=0.3):
@@ -73,7 +66,11 @@ def see(pid, window_s=0.3):
 
 def test_waiting_process(start):
     """A process that waits: its stack, its variables of now, how long ago it ran, and its child."""
-    process, notes = see(start())
+    pid, deadline = start(), time.monotonic() + 60
+    process, notes = see(pid)
+    while process.threads[0].switches or process.threads[0].stack[0].function != "Condition.wait":
+        assert time.monotonic() < deadline, process
+        process, notes = see(pid)  # it has not reached its queue, or was not scheduled
     assert notes == []
     assert process.environ == {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
     (thread,) = process.threads
