@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package uses of Ray that is not public, against the Ray that is installed."""
+
+import time
+
+import pytest
+import ray
+from ray.core.generated.common_pb2 import TaskStatus, TaskType
+
+from fairlead_inspect import _ray_private
+from fairlead_inspect._node.references import FUNCTIONS, ID_BYTES, LISTS, calibrate
+
+NEVER = "fairlead-test-never"
+
+
+@ray.remote(num_cpus=0)
+class Sleeper:
+    def ready(self):
+        return True
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
+@pytest.fixture
+def job(local_ray):
+    return ray.get_runtime_context().get_job_id()
+
+
+def test_numbers():
+    """The numbers of states and types in task events, and of the executor's parts that stacks are read by."""
+    names = {"FINISHED": _ray_private.FINISHED, "FAILED": _ray_private.FAILED, "RUNNING": _ray_private.RUNNING}
+    assert {name: TaskStatus.Value(name) for name in names} == names
+    assert TaskType.Value("ACTOR_CREATION_TASK") == 1
+    worker = ray._private.worker
+    variables = {name for function in ("get", "wait") for name in _variables(getattr(worker, function))}
+    assert {*LISTS} <= variables
+    assert "object_refs" in worker.Worker.get_objects.__code__.co_varnames
+    assert {*FUNCTIONS} == {"get", "wait", "get_objects"}
+
+
+def _variables(function):
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__.co_varnames
+
+
+def test_tables(job, eventually):
+    """The tables of jobs, actors and calls, read by the accessor and by what takes its place without it."""
+    one, pending = Sleeper.remote(), Sleeper.options(resources={NEVER: 1}).remote()
+    ray.get(one.ready.remote())
+    calls = [one.sleep.remote(60), pending.ready.remote()]
+    (mine,) = [found for found in _ray_private.read_jobs() if found.job_id == job]
+    assert mine.worker_id == job.ljust(56, "f")
+    assert mine.node_id == ray.get_runtime_context().get_node_id()
+    actors = {found.actor_id: found for found in _ray_private.read_actors(job)}
+    assert (actors[one._actor_id.hex()].class_name, actors[one._actor_id.hex()].state) == ("Sleeper", "ALIVE")
+    assert actors[pending._actor_id.hex()].state == "PENDING_CREATION"
+    assert actors[pending._actor_id.hex()].resources == {NEVER: 1.0}
+    assert actors[one._actor_id.hex()].owner == mine.worker_id
+
+    def running():
+        found, finished, created = _ray_private.read_calls(job)
+        states = {call.task_id: call.state for call in found}
+        return states.get(calls[0].task_id().hex()) == "RUNNING" and finished and one._actor_id.hex() in created
+
+    assert eventually(running, 60)
+    for actor in (one, pending):
+        ray.kill(actor)
+    assert eventually(lambda: any(found.death for found in _ray_private.read_actors(job)), 60)
+    dead = next(found for found in _ray_private.read_actors(job) if found.death)
+    assert dead.death.intended
+    assert abs(dead.death.at - time.time()) < 120
+
+
+def test_offset(local_ray):
+    """The id of an object is found in the memory of its reference."""
+    reference = ray.put(1)
+    assert len(reference.binary()) == ID_BYTES
+    assert calibrate(reference) > 0
+    assert calibrate(object.__new__(type("Other", (), {"binary": lambda self: b"\xff" * ID_BYTES}))) == -1

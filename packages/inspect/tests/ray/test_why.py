@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`why`, `ps` and `stacks` on a job that is hand-written, in a Ray of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+DRIVER = """
+    import queue, sys, threading
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Trainer:
+        def train(self, token):
+            return queue.Queue().get()
+
+    @ray.remote(num_cpus=0)
+    class Controller:
+        def run(self, trainers):
+            return ray.get([one.train.remote("secret-of-the-job") for one in trainers])
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    trainers = [Trainer.options(name=f"trainer-{at}\\x1b[31m", runtime_env=None).remote() for at in range(1)]
+    controller = Controller.remote()
+    call = controller.run.remote(trainers)
+    print("address", ray.get_runtime_context().gcs_address, ray.get_runtime_context().get_job_id(), flush=True)
+    threading.Thread(target=lambda: (sys.stdin.read(), __import__("os")._exit(0)), daemon=True).start()
+    ray.get(call)
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job whose actor hangs, as the environment of who looks at it, its id and its driver."""
+    script = tmp_path_factory.mktemp("job") / "train.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, str(script), "--hf-token", "secret-of-the-job"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        _, address, job_id = next(line for line in driver.stdout if line.startswith("address")).split()
+        time.sleep(4)
+        yield {**env, "RAY_ADDRESS": address}, job_id, driver.pid
+        driver.stdin.close()
+
+
+def run(job, *arguments):
+    command = [sys.executable, "-m", "fairlead_inspect", *arguments]
+    done = subprocess.run(command, env=job[0], capture_output=True, text=True, timeout=120)
+    assert "secret-of-the-job" not in done.stdout + done.stderr
+    assert "\x1b" not in done.stdout
+    return done
+
+
+WHY = ("why", "--after", "2", "--timeout", "60")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_why(job, stop_process, stopped):
+    """The end of the chain is named, also while the driver is stopped."""
+    if stopped:
+        with stop_process(job[2]):
+            done = run(job, *WHY, "--json")
+    else:
+        done = run(job, *WHY, "--json", "--job", job[1])
+    assert (done.returncode, done.stderr) == (1, "")
+    (found,) = json.loads(done.stdout)["jobs"]
+    blamed = [one for one in found["findings"] if one["blames"]]
+    assert [(one["kind"], [actor["class"] for actor in one["actors"]]) for one in blamed] == [("late", ["Trainer"])]
+    assert blamed[0]["chain"][:2] == ["driver", "Controller"]
+    assert any(frame["function"] == "Trainer.train" for frame in blamed[0]["where"])
+    assert blamed[0]["since_s"] > 2
+
+
+def test_text(job):
+    """People read the same; `ps` and `stacks` list who stands where."""
+    shown = run(job, *WHY).stdout
+    assert "HANGS" in shown
+    assert "driver  ->  Controller  ->  Trainer" in shown
+    assert "user, still" in run(job, "ps", "--timeout", "60").stdout
+    assert "in Trainer.train" in run(job, "stacks", "--timeout", "60").stdout
+    rows = json.loads(run(job, "ps", "--json", "--timeout", "60").stdout)["processes"]
+    assert sorted(one["class"] for one in rows) == ["Controller", "Trainer", "driver"]
+
+
+def test_nothing_is_left(job):
+    """A look leaves no actor, and no job that runs."""
+    run(job, *WHY)
+    done = run(job, *WHY, "--json")
+    assert [one["id"] for one in json.loads(done.stdout)["jobs"]] == [job[1]]
+
+
+def test_no_such_job(job):
+    """A job that is not there, and a cluster that is not, end with 3."""
+    done = run(job, "why", "--job", "77000000")
+    assert (done.returncode, done.stderr) == (3, "There is no running job '77000000'.\n")
+    assert run(job, "why", "--address", "127.0.0.1:1").returncode == 3
+
+
+def test_here(job):
+    """Without Ray's head the workers of this machine are read, also while the head is stopped."""
+    done = run(job, "ps", "--here", "--json")
+    rows = json.loads(done.stdout)["processes"]
+    assert any(one["title"] == "ray::Trainer.train" and one["does"] == "user" for one in rows)
