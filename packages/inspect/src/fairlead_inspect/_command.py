@@ -16,6 +16,7 @@ from fairlead_placement.spi import Output, add_command, attach, run_command
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._model import Snapshot
 from ._show import SCHEMA, clean_all, draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes, to_json
+from ._source import seconds
 from ._verdict.rules import AFTER_S, diagnose, exit_status
 
 _EPILOG = """\
@@ -94,17 +95,6 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
     return parser
-
-
-def seconds(text: str) -> float:
-    """Return an argument as a number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return value
 
 
 def _look(options: argparse.Namespace) -> Snapshot:

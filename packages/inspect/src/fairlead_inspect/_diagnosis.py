@@ -17,7 +17,8 @@ from fairlead_workergroup.exceptions import format_coords
 from fairlead_workergroup.spi import STUCK_AFTER_S, find_innermost, find_method_frames
 
 from ._groups import SeenGroup, SeenWorker
-from ._stacks import write_frames, write_ranks
+from ._show import write_ranks
+from ._stacks import write_frames
 from ._stragglers import WorkerTiming
 from ._timeline import CallKey
 

@@ -22,7 +22,7 @@ def find_fleets(snapshot: Snapshot) -> tuple[Fleet, ...]:
     processes = {(one.node_id, one.pid): one for one in snapshot.processes}
     actors = [one for one in snapshot.actors if one.actor_id not in snapshot.claimed]
     environ = {one.actor_id: _environ(processes.get((one.node_id, one.pid))) for one in actors}
-    found = list(snapshot.fleets)
+    found: list[Fleet] = []
     for rule in (_by_label, _by_environ, _by_name, _by_class):
         new = rule([one for one in actors if one.actor_id not in _members(found)], environ)
         found += [_attach_lost(fleet, actors, _members([*found, *new])) for fleet in new]
@@ -70,18 +70,13 @@ def _make(
     disputed = ""
     if twice or beyond:
         disputed = f"two members have rank {twice[0]}" if twice else f"rank {beyond[0]} is beyond the world size"
-    members = tuple(
-        Member(
-            one.actor_id,
-            None if disputed or one.actor_id not in ranks else ranks[one.actor_id][0],
-            order[one.actor_id],
-            "" if disputed or one.actor_id not in ranks else ranks[one.actor_id][1],
-        )
-        for one in actors
-    )
+    known: Mapping[str, tuple[int | None, str]] = {} if disputed else ranks
+    given = ((one.actor_id, *known.get(one.actor_id, (None, ""))) for one in actors)
+    members = [Member(actor_id, rank, order[actor_id], source) for actor_id, rank, source in given]
     ordered = sorted(members, key=lambda one: (one.rank is None, one.rank or 0, one.ordinal))
-    job_id = actors[0].job_id
-    return Fleet(name, job_id, rule, "guess" if disputed else confidence, tuple(ordered), world_size, disputed)
+    return Fleet(
+        name, actors[0].job_id, rule, "guess" if disputed else confidence, tuple(ordered), world_size, disputed
+    )
 
 
 def _common_class(actors: Iterable[Actor]) -> str:
@@ -119,11 +114,7 @@ def _by_environ(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]
             return None
         address = own.get("MASTER_ADDR"), own.get("MASTER_PORT")
         apart = tuple(own.get(name) for name in _GROUPS)
-        return (
-            (actor.job_id, size, *apart, *address)
-            if None not in address
-            else (actor.job_id, size, *apart, actor.class_name)
-        )
+        return (actor.job_id, size, *apart, *((actor.class_name,) if None in address else address))
 
     found = []
     for of, there in _group(actors, key).items():

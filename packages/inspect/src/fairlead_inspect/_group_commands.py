@@ -19,7 +19,7 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group,
 
 from ._diagnosis import Finding, diagnose
 from ._groups import SeenGroup, look_at_groups
-from ._source import Report
+from ._source import Report, seconds
 from ._stacks import fold_stacks
 from ._stragglers import find_stragglers
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
@@ -49,7 +49,7 @@ def add_commands(commands: Any, *, why: argparse.ArgumentParser, stacks: argpars
     top = add("top", "show what each worker of a group is doing, again and again until Ctrl-C", json=False)
     _add_rows(top)
     top.add_argument("-n", type=_positive, default=None, metavar="N", help="print so many times, then end")
-    top.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
+    top.add_argument("--interval", type=seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
     top.set_defaults(run=_top)
     trace = add("trace", "write the latest calls of a group as a Chrome trace, which Perfetto opens", json=False)
     trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the file, such as trace.json")
@@ -76,16 +76,6 @@ def _coords(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"must be like 'dp=1,tp=0', got {text!r}")
         coords[axis.strip()] = int(at)
     return coords
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return value
 
 
 def _positive(text: str) -> int:

@@ -139,7 +139,6 @@ class Actor:
     created: float = 0.0
     death: Death | None = None
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)
-    group_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one look has seen. `finished` are the ids of tasks that are over; `calls` those that are not."""
+    """All that one look has seen. `finished` are ids of tasks that are over; other sources judge `claimed` actors."""
 
     looked_at: float
     jobs: tuple[Job, ...] = ()
@@ -207,7 +206,6 @@ class Snapshot:
     nodes: tuple[Node, ...] = ()
     calls: tuple[Call, ...] = ()
     finished: frozenset[str] = frozenset()
-    fleets: tuple[Fleet, ...] = ()  # those that sources know; `claimed` are their actors, which these judge
     claimed: frozenset[str] = frozenset()
     took_s: float = 0.0
     notes: tuple[str, ...] = ()

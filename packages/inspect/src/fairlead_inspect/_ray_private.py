@@ -79,7 +79,6 @@ def _parse_actor(kind: Any, row: Any) -> Actor:
         (row.start_time or row.timestamp) / 1e3,
         _parse_death(row) if row.state == kind.DEAD else None,
         dict(row.required_resources),
-        row.placement_group_id.hex() if row.HasField("placement_group_id") else "",
     )
 
 
@@ -116,7 +115,6 @@ def _from_state(one: Any) -> Actor:
         one.pid or 0,
         death=death,
         resources=one.required_resources or {},
-        group_id=one.placement_group_id or "",
     )
 
 

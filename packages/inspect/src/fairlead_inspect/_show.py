@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ._fleets import find_fleets
-from ._model import Finding, Fleet, Frame, Job, Member, Snapshot, Stack, Waiting
-from ._verdict.positions import Position, find_own, locate
+from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, Waiting
+from ._verdict.positions import TICKS_PER_S, Position, find_own, locate
 from ._verdict.rules import exit_status
 
 # Of the JSON; fields are added, and never renamed.
@@ -67,13 +67,16 @@ def write_ranks(ranks: Sequence[int]) -> str:
 def write_seconds(seconds: float) -> str:
     """Return a duration for people.
 
-    >>> write_seconds(3.21), write_seconds(75), write_seconds(11520)
-    ('3.2 s', '1 min 15 s', '3 h 12 min')
+    >>> write_seconds(3.21), write_seconds(43.2), write_seconds(75), write_seconds(7265), write_seconds(200000)
+    ('3.2 s', '43 s', '1m 15s', '2h 1m', '2d 7h')
     """
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 1:
+    if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes}m" if hours < 24 else f"{hours // 24}d {hours % 24}h"
 
 
 def write_stack(stack: Stack) -> str:
@@ -186,21 +189,14 @@ def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) -> dict[str, Any]:
+    here = [asdict(one) for one in fleets if one.job_id == job.job_id]
+    names = {"key": "name", "source": "rule"} | {
+        name: name for name in ("confidence", "world_size", "disputed", "members")
+    }
     return {
         "id": job.job_id,
         "driver": {"pid": job.pid, "node": job.node_id, "entrypoint": job.entrypoint},
-        "fleets": [
-            {
-                "key": one.name,
-                "source": one.rule,
-                "confidence": one.confidence,
-                "world_size": one.world_size,
-                "disputed": one.disputed,
-                "members": [asdict(member) for member in one.members],
-            }
-            for one in fleets
-            if one.job_id == job.job_id
-        ],
+        "fleets": [{field: one[name] for field, name in names.items()} for one in here],
         "findings": [_finding_fields(one) for one in findings if one.job_id == job.job_id],
     }
 
@@ -208,44 +204,27 @@ def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) 
 def _finding_fields(one: Finding) -> dict[str, Any]:
     fields = asdict(one)
     fields["actors"] = [{"id": of.id, "class": of.class_name, "name": of.name} for of in one.actors]
-    fields["evidence"] = [{"source": of.source, "text": of.text, "age_s": of.age_s} for of in one.evidence]
     return {name: value for name, value in fields.items() if name != "job_id"}
 
 
 def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
     """Return a row for each process, by fleet and rank, and where it stands."""
-    fleets = find_fleets(snapshot)
-    members = {one.key: (fleet, one) for fleet in fleets for one in fleet.members}
+    members = {one.key: (fleet, one) for fleet in find_fleets(snapshot) for one in fleet.members}
     actors = {(one.node_id, one.pid): one for one in snapshot.actors if one.pid}
-    drivers = {(one.node_id, one.pid): one for one in snapshot.jobs}
-    addresses = {one.node_id: one.address for one in snapshot.nodes}
-    rows = []
+    drivers = {(one.node_id, one.pid): one.job_id for one in snapshot.jobs}
+    addresses, rows = {one.node_id: one.address for one in snapshot.nodes}, []
     for process in snapshot.processes:
-        at = (process.node_id, process.pid)
-        actor, driver = actors.get(at), drivers.get(at)
-        fleet, member = members.get(actor.actor_id if actor else "", (None, Member("")))
-        position = locate(process, driver=driver is not None)
-        row = {
-            "fleet": fleet.name if fleet else "",
-            "rank": member.rank,
-            "ordinal": member.ordinal if fleet else None,
-            "rank_source": member.source,
-            "actor": actor.actor_id if actor else "",
-            "class": actor.class_name if actor else "driver" if driver else "",
-            "name": actor.name if actor else "",
-            "job": actor.job_id if actor else driver.job_id if driver else "",
-            "node": addresses.get(process.node_id, ""),
-            "pid": process.pid,
-            "state": process.states[1],
-            "title": process.title,
-            "does": position.kind,
-            "motion": position.motion,
-            "cpu": process.ticks / process.window_s / 100,
-            "last_ran_s": position.since_s,
-            "memory_bytes": process.memory_bytes,
-            "where": [asdict(frame) for frame in position.where],
-            "note": process.note,
-        }
+        at = process.node_id, process.pid
+        actor, driver = actors.get(at, Actor("", "driver" if at in drivers else "", drivers.get(at, ""))), at in drivers
+        fleet, member = members.get(actor.actor_id, (None, Member("")))
+        position = locate(process, driver=driver)
+        row: dict[str, Any] = {"fleet": fleet.name if fleet else "", "rank": member.rank}
+        row["ordinal"] = member.ordinal if fleet else None
+        row |= {"rank_source": member.source, "actor": actor.actor_id, "class": actor.class_name, "name": actor.name}
+        row |= {"job": actor.job_id, "node": addresses.get(process.node_id, ""), "pid": process.pid}
+        row |= {"state": process.states[1], "title": process.title, "does": position.kind, "motion": position.motion}
+        row |= {"cpu": process.ticks / process.window_s / TICKS_PER_S, "last_ran_s": position.since_s}
+        row |= {"memory_bytes": process.memory_bytes, "where": list(map(asdict, position.where)), "note": process.note}
         rows.append((row, position))
     return sorted(rows, key=lambda one: (one[0]["job"], one[0]["fleet"], one[0]["rank"] or 0, one[0]["ordinal"] or 0))
 
@@ -257,25 +236,14 @@ def _rank(row: Mapping[str, Any]) -> str:
 def draw_processes(snapshot: Snapshot) -> RenderableType:
     """Return a table with a line for each process."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
-    for name in ("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("at")
+    for name in ("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory", "at"):
+        table.add_column(name, no_wrap=name != "at")
     rows = list_processes(snapshot)
     for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
         where = write_stack((at.inner, *at.where) if at.inner else at.where) or row["note"] or row["title"]
-        cells = [
-            row["fleet"] or row["class"],
-            _rank(row),
-            row["node"],
-            str(row["pid"]),
-            row["state"],
-            f"{at.kind}, {at.motion}",
-            f"{row['cpu']:.0%}",
-            ran,
-            f"{row['memory_bytes'] / 2**20:.0f} MiB",
-            where,
-        ]
+        cells = [row["fleet"] or row["class"], _rank(row), row["node"], str(row["pid"]), row["state"]]
+        cells += [f"{at.kind}, {at.motion}", f"{row['cpu']:.0%}", ran, f"{row['memory_bytes'] / 2**20:.0f} MiB", where]
         table.add_row(*(Text(clean(cell)) for cell in cells))
     more = [Text(f"{len(rows) - MOST_ROWS} more; --json has all of them.")] if len(rows) > MOST_ROWS else []
     return Group(table, *more)

@@ -31,3 +31,14 @@ class Source(Protocol):
         self, commands: Any, *, why: argparse.ArgumentParser, stacks: argparse.ArgumentParser, epilog: str
     ) -> None:
         """Add commands and options of its own to the command line."""
+
+
+def seconds(text: str) -> float:
+    """Return an argument as a number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return value

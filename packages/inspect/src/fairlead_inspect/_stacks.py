@@ -2,7 +2,7 @@
 """Equal stacks of several workers, shown once with their ranks. Pure."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fairlead_placement.spi import group_pairs
@@ -45,18 +45,3 @@ def _comparable(worker: SeenWorker, threads: bool) -> str:
     if worker.state == "idle":
         return "(idle: it runs no method)"
     return f"({worker.state}: {worker.note or 'no stacks'})"
-
-
-def write_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, with runs of them shortened.
-
-    >>> write_ranks([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

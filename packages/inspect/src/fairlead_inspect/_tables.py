@@ -11,7 +11,8 @@ from fairlead_placement.spi import group_pairs
 
 from ._diagnosis import Finding, common_coords, write_coords
 from ._groups import SeenGroup, SeenWorker
-from ._stacks import FoldedStack, write_ranks
+from ._show import write_ranks, write_seconds
+from ._stacks import FoldedStack
 
 # More workers than this are shown with those together that do the same.
 MOST_ROWS = 40
@@ -147,21 +148,6 @@ def draw_findings(seen: SeenGroup, findings: Sequence[Finding]) -> RenderableTyp
         doing = f"{len(busy)} of {len(seen.workers)} workers run a method" if busy else "All workers are idle"
         parts.append(Text(f"{doing}; none of them is elsewhere than its peers for long."))
     return Group(*parts)
-
-
-def write_seconds(seconds: float) -> str:
-    """Return a duration for people.
-
-    >>> write_seconds(3.21), write_seconds(43.2), write_seconds(75), write_seconds(7265), write_seconds(200000)
-    ('3.2 s', '43 s', '1m 15s', '2h 1m', '2d 7h')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m {rest}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes}m" if hours < 24 else f"{hours // 24}d {hours % 24}h"
 
 
 def write_bytes(amount: float) -> str:
