@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from fairlead_transfer._remote import end
+from fairlead_transfer._remote.tensors import TorchLibrary
+
 from ..ends import Ends
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -300,3 +303,30 @@ def test_torch_is_not_imported_for_numpy(tmp_path):
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
+
+
+def test_gpus_are_waited_for(monkeypatch):
+    """What methods have left to a GPU is done before tensors are read or overwritten, and copies before the reply."""
+    events = []
+
+    class Busy(Worker):
+        def weights(self):
+            events.append("weights")
+            return self.tensors
+
+        def note(self):
+            events.append("note")
+
+    def copy_all(self, pairs):
+        events.extend("copied" for _ in pairs)
+
+    monkeypatch.setattr(end, "finish", lambda tensors: events.append("finished"))
+    monkeypatch.setattr(TorchLibrary, "copy_all", copy_all)
+    ends = Ends([Busy({"a": torch.ones(4)})], [Busy({"a": torch.zeros(4)})])
+    ends.plan()
+    staged = ends.stage(verify=False)
+    assert events == ["weights", "weights", "finished", "copied"]
+    ends.fetch(staged, 1, verify=False)
+    events.clear()
+    ends.commit(1, before="note", after="note")
+    assert events == ["note", "weights", "finished", "copied", "finished", "note"]

@@ -6,6 +6,10 @@ the deadline to mean something. A dead source shows as an exception or as the st
 is released before it has ended goes on writing, so none is. NIXL's own progress thread keeps a core busy all the time,
 and makes TCP slower than a thread that sleeps between its looks. A process that was stopped, and continues after a
 process that read from it over TCP has died, is aborted by UCX.
+
+Seen of nixl-cu13 1.5.1 with memory of one H200: UCX opens the memory of the other process while it copies (CUDA IPC).
+The first allocation that it opens of a process stays open as long as that is connected. Memory of torch's
+`expandable_segments` cannot be opened, and goes over TCP.
 """
 
 import atexit
@@ -30,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 # The wheel for CUDA 12 or for CUDA 13; both work without a GPU.
 MODULES = "nixl_cu12", "nixl_cu13"
+# By default UCX reads memory of a GPU without NVLink over TCP (NIXL after 1.5 sets this too: ai-dynamo/nixl#2208), and
+# keeps memory open after a copy, which is not free then. Variables such as UCX_CUDA_IPC_CACHE take precedence.
+UCX = "CUDA_IPC_ENABLE_GET_ZCOPY=on,CUDA_IPC_CACHE=n"
 # The most bytes of one read. A transfer has at most twice as many, 64 MiB.
 READ_BYTES = 32 << 20
 # Seconds between two looks for the reads of others: while a send runs, and later, for reads that are late. Over TCP,
@@ -125,8 +132,9 @@ class Agent:
             sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             # Each process has another name, so that a worker that was started again is another agent.
             self.name = f"fairlead-transfer-{uuid.uuid4().hex}"
-            config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync)
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=sync)
             self._nixl = api.nixl_agent(self.name, config)
+            self._nixl.create_backend("UCX", {"engine_config": UCX})
         except Exception as error:
             raise Blocked(f"{name} cannot be used: {type(error).__name__}: {error}") from error
         # By owner. The lock is for the thread that gives back what has been freed.

@@ -27,6 +27,7 @@ from .tensors import (
     describe,
     digest,
     find_differing,
+    finish,
     join_pieces,
     library,
     look,
@@ -109,9 +110,8 @@ class End:
         if (late := self._enter(epoch)) is not None:
             return late
         reply: dict[str, Any] = {"number": self._number}
-        if method is not None:
-            reply = await self._collect(worker, epoch, method, known)
-            self._values = {name: resolve(local) for name, local in self._values.items()}
+        reply |= {} if method is None else await self._collect(worker, epoch, method, known)
+        self._values = {name: resolve(local) for name, local in self._values.items()}
         reply["collect_s"] = time.monotonic() - began
         if orders is not None:
             self._orders = orders
@@ -157,9 +157,7 @@ class End:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        deadline = time.monotonic() + within_s
-        reply: dict[str, Any] = await self._in_thread(self._fetch_all, epoch, version, staged, verify, deadline)
-        return reply
+        return await self._in_thread(self._fetch_all, epoch, version, staged, verify, time.monotonic() + within_s)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method before the commit of an attempt, which says whether it has failed."""
@@ -210,12 +208,14 @@ class End:
             commit_fault(self._key[1], "commit")
             await self._call(worker, None if is_prepared else before)
             await self._look_again(worker)
+            finish(self._values.values())
             writing = True
             reply["overwritten"] = self._claim(apply)
             if reading is None:
                 await self._put(apply, worker, chunk_bytes)
             else:
                 reply |= await self._in_thread(self._read_in_place, epoch, version, *reading[2:])
+            finish(self._values.values())
             writing = False
             self._torn, self._committed = False, (epoch, version)
             await self._call(worker, after)
@@ -250,7 +250,7 @@ class End:
         self._epoch = epoch
         return None
 
-    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _in_thread(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run what blocks: in a thread where other methods may run meanwhile."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
@@ -334,6 +334,11 @@ class End:
         tools, orders = self._tools(), self._orders
         channels: list[dict[str, Any]] = []
         tensors = [self._values.get(name) for name in orders["names"]]
+        finish(self._values.values())
+
+        def find_digest(at: int, box: Any) -> int:
+            return digest(tools, part(tensors[at], box), orders["dtypes"][at])
+
         for number, channel in enumerate(orders["channels"]):
             blocks = [
                 Block(tensors[at], box, orders["dtypes"][at], sizes, offset)
@@ -347,15 +352,10 @@ class End:
                 continue
             channels.append({"kind": channel["kind"], "staged": staged})
             if verify:
-                channels[-1]["digests"] = [
-                    digest(tools, part(tensors[at], box), orders["dtypes"][at]) for at, box in channel["pieces"]
-                ]
-        reply: dict[str, Any] = {"channels": channels}
-        if verify:
-            reply["held"] = {
-                key: digest(tools, part(tensors[at], box), orders["dtypes"][at]) for key, at, box, _ in orders["held"]
-            }
-        return reply
+                channels[-1]["digests"] = [find_digest(at, box) for at, box in channel["pieces"]]
+        if not verify:
+            return {"channels": channels}
+        return {"channels": channels, "held": {key: find_digest(at, box) for key, at, box, _ in orders["held"]}}
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
@@ -475,6 +475,7 @@ class End:
             return []
         shared: Any = sys.modules[SHARED]
         own = shared.ends[self._key[0], "source"]._values  # noqa: SLF001  of the same class
+        finish(own.values())
         pieces = []
         for at, box, source_box, sizes in orders["local"]:
             copy = tools.empty(sizes, orders["dtypes"][at])

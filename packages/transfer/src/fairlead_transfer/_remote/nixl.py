@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .agent import Agent, Run, collapse, dense, late_lock, late_reads
-from .tensors import nbytes, part, view_parts
+from .tensors import finish, nbytes, part, view_parts
 from .transport import Block, Blocked, Lost, Wanted
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
@@ -68,7 +68,7 @@ class Nixl:
             self._outbox = self._make_outbox(agent, tools, blocks, key)
         kept = self._outbox
         tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
-        tools.finish(block.tensor for block in blocks)
+        finish(kept.views)
         return self._describe(agent, "tensors", kept.runs)
 
     def _make_outbox(self, agent: Agent, tools: Any, blocks: Sequence[Block], key: Any) -> Outbox:
@@ -136,7 +136,7 @@ class Nixl:
             agent.connect(source, staged["agent"], staged["metadata"])
             inbox = _make_inbox(agent, tools, source, staged["runs"], wanted, key, into)
         try:
-            tools.finish(inbox.views)
+            finish(inbox.views)
             agent.read(inbox.handles, deadline)
         except BaseException as error:  # whatever ends this thread's wait, transfers may go on
             if agent.is_writing(inbox.handles):

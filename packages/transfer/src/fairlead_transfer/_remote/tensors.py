@@ -50,9 +50,6 @@ class NumpyLibrary:
         for to, value in pairs:
             to[...] = value
 
-    def finish(self, tensors: Iterable[Any]) -> None:
-        """Do nothing: these tensors are in host memory."""
-
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
         return value.__array_interface__["data"][0], value.strides, "cpu"
@@ -116,11 +113,6 @@ class TorchLibrary:
         """Copy many tensors, each into the first of its pair."""
         for to, value in pairs:
             self.copy(to, value)
-
-    def finish(self, tensors: Iterable[Any]) -> None:
-        """Wait until the GPUs of tensors have done what they were asked; NIXL does not know the streams of CUDA."""
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            self._torch.cuda.synchronize(device)
 
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
@@ -213,9 +205,18 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
     )
 
 
+def finish(tensors: Iterable[Any]) -> None:
+    """Wait until the GPUs of tensors have done what they were asked, on all streams: other processes know of none."""
+    for device in {tensor.device for tensor in tensors if getattr(tensor, "is_cuda", False)}:
+        sys.modules["torch"].cuda.synchronize(device)
+
+
 def resolve(local: Any) -> Any:
     """Return a tensor whose memory holds its values; that of a lazy conjugate or negative does not."""
-    return local.resolve_conj().resolve_neg() if hasattr(local, "resolve_conj") else local
+    if not hasattr(local, "is_conj") or not (local.is_conj() or local.is_neg()):
+        return local
+    finish([local])
+    return local.resolve_conj().resolve_neg()
 
 
 def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]:

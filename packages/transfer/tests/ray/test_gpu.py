@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links between workers that hold their tensors on one GPU; skipped without one."""
+
+import contextlib
+import itertools
+
+import pytest
+
+from fairlead_sharding import NamedSharding
+from fairlead_transfer import Link
+from fairlead_transfer._remote.agent import explain_missing
+from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart
+from fairlead_workergroup.testing import kill
+
+from ..faults import check_fault
+from ..gpu_holders import AsyncHolder, Bulk, Holder, Replica
+
+SLOTS = 8
+
+torch = pytest.importorskip("torch", reason="needs torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU that torch can use", allow_module_level=True)
+
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(400)]
+NIXL = pytest.mark.skipif(bool(explain_missing()), reason=f"no NIXL: {explain_missing()}")
+TRANSPORTS = ["shared_memory", "object_store", pytest.param("nixl", marks=NIXL)]
+
+
+@contextlib.contextmanager
+def groups_of(slots, worker):
+    """Yield a source whose two ranks hold half of the rows each, and a target with half of the columns each."""
+    options = {"sharding_annotations": NamedSharding.from_shape(tp=2), "restart": Restart(max_restarts=1000)}
+    with (
+        RayWorkerGroup(slots[:2], RayWorkerBuilder(worker, {0: "tp"}, 1.0), **options) as source,
+        RayWorkerGroup(slots[2:4], RayWorkerBuilder(worker, {1: "tp"}), **options) as target,
+    ):
+        yield source, target
+
+
+@pytest.fixture(scope="module")
+def groups(slots):
+    with groups_of(slots, Holder) as made:
+        yield made
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_send(groups, transport, commit):
+    """Every byte arrives, in every send, also into memory that was allocated again."""
+    if commit == "in_place" and transport != "nixl":
+        pytest.skip("commit='in_place' needs NIXL")
+    source, target = groups
+    with Link(source, target, source="weights", target="weights", transport=transport, commit=commit) as link:
+        for step in range(6):
+            if step == 3:
+                source.call("reallocate").result()
+            if step == 4:
+                target.call("reallocate").result()
+            source.call("fill", step + 2.0).result()
+            report = link.send(step, timeout=60)
+            assert set(report.transports) == {transport}
+            assert target.call("holds").result() == [step + 2.0] * 2
+
+
+@NIXL
+def test_gpus_of_one_node_take_nixl(groups):
+    """Between GPUs of one node NIXL is first."""
+    source, target = groups
+    with Link(source, target, source="weights", target="weights") as link:
+        report = link.send(0, timeout=60)
+        assert set(report.transports) == {"nixl"}
+    assert target.call("holds").result() == source.call("holds").result()
+
+
+@NIXL
+def test_bytes_do_not_pass_the_host(slots):
+    """NIXL copies from the one memory to the other: more than 5 GB/s, where UCX over TCP reaches 0.7."""
+    with (
+        groups_of(slots[4:], Bulk) as (source, target),
+        Link(source, target, source="weights", target="weights", transport="nixl") as link,
+    ):
+        for step in range(4):
+            source.call("fill", step + 2.0).result()
+            report = link.send(step, timeout=60)
+            assert target.call("holds").result() == [step + 2.0] * 2
+        assert report.bytes_moved / report.seconds["move"] > 5e9
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+@NIXL
+def test_offload(slots, commit):
+    """What a source frees between two sends is free, but for the one allocation that UCX keeps mapped."""
+    with (
+        groups_of(slots[4:], Bulk) as (source, target),
+        Link(source, target, source="weights", target="weights", transport="nixl", commit=commit) as link,
+    ):
+        for step in range(2):
+            source.call("fill", step + 2.0).result()
+            link.send(step, timeout=60)
+            assert target.call("holds").result() == [step + 2.0] * 2
+            for rank in range(2):
+                assert source.at(tp=rank).call("offload").result()[0] >= 3 * (64 << 20)
+            source.call("allocate").result()
+
+
+def test_apply(groups):
+    """A method that loads tensors gets them in host memory."""
+    source, target = groups
+    source.call("fill", 5.0).result()
+    with Link(source, target, source="weights", apply="load", chunk_bytes=1 << 16) as link:
+        link.send(0, timeout=60)
+    assert target.call("holds").result() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sync(slots, transport):
+    """A rank that was started again gets the version from what is kept, or from its peers."""
+    with groups_of(slots[4:], Replica) as (source, target):
+        source.call("fill", 2.0).result()
+        with Link(source, target, source="weights", target="weights", transport=transport) as link:
+            link.send(0, timeout=60)
+            kill(target, 1)
+            assert target.restart_failed_workers() == [1]
+            assert target.call("holds").result() == [2.0, 0.0]
+            link.sync(timeout=60)
+            assert target.call("holds").result() == [2.0, 2.0]
+
+
+@NIXL
+@pytest.mark.parametrize(
+    ("side", "phase", "how"), [("source", "stage", "kill"), ("target", "move", "kill"), ("target", "commit", "stop")]
+)
+def test_faults(slots, side, phase, how):
+    """A lost rank is named in time, targets stay old before the decision, and the next send works."""
+    with (
+        groups_of(slots[4:], Replica) as (source, target),
+        Link(source, target, source="weights", target="weights", transport="nixl", verify="always") as link,
+    ):
+        check_fault(source, target, link, side, phase, how, itertools.count(1), timeout_s=10.0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_overlapping_methods(slots, transport):
+    """On asyncio workers, where reads run in other threads, no method sees a mixture."""
+    with (
+        groups_of(slots[4:], AsyncHolder) as (source, target),
+        Link(source, target, source="weights", target="weights", transport=transport) as link,
+    ):
+        for step in range(3):
+            source.call("fill", step + 2.0).result()
+            running = target.call("generate", 0.2)
+            link.send(step, timeout=60)
+            assert None not in itertools.chain(*running.result())
+            assert target.call("holds").result() == [step + 2.0] * 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_left(groups, transport):
+    """A link that was closed keeps no memory of the GPU."""
+    source, target = groups
+    before = source.call("memory").result(), target.call("memory").result()
+    with Link(source, target, source="weights", target="weights", transport=transport) as link:
+        link.send(0, timeout=60)
+    assert (source.call("memory").result(), target.call("memory").result()) == before
