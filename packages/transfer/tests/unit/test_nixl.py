@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import gc
+import importlib.util
 import itertools
 import re
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import LocalTensor
 from fairlead_transfer._remote import tensors
-from fairlead_transfer._remote.agent import Agent, Run, collapse, explain_missing
+from fairlead_transfer._remote.agent import MODULES, UCX, Agent, Run, collapse, explain_missing
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._remote.nixl import RUN_BYTES, Nixl
 from fairlead_transfer._remote.tensors import library
@@ -130,6 +131,15 @@ def test_staging_has_huge_pages(name):
             assert " hg" in mapping.partition("VmFlags:")[2]
             return
     pytest.fail("the buffer is not mapped")
+
+
+def test_options_of_ucx():
+    """UCX has the options that it is given; it ignores others without a word."""
+    module = next(name for name in MODULES if importlib.util.find_spec(name))
+    (library,) = Path(importlib.util.find_spec(module).origin).parents[1].glob(f"{module}.libs/ucx/libuct_cuda.so*")
+    for option in UCX.split(","):
+        name, _, _ = option.removeprefix("CUDA_IPC_").partition("=")
+        assert f"\0{name}\0".encode() in library.read_bytes()
 
 
 def read_until(agent, handles, deadline):
