@@ -24,8 +24,10 @@ def find_fleets(snapshot: Snapshot) -> tuple[Fleet, ...]:
     environ = {one.actor_id: _environ(processes.get((one.node_id, one.pid))) for one in actors}
     found: list[Fleet] = []
     for rule in (_by_label, _by_environ, _by_name, _by_class):
-        new = rule([one for one in actors if one.actor_id not in _members(found)], environ)
-        found += [_attach_lost(fleet, actors, _members([*found, *new])) for fleet in new]
+        taken = _members(found)
+        new = rule([one for one in actors if one.actor_id not in taken], environ)
+        taken |= _members(new)
+        found += [_attach_lost(fleet, actors, taken) for fleet in new]
     return tuple(found)
 
 
@@ -176,7 +178,8 @@ def _attach_lost(fleet: Fleet, actors: Sequence[Actor], taken: frozenset[str]) -
     They were made by the owner of the members, of their class, before the death, and nothing has taken their place: no
     member was created after the death.
     """
-    members = [one for one in actors if one.actor_id in _members([fleet])]
+    own = _members([fleet])
+    members = [one for one in actors if one.actor_id in own]
     alive = [one for one in members if one.state == "ALIVE"]
     if not alive:
         return fleet

@@ -90,7 +90,10 @@ class _Judge:
         found, graph = [], self._graph
         for key, process in graph.processes.items():
             at = graph.positions[key]
-            wait = next((one for one in graph.waits if key in graph.reach(one.waiters)), None)
+            children = [child for child in process.children if child.states[1] in ("T", "t")]
+            wait = None
+            if at.motion == "stopped" or children:
+                wait = next((one for one in graph.waits if key in graph.reach(one.waiters)), None)
             if at.motion == "stopped" and key not in self._snapshot.claimed:
                 # A driver that is stopped explains idle workers, and not workers that hang.
                 others = [one.kind for of, one in graph.positions.items() if of != key]
@@ -99,17 +102,18 @@ class _Judge:
                 text, kind = "is stopped by a signal (SIGSTOP), or by a debugger", "stopped" if blames else "driver"
                 one = self._blame(kind, [key], text, wait, (at.since_s, _RAN), fact, sure=True)  # type: ignore[arg-type]
                 found.append(replace(one, blames=blames, remedy=f"kill -CONT {process.pid}"))
-            for child in process.children:
-                if child.states[1] in ("T", "t"):
-                    text = f"has a child process that is stopped: {child.title[:60]} (pid {child.pid})"
-                    fact = Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")
-                    one = self._blame("stopped", [key], text, wait, (None, ""), fact, sure=True)
-                    found.append(replace(one, blames=wait is not None, remedy=f"kill -CONT {child.pid}"))
+            for child in children:
+                text = f"has a child process that is stopped: {child.title[:60]} (pid {child.pid})"
+                fact = Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")
+                one = self._blame("stopped", [key], text, wait, (None, ""), fact, sure=True)
+                found.append(replace(one, blames=wait is not None, remedy=f"kill -CONT {child.pid}"))
         return found
 
     def _nodes(self) -> list[Finding]:
         found, graph = [], self._graph
         for node in self._snapshot.nodes:
+            if node.answer not in ("lost", "silent"):
+                continue
             there = [key for key, one in graph.actors.items() if one.node_id == node.node_id and one.state != "DEAD"]
             wait = next((one for one in graph.waits if graph.reach(one.waiters) & {*there}), None)
             if there and node.answer == "lost" and wait is not None:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A look at a large cluster, simulated where requests leave: Ray's tables and the probes."""
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seen import ALL_REDUCE, JOB, NOW, QUEUE, RAY, actor, environ
+
+from fairlead_inspect import _fanout
+from fairlead_inspect._model import Job
+from fairlead_inspect._show import to_json
+from fairlead_inspect._verdict.rules import diagnose
+from fairlead_placement import HeadTimeoutError
+
+NODES, EACH, SILENT = 250, 8, 12
+
+
+def answer(numbers):
+    """Return what the probe of a node answers about some ranks, of which the first job's rank 37 hangs."""
+    stacks = [[(one.file, one.function, one.line) for one in (*stack, *RAY)] for stack in (ALL_REDUCE, QUEUE)]
+    rows = []
+    for number in numbers:
+        fleet, rank = divmod(number, 500)
+        thread = (1000 + number, "MainThread", int((fleet, rank) == (0, 37)), -1, ("S", "S"), 0, 0, 100.0, False)
+        fields = environ(rank, 500, fleet), [], [], 2**30, "", ""
+        rows.append((1000 + number, "ray::W.train", ("S", "S"), 0, 1.0, [thread], *fields))
+    return {"processes": rows, "stacks": stacks, "notes": [], "took_s": 1.2}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """250 nodes with 2,000 actors in 4 fleets; the last 12 nodes do not answer."""
+    names = [f"n{at}" for at in range(NODES)]
+    actors = [actor(at, f"W{at // 500}", node_id=names[at // EACH]) for at in range(NODES * EACH)]
+    rows = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{at}", "Alive": True} for at, name in enumerate(names)]
+    tables = SimpleNamespace(
+        read_jobs=lambda: [Job(JOB, "train.py", 811, "n0", "driver")],
+        read_actors=lambda job: actors,
+        read_calls=lambda job: ([], frozenset(), {}),
+    )
+    monkeypatch.setattr(_fanout, "_ray_private", tables)
+    monkeypatch.setattr(_fanout, "ask_head", lambda what, function, *args, timeout_s: function(*args))
+    monkeypatch.setattr(ray, "nodes", lambda: rows)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "ff000000"))
+
+    def probe(wanted, window_s, timeout_s):
+        found = {name: answer(sorted(pid - 1000 for pid in pids)) for name, (pids, _) in wanted.items()}
+        return found | dict.fromkeys(names[-SILENT:], "no answer within 4.0 s")
+
+    monkeypatch.setattr(_fanout, "_probe", probe)
+    return tables
+
+
+def test_simulated_cluster(large):
+    """Of 250 nodes 12 are silent: the verdict about a fleet without members there is the same, and they are listed."""
+    began = time.process_time()
+    snapshot = _fanout.look_at_cluster(None)
+    found = diagnose(snapshot, after_s=60)
+    fields = to_json(snapshot, found)
+    assert time.process_time() - began < 10  # 0.5 s on a machine that does nothing else
+    assert [(one.kind, one.fleet, one.ranks) for one in found if one.blames] == [("late", "W0", (37,))]
+    assert len(fields["unanswered"]) == SILENT
+    assert fields["complete"] is False
+    # The fleet that has members there is not judged by those that answered.
+    assert not any(one.blames for one in found if one.fleet == "W3")
+
+
+def test_without_task_events(large):
+    """If Ray's head does not answer about tasks, the rest of the look is still there."""
+
+    def fail(job):
+        raise HeadTimeoutError("no answer")
+
+    large.read_calls = fail
+    snapshot = _fanout.look_at_cluster(None)
+    assert snapshot.notes == (f"no task events of job {JOB}: HeadTimeoutError",)
+    assert [one.ranks for one in diagnose(snapshot) if one.blames] == [(37,)]
+
+
+def test_other_job(large):
+    """A job that is not there gives an empty look."""
+    assert _fanout.look_at_cluster("77000000").jobs == ()
+    assert _fanout.look_at_cluster(JOB).looked_at > NOW
