@@ -258,6 +258,31 @@ def test_class_without_ranks():
     assert blamed(of([ALL_REDUCE, QUEUE, QUEUE])) == []
 
 
+def test_spares():
+    """Without ranks, an actor that runs another method than those that wait, or none, may be a spare."""
+
+    def of(spare, title="ray::Worker.train"):
+        snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, spare], driver_waits=False)
+        changed = (
+            replace(one, environ={}, title=title if one.pid == 1002 else one.title) for one in snapshot.processes
+        )
+        return replace(snapshot, processes=tuple(changed))
+
+    assert blamed(of(QUEUE)) == [("late", (2,), "likely")]
+    assert blamed(of(QUEUE, "ray::Worker.stand_by")) == []
+    assert blamed(of(IDLE)) == []
+
+
+def test_actors_that_start_again():
+    """An actor that Ray starts again, or whose arguments are not there, is not blamed, nor one that died just now."""
+    for state in ("RESTARTING", "DEPENDENCIES_UNREADY"):
+        again = actor(5, state=state, pid=0)
+        assert blamed(look([again], [process(811, GET, refs=[ref(again.actor_id)], driver=True)])) == []
+    for age, expected in ((1.0, []), (9.0, [("dead", (), "likely")])):
+        dead = actor(5, state="DEAD", pid=0, death=Death("killed", False, NOW - age))
+        assert blamed(look([dead], [process(811, GET, refs=[ref(dead.actor_id)], driver=True)])) == expected
+
+
 def test_no_job():
     """An empty cluster, and actors that wait for no one, are well."""
     assert diagnose(look([], [])) == ()

@@ -12,7 +12,11 @@ from .waits import Graph, Wait, driver_key, make_graph
 
 # A rank may wait so long for a file or a server and be well.
 AFTER_S = 60.0
+# Ray tells the callers of an actor of its death within this time.
+NOTICED_S = 5.0
 _PENDING = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
+# Those in other states wait for objects, or have just died.
+_REQUESTING = ("PENDING_CREATION", "PENDING_NODE_ASSIGNMENT")
 _MOST_NAMED = 256
 _RAN, _WAITED = "last run of its thread", "the first of those that wait"
 
@@ -73,6 +77,9 @@ class _Judge:
             age = max(0.0, self._snapshot.looked_at - actor.death.at) if actor.death.at else None
             # Whoever ends a group of actors ends one after the other, and the last ones may wait meanwhile.
             if actor.death.intended and (age or 0.0) < self._after_s:
+                continue
+            # `ray.get` raises for an actor that is dead, so that only what Ray has not yet noticed waits for it.
+            if wait.kind != "collective" and (len(wait.targets) > 1 or (age or 0.0) < NOTICED_S):
                 continue
             sure = not actor.death.intended and wait.fleet is not None and wait.fleet.confidence == "certain"
             fact, text = Evidence("actor table", f"DEAD: {actor.death.cause}", age), f"is dead: {actor.death.cause}"
@@ -136,13 +143,10 @@ class _Judge:
                 if actor is not None and actor.state in _PENDING:
                     wants = ", ".join(f"{amount:g} {name}" for name, amount in sorted(actor.resources.items()))
                     text = f"has not started: {actor.state}" + (f", it requests {wants}" if wants else "")
-                    source, began = "actor table", actor.created
+                    source, began, state = "actor table", actor.created, actor.state
                 elif actor is None and task is not None and task.state.startswith("PENDING"):
-                    text, source, began = (
-                        f"of task {task.name} has not started: {task.state}",
-                        "task events",
-                        task.began,
-                    )
+                    text, state = f"task {task.name} has not started: {task.state}", task.state
+                    source, began = "task events", task.began
                 else:
                     continue
                 age = self._snapshot.looked_at - began if began else None
@@ -151,7 +155,8 @@ class _Judge:
                     "pending", [key], text, wait, (age, "Ray's tables"), Evidence(source, text, age), sure=wait.certain
                 )
                 remedy = "ray status shows what is free and what is requested"
-                found.append(replace(one, blames=settled and wait.certain, moves=not settled, remedy=remedy))
+                blames = settled and wait.certain and state in _REQUESTING
+                found.append(replace(one, blames=blames, moves=not settled, remedy=remedy))
             if wait.fleet is not None and wait.fleet.missing and not wait.fleet.disputed:
                 found.append(self._missing(wait, wait.fleet))
         return _unique(found)
@@ -217,6 +222,10 @@ class _Judge:
         if alike or (fleet is not None and (fleet.disputed or fleet.missing)):
             return None
         first = max(at.values(), key=lambda one: one.since_s or 0.0)
+        # What looks like a fleet may have spares, which run another method or none.
+        titles = {self._graph.processes[key].title for key in (*wait.waiters, *sinks) if key in self._graph.processes}
+        if fleet is not None and fleet.confidence != "certain" and (first.kind == "idle" or len(titles) > 1):
+            return None
         if first.kind == "idle":
             # It waits for its caller. That is known to wait for the others only if it stands in `ray.get`.
             if not (collective and all(self._caller_waits(key) for key in sinks)):
