@@ -4,14 +4,16 @@
 `VenvSpec` is the public class of them.
 """
 
+import argparse
 import dataclasses
+import functools
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -19,27 +21,37 @@ from .._build.redact import is_secret_name, redact
 from .._build.uv import NOT_INHERITED
 from .requirements import normalise
 
-# The field that the value of a flag sets, or is added to. A value is written as `--flag value` or `--flag=value`.
-SETS = {"--default-index": "index", "--directory": "project", "--project": "project", "--python": "python"}
-ADDS = {
-    "--extra": "extras",
-    "--find-links": "find_links",
-    "--group": "groups",
-    "--no-group": "no_groups",
-    "--with": "requirements",
-}
-# The fields that a flag without a value sets.
-FLAGS: dict[str, dict[str, Any]] = {
-    "--frozen": {"frozen": True},
-    # These two have no effect: the lock is never changed, and nothing is installed editable.
-    "--locked": {},
-    "--no-editable": {},
-    "--no-default-groups": {"default_groups": False},
-    "--no-index": {"no_index": True},
-    "--no-project": {"no_project": True},
-}
 OF_PROJECT = ("extras", "groups", "default_groups", "no_groups", "frozen")
-SHORT = {"-f": "--find-links", "-p": "--python", "-w": "--with"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+@functools.cache
+def _make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the arguments of `uv run`, whose results are fields of a spec."""
+    parser = _Parser(prog="uv run", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory", dest="project")
+    parser.add_argument("--project")
+    parser.add_argument("--default-index", dest="index")
+    parser.add_argument("-p", "--python")
+    parser.add_argument("-w", "--with", dest="requirements", action="append", default=[])
+    parser.add_argument("-f", "--find-links", action="append", default=[])
+    parser.add_argument("--extra", dest="extras", action="append", default=[])
+    parser.add_argument("--group", dest="groups", action="append", default=[])
+    parser.add_argument("--no-group", dest="no_groups", action="append", default=[])
+    parser.add_argument("--no-dev", dest="no_groups", action="append_const", const="dev")
+    parser.add_argument("--no-default-groups", dest="default_groups", action="store_false", default=True)
+    parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--no-index", action="store_true")
+    parser.add_argument("--no-project", action="store_true", default=False)
+    # These have no effect: the lock is never changed, nothing is installed editable, and a spec gives an interpreter.
+    parser.add_argument("--locked", dest="ignored", action="store_true")
+    parser.add_argument("--no-editable", dest="ignored", action="store_true")
+    parser.add_argument("program", nargs="?", choices=["python"], default=None)
+    return parser
 
 
 def is_uv_command(text: str) -> bool:
@@ -50,37 +62,20 @@ def is_uv_command(text: str) -> bool:
 
 def parse_command(command: str, folder: str | Path | None = None) -> dict[str, Any]:
     """Return the fields of the spec that a command means. Its project is relative to a folder, or the current one."""
-    words = iter(shlex.split(command))
+    program, *words = shlex.split(command) or [""]
     command = redact(command)  # from here on it is only shown
-    if Path(next(words, "")).name != "uv" or next(words, "") != "run":
+    if Path(program).name != "uv" or words[:1] != ["run"]:
         raise ValueError(f"expected a command that starts with 'uv run', got {command!r}")
-    fields: dict[str, Any] = {"project": None, "default_groups": True, "no_project": False}
-    fields.update({name: [] for name in ("extras", "find_links", "groups", "no_groups", "requirements")})
-    for word in words:
-        flag, equals, value = word.partition("=")
-        flag = SHORT.get(flag, flag)
-        if flag in SETS or flag in ADDS:
-            if not equals and (value := next(words, "")) == "":
-                raise ValueError(f"{flag} needs a value in {command!r}")
-            if flag in SETS:
-                fields[SETS[flag]] = value
-            else:
-                fields[ADDS[flag]] += [one.strip() for one in value.split(",")] if flag == "--with" else [value]
-        elif flag in FLAGS and not equals:
-            fields |= FLAGS[flag]
-        elif word == "--no-dev":
-            fields["no_groups"].append("dev")
-        elif word in ("python", "--") and not list(words):
-            break  # the command runs an interpreter, which is what a spec gives
-        else:
-            supported = ", ".join(sorted([*SETS, *ADDS, *FLAGS, "--no-dev"]))
-            raise ValueError(f"{redact(word)!r} in {command!r} is not supported. Supported are {supported}")
-    return _finish(fields, command, folder)
-
-
-def _finish(fields: dict[str, Any], command: str, folder: str | Path | None) -> dict[str, Any]:
+    parser = _make_parser()
+    try:
+        given = vars(parser.parse_args(words[1:]))
+    except ValueError as error:
+        supported = " ".join(parser.format_usage().split()[1:])
+        raise ValueError(f"{command!r} cannot be read: {redact(str(error))}. Supported is {supported}.") from None
+    fields = {name: value for name, value in given.items() if name not in ("ignored", "program")}
+    fields["requirements"] = [one.strip() for value in fields["requirements"] for one in value.split(",")]
     if fields.pop("no_project"):
-        if fields.pop("project") or fields["extras"] or fields["groups"] or fields.get("frozen"):
+        if "project" in fields or fields["extras"] or fields["groups"] or "frozen" in fields:
             raise ValueError(f"--no-project contradicts other flags in {command!r}, which need a project")
         return {name: value for name, value in fields.items() if name not in OF_PROJECT}
     if fields.pop("requirements"):
@@ -89,8 +84,7 @@ def _finish(fields: dict[str, Any], command: str, folder: str | Path | None) -> 
             "group or an extra, or use --no-project"
         )
     here = Path.cwd() if folder is None else Path(folder)
-    fields["project"] = str(here / (fields["project"] or ""))
-    return fields
+    return {**fields, "project": str(here / fields.get("project", ""))}
 
 
 PYTHON = r"\d+\.\d+(\.\d+)?"
