@@ -15,13 +15,7 @@ from typing import Any
 
 from ._build.publish import TRASH, KernelLock, leftover_name, leftovers, remove_leftovers
 from ._build.store import MANIFEST, lock_path, python_of, read_manifest, venv_root
-from ._build.users import (
-    can_see_processes,
-    find_users,
-    host_id,
-    locks_decide,
-    read_marks,
-)
+from ._build.users import can_see_processes, find_users, host_id, locks_decide, read_marks
 from ._planning.plan import read_draft
 from ._planning.requirements import RESOLVED
 from ._planning.wheel import WHEELS
@@ -172,11 +166,6 @@ def _read_clock(root: Path) -> float:
         return time.time()
 
 
-def _is_due(path: Path, limit: float, now: float) -> bool:
-    """Return whether no host has marked an environment lately."""
-    return all(now - at >= limit for at in read_marks(path).values())
-
-
 def _measure_age(path: Path, now: float) -> float:
     """Return the seconds since a path was created or marked; 0 if another process removes it."""
     try:
@@ -244,7 +233,7 @@ def _remove(path: Path, limit: float, now: float) -> bool:
     try:
         if not lock.acquire() or not hold.acquire():
             return False
-        if not _is_due(path, limit, now) or find_users([path])[os.path.realpath(path)]:
+        if any(now - at < limit for at in read_marks(path).values()) or find_users([path])[os.path.realpath(path)]:
             return False
         aside = leftover_name(path, TRASH)
         os.rename(path, aside)

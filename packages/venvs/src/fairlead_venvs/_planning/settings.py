@@ -20,7 +20,7 @@ from .._build.uv import (
     is_index_credential,
     is_neutral,
 )
-from .spec import BaseSpec
+from .spec import BaseSpec, resolve_link
 
 # The time limit in seconds of a caller that gives none.
 DEADLINE_S = 1800.0
@@ -50,7 +50,7 @@ class Settings:
 def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, project: str = "") -> Settings:
     """Read uv's settings for a spec: its fields and its `env` come before the variables of the driver."""
     ambient = _select_ambient(spec, os.environ if variables is None else variables)
-    links = tuple(_resolve(link) for link in ambient.pop("UV_FIND_LINKS", "").split(",") if link)
+    links = tuple(resolve_link(link) for link in ambient.pop("UV_FIND_LINKS", "").split(",") if link)
     merged = {**ambient, **spec.env}
     if refused := [name for name in REFUSED if merged.get(name)]:
         raise ValueError(
@@ -63,7 +63,7 @@ def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, pr
     here: dict[str, str] = {}
     texts: dict[str, list[str]] = {}
     for name in FILES:
-        if paths := [_resolve(path) for path in merged.get(name, "").split()]:
+        if paths := [resolve_link(path) for path in merged.get(name, "").split()]:
             here[name] = " ".join(paths)
             texts[name] = [path if "://" in path else _read_file(name, path) for path in paths]
             secrets |= find_secrets(texts[name])
@@ -102,11 +102,6 @@ def _select_ambient(spec: BaseSpec, variables: Mapping[str, str]) -> dict[str, s
     names = [name for name in variables if name.startswith("UV_") and name not in replaced]
     settings = {name: variables[name] for name in names if is_deciding(name) or is_index_credential(name)}
     return {name: value for name, value in settings.items() if value}
-
-
-def _resolve(path: str) -> str:
-    """Return the absolute path of a path of this machine, and a URL unchanged."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def _read_file(name: str, path: str) -> str:

@@ -128,7 +128,7 @@ class BaseSpec:
                 raise ValueError(f"{', '.join(unfit)} belong to a project, and there is none")
         for name in ("extras", "groups", "no_groups"):
             self._set(name, tuple(sorted(set(getattr(self, name)))))
-        self._set("find_links", tuple(map(_resolve_link, self.find_links)))
+        self._set("find_links", tuple(map(resolve_link, self.find_links)))
         self._set("env", _check_variables(self.env, links=bool(self.find_links), index=self.index is not None))
         self._check()
 
@@ -167,12 +167,12 @@ class BaseSpec:
         return redact(text)
 
 
-def _resolve_link(link: str) -> str:
+def resolve_link(link: str) -> str:
     """Return a folder of this machine as its absolute path, and any other URL unchanged."""
     if link.lower().startswith("file:"):
         parts = urlsplit(link)
         if parts.netloc not in ("", "localhost"):
-            raise ValueError(f"find_links: {link!r} names a file of another host. Give a path, or an http URL.")
+            raise ValueError(f"{link!r} names a file of another host. Give a path, or an http URL.")
         link = url2pathname(parts.path)
     return link if "://" in link else os.path.abspath(os.path.expanduser(link))
 
