@@ -234,7 +234,7 @@ class _Judge:
             return self._blame("late", sinks, text, wait, (bound, _WAITED), self._counts(sinks[0]))
         if first.kind != "user":
             return None
-        if all(one.motion == "disk" for one in at.values()):
+        if all(one.motion == "disk" and one.thread and one.thread.switches == 0 for one in at.values()):
             text = f"waits for a disk or a driver of the kernel ({self._graph.processes[sinks[0]].file or 'state D'})"
             return self._blame("disk", sinks, text, wait, (first.since_s, _RAN), self._counts(sinks[0]))
         if all(one.motion == "still" and (one.since_s or 0.0) >= self._after_s for one in at.values()):
@@ -242,9 +242,11 @@ class _Judge:
             since = first.since_s, _RAN
             return self._blame("late", sinks, "does not move", wait, since, self._counts(sinks[0]), sure=sure)
         if collective and all(one.motion in ("still", "spinning", "waking") for one in at.values()):
+            # A loop at one line may be endless, and may be long work: two looks do not tell them apart.
             spins = any(one.motion == "spinning" for one in at.values())
             text = "uses a core at one line: endless or slow" if spins else "wakes up now and then at one line"
-            return self._blame("late", sinks, text, wait, (bound, _WAITED), self._counts(sinks[0]))
+            one = self._blame("late", sinks, text, wait, (bound, _WAITED), self._counts(sinks[0]))
+            return replace(one, blames=False, confidence="guess")
         return None
 
     def _is_absent(self, key: str) -> bool:
