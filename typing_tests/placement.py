@@ -202,6 +202,7 @@ def slot(group: PlacementGroup) -> None:
     assert_type(slot.node_ip, str)
     assert_type(slot.node_rank, int)
     assert_type(slot.local_rank, int)
+    assert_type(slot.accelerators, Mapping[str, tuple[str, ...]])
     assert_type(slot.accelerator_ids, tuple[str, ...])
     assert_type(slot.labels, Mapping[str, str])
     assert_type(slot.worker_resources, Mapping[str, float])

@@ -74,12 +74,12 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _parse_request(text: str) -> RayVirtualCluster:
     found = _SIZE.fullmatch(text.strip())
-    if found is None or found["kind"].upper() not in ("GPU", "CPU"):
+    kind = None if found is None else _find_kind(found["kind"])
+    if found is None or kind not in ("CPU", *ACCELERATORS):
         raise argparse.ArgumentTypeError(f"must be like '4x8 GPU' or '16 CPU', got {text!r}")
+    counts = [int(found["each"])] * int(found["nodes"] or 1)
     try:
-        return RayVirtualCluster(
-            [int(found["each"])] * int(found["nodes"] or 1), use_gpus=found["kind"].upper() == "GPU"
-        )
+        return RayVirtualCluster(counts, accelerators={} if kind == "CPU" else {kind: 1})
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
@@ -90,9 +90,12 @@ def _parse_expected(text: str) -> Expected:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise argparse.ArgumentTypeError(f"must be like '64' or '64x8 GPU', got {text!r}")
-    names = {name.upper(): name for name in ACCELERATORS}
-    kind = names.get(found["kind"].upper(), found["kind"])
-    return Expected(int(found["nodes"] or 1), {kind: float(found["each"])})
+    return Expected(int(found["nodes"] or 1), {_find_kind(found["kind"]): float(found["each"])})
+
+
+def _find_kind(name: str) -> str:
+    """Return the name of a resource, however a command line writes it."""
+    return {one.upper(): one for one in ("CPU", *ACCELERATORS)}.get(name.upper(), name)
 
 
 def _nodes(options: argparse.Namespace, output: Output) -> int:

@@ -32,7 +32,7 @@ class RayVirtualCluster:
 
     Args:
         bundle_ct_per_node_list: the number of bundles of each logical node; 0 skips the node.
-        use_gpus: each bundle holds one GPU.
+        use_gpus: each bundle holds one GPU, if `accelerators` does not say more.
         max_colocated_worker_groups: how many worker groups may share the slots; also CPUs per bundle.
         num_gpus_per_node: GPUs of a physical node, checked to be positive.
         name: appears in messages and in Ray's placement-group table.
@@ -41,6 +41,9 @@ class RayVirtualCluster:
         enable_colocation: at least two worker groups may share the slots.
         gpu_ids: the GPUs of their nodes that the bundles hold: a list of ids (with one logical node in use), a list per
             logical node, or "auto" (None) for any GPUs. Not together with `segment_size`.
+        accelerators: the accelerators that each bundle holds, by the name that Ray has for them: `{"GPU": 0.5}`,
+            `{"neuron_cores": 2}`, `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
+        accelerator_type: the model of these, as Ray names it, such as "A100".
         monitor_memory: sample the memory of the nodes once a second while the cluster is reserved; see
             `get_resource_usage`.
         communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
@@ -81,14 +84,16 @@ class RayVirtualCluster:
         node_resource_constraints: Sequence[Mapping[str, float]] | None = None,
         *,
         enable_colocation: bool = False,
-        gpu_ids: Sequence[int] | Sequence[Sequence[int]] | Literal["auto"] | None = None,
+        gpu_ids: Sequence[int | str] | Sequence[Sequence[int | str]] | Literal["auto"] | None = None,
+        accelerators: Mapping[str, float] | None = None,
+        accelerator_type: str | None = None,
         monitor_memory: bool = False,
         communication_backend: Literal["nccl", "gloo"] | None = None,
         label_selector: Mapping[str, str] | None = None,
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        counts = _model.check_counts(bundle_ct_per_node_list)
+        counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
         _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
         _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
         check_positive("num_gpus_per_node", num_gpus_per_node)
@@ -99,16 +104,24 @@ class RayVirtualCluster:
         check_range(self.port_range_low, self.port_range_high)
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
-        self.use_gpus = use_gpus
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
-        wanted = check_gpu_ids(gpu_ids, counts, use_gpus, placement_group_strategy, segment_size)
-        self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if use_gpus else "gloo")
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
+        self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
+        gpus = self._accelerators.get("GPU", 0.0)
+        self.use_gpus = gpus > 0
+        wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
+        self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
         # One for each logical node, also for those that are not in use.
         self._models = _model.make_asks(
-            counts, capacity, placement_group_strategy, use_gpus, label_selector, node_resource_constraints
+            counts,
+            capacity,
+            placement_group_strategy,
+            self._accelerators,
+            accelerator_type,
+            label_selector,
+            node_resource_constraints,
         )
         asks = [ask for ask in self._models if ask.count > 0]
         request = Request(
@@ -158,7 +171,7 @@ class RayVirtualCluster:
         state = "reserved" if self._holding.held else "not reserved"
         if self._holding.ray_ended:
             state = "its Ray has been shut down"
-        kind = "GPU" if self.use_gpus else "CPU"
+        kind = ", ".join(self._accelerators) or "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
 
@@ -308,7 +321,7 @@ class RayVirtualCluster:
             ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as of `reserve`. Nothing has changed.
             PlacementError: the cluster was shut down meanwhile. Nothing of the extension stays reserved.
         """
-        counts = _model.check_extension(bundle_counts)
+        counts = _model.check_counts("bundle_counts", bundle_counts, least=1)
         check_seconds("timeout_s", timeout_s)
         check_seconds("wait_for_nodes_s", wait_for_nodes_s)
         self._check_no_view("extend")
@@ -463,7 +476,7 @@ class RayVirtualCluster:
         # The object that has claimed the slots of a group shows the same workers, and the standbys too.
         claimed = {id(group.worker_metadata): group for group in groups_on(slots)}
         shown = [claimed.get(id(group.worker_metadata), group) for group in worker_groups]
-        return draw(self._counts, slots, self.use_gpus, shown, title)
+        return draw(self._counts, slots, self._accelerators, shown, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""
@@ -472,7 +485,7 @@ class RayVirtualCluster:
     def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
         """Print the grid with several groups. The default are all groups on this cluster."""
         groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
-        counted = count_bundles(self._counts, self.use_gpus)
+        counted = count_bundles(self._counts, self._accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
 
     def _repr_html_(self) -> str:

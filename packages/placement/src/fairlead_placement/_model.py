@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar, get_args
 
+from ._ray_private import accelerator_names
+
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -15,6 +17,8 @@ Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 # Ray keeps amounts of resources in ten-thousandths.
 PRECISION = 10_000
+# Ray gives a node a resource of this name for the model of its accelerators, such as "accelerator_type:A100".
+ACCELERATOR_TYPE = "accelerator_type:"
 
 
 @dataclass(frozen=True)
@@ -164,21 +168,14 @@ def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]
     return grouped
 
 
-def check_counts(counts: Any) -> tuple[int, ...]:
+def check_counts(name: str, counts: Any, *, least: int = 0) -> tuple[int, ...]:
     """Return the numbers of bundles per logical node."""
     if not isinstance(counts, (list, tuple)) or not counts:
-        raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
+        raise ValueError(f"{name} must be a list with an entry per logical node, got {counts!r}")
     for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(f"bundle counts must be integers, {least} or more, got {count!r} in {counts!r}")
     return tuple(counts)
-
-
-def check_extension(counts: Any) -> tuple[int, ...]:
-    """Return the numbers of bundles of new logical nodes."""
-    if not isinstance(counts, (list, tuple)) or not counts:
-        raise ValueError(f"bundle_counts must be a list with an entry for each new logical node, got {counts!r}")
-    return tuple(check_positive("a bundle count of a new logical node", count) for count in counts)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -208,6 +205,29 @@ def check_segments(size: Any, counts: Sequence[int], strategy: str) -> int | Non
     if len(counts) % size:
         raise ValueError(f"{len(counts)} logical nodes in use are not a multiple of segment_size={size}")
     return int(size)
+
+
+def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
+    """Return the accelerators that a bundle holds, of which each of `capacity` workers gets the same part."""
+    if accelerators is None:
+        return {"GPU": 1.0} if use_gpus else {}
+    if "GPU" in accelerators and not use_gpus:
+        raise ValueError(f"accelerators={accelerators!r} has GPUs, and use_gpus=False none: leave use_gpus out")
+    if unknown := sorted(accelerators.keys() - (names := accelerator_names())):
+        raise ValueError(
+            f"accelerators may name {sorted(names)}, got {unknown}; other resources are node_resource_constraints"
+        )
+    for name, amount in accelerators.items():
+        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 < amount < math.inf:
+            raise ValueError(f"accelerators must have positive, finite amounts, got {name!r}: {amount!r}")
+        # Ray divides a device, and gives no process parts of several. Parts of other sizes would not fill a device.
+        parts = max(amount / capacity, capacity / amount)
+        if abs(parts - round(parts)) > 1e-3 * parts:
+            raise ValueError(
+                f"accelerators={accelerators!r} gives each of {capacity} worker(s) {amount / capacity:g} {name}, which "
+                "must be a whole number, or 1/2, 1/3, ... of a device"
+            )
+    return {name: float(amount) for name, amount in accelerators.items()}
 
 
 def check_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:
@@ -244,12 +264,17 @@ def make_asks(
     counts: Sequence[int],
     capacity: int,
     strategy: Strategy,
-    use_gpus: bool,
+    accelerators: Mapping[str, float],
+    model: str | None,
     labels: Mapping[str, str] | None,
     constraints: Sequence[Mapping[str, float]] | None,
 ) -> list[Ask]:
     """Return a request for each logical node, also for those that are not in use."""
-    bundle = {"CPU": float(capacity), **({"GPU": 1.0} if use_gpus else {})}
+    if model is not None and not (isinstance(model, str) and model and accelerators):
+        raise ValueError(f"accelerator_type must be the model of the accelerators of a bundle, got {model!r}")
+    bundle = {"CPU": float(capacity), **accelerators}
+    if model:
+        bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
     return [
         Ask(node_idx, count, {**bundle, **extra}, strategy, dict(labels or {}))
         for node_idx, (count, extra) in enumerate(zip(counts, check_constraints(constraints, len(counts)), strict=True))

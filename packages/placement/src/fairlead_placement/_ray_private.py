@@ -255,18 +255,28 @@ def _live_actor(row: Any) -> LiveActor:
     )
 
 
-def visible_gpus() -> Callable[[], list[str] | None]:
-    """Return a function, for a task, that returns the ids of all GPUs of its node, or None when they are 0, 1, ...
+def accelerator_names() -> frozenset[str]:
+    """Return the names of the resources that Ray takes for accelerators, of which it assigns ids to processes.
+
+    Reason: only the context of a process that is connected to Ray lists them.
+    Fallback: the names of 2026.
+    """
+    try:
+        from ray._private.accelerators import get_all_accelerator_resource_names
+
+        return frozenset(get_all_accelerator_resource_names())
+    except ImportError:
+        return frozenset(("GPU", "TPU", "neuron_cores", "HPU", "NPU"))
+
+
+def visible_gpus() -> list[str] | None:
+    """Return the ids of all GPUs of this node, or None when they are 0, 1, ...
 
     Reason: Ray reports to a process only the ids that it holds.
     Fallback: None, so the ids are assumed to be 0, 1, ...
     """
-
-    def ids() -> list[str] | None:
-        gpus = getattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", {}).get("GPU")
-        return None if gpus is None else list(gpus)
-
-    return ids
+    gpus = getattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", {}).get("GPU")
+    return None if gpus is None else list(gpus)
 
 
 def never_connect() -> None:
@@ -336,10 +346,11 @@ def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[
             futures.clear()
 
 
-def _worker_row(worker_id: str) -> Any | None:
-    """Return what Ray's head knows of a process, or None if it knows nothing.
+def worker_is_alive(worker_id: str) -> bool | None:
+    """Return whether a process and its node are alive, or None if that is unknown. It takes two small requests.
 
-    Reason: `ray.util.state.list_workers` is public but needs the dashboard and lists all processes.
+    Reason: `ray.util.state.list_workers` needs the dashboard, and it and `ray.nodes()` list everything. When a node
+    dies, Ray does not mark its processes as dead.
     Fallback: None. The end of a process is then not noticed, and node agents end with the process that created them.
     """
     try:
@@ -347,30 +358,15 @@ def _worker_row(worker_id: str) -> Any | None:
 
         accessor = ray._private.state.state._connect_and_get_accessor()
         raw = accessor.get_worker_info(ray.WorkerID(bytes.fromhex(worker_id)))
-        return None if raw is None else WorkerTableData.FromString(raw)
+        if raw is None or not (row := WorkerTableData.FromString(raw)).is_alive:
+            return None if raw is None else False
+        address = row.worker_address
+        # Earlier versions of Ray name it raylet_id. The request takes ids of this class only.
+        node_id = ray.NodeID(bytes(getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")))
+        (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
+        return bool(alive)
     except (ImportError, AttributeError, TypeError, ray.exceptions.RaySystemError):
         return None
-
-
-def worker_is_alive(worker_id: str) -> bool | None:
-    """Return whether a process and its node are alive, or None if that is unknown. It takes two small requests.
-
-    Reason: when a node dies, Ray does not mark its processes as dead, and `ray.nodes()` lists all nodes.
-    Fallback: None, as of `_worker_row`.
-    """
-    row = _worker_row(worker_id)
-    if row is None:
-        return None
-    if not row.is_alive:
-        return False
-    address = row.worker_address
-    # Earlier versions of Ray name it raylet_id. The request takes ids of this class only.
-    node_id = ray.NodeID(bytes(getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")))
-    try:
-        (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
-    except (AttributeError, TypeError):
-        return None
-    return bool(alive)
 
 
 def clean_runtime_env() -> Any | None:

@@ -21,13 +21,12 @@ _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", 
 
 
 def draw(
-    counts: Sequence[int], slots: Sequence[Slot], use_gpus: bool, groups: Sequence[Any], title: str | None
+    counts: Sequence[int], slots: Sequence[Slot], held: Mapping[str, float], groups: Sequence[Any], title: str | None
 ) -> RenderableType:
-    """Return a table with a headline and a legend. `slots` is empty until the cluster is reserved."""
-    kind = "GPU" if use_gpus else "CPU"
+    """Return a table with a headline and a legend. `held` is what a slot holds; `slots` is empty until reserved."""
     if not sum(counts):
         return Text("Empty Ray Cluster")
-    headline = Text(title or f"Ray Cluster: {count_bundles(counts, use_gpus)}", style="bold")
+    headline = Text(title or f"Ray Cluster: {count_bundles(counts, held)}", style="bold")
     table = Table(show_header=False, show_lines=True)
     table.add_column("node", style="cyan", no_wrap=True)
     for _ in range(max(counts)):
@@ -61,13 +60,17 @@ def draw(
             for at in range(count)
         ]
         table.add_row(head, *cells)
-    return Group(headline, table, _legend(kind, slots, groups))
+    return Group(headline, table, _legend(held, slots, groups))
 
 
-def count_bundles(counts: Sequence[int], use_gpus: bool) -> str:
-    """Return how many logical nodes are in use, and how many bundles they have."""
+def count_bundles(counts: Sequence[int], held: Mapping[str, float]) -> str:
+    """Return how many logical nodes are in use, and how many bundles they have, which hold this each."""
     nodes = count_noun(sum(count > 0 for count in counts), "node")
-    return f"{nodes}, {count_noun(sum(counts), 'GPU' if use_gpus else 'CPU')}"
+    return f"{nodes}, {count_noun(sum(counts), _kind(held))}"
+
+
+def _kind(held: Mapping[str, float]) -> str:
+    return "CPU" if not held else "slot" if list(held.values()) != [1.0] else next(iter(held))
 
 
 def count_noun(number: int, thing: str) -> str:
@@ -81,8 +84,9 @@ def _cells(slots: Sequence[Slot]) -> tuple[dict[tuple[int, int], tuple[int, int]
     return cell_of, {row: {slot.node_id: slot.node_ip for slot in there} for row, there in rows.items()}
 
 
-def _legend(kind: str, slots: Sequence[Slot], groups: Sequence[Any]) -> Text:
-    lines = [f"n.s: slot s of logical node n (one {kind} each)" + ("" if slots else ", not reserved yet")]
+def _legend(held: Mapping[str, float], slots: Sequence[Slot], groups: Sequence[Any]) -> Text:
+    each = _amounts(held) if (kind := _kind(held)) == "slot" else f"one {kind}"
+    lines = [f"n.s: slot s of logical node n ({each} each)" + ("" if slots else ", not reserved yet")]
     if len(groups) == 1:
         lines.append(f"W r: worker of rank r of {_name(groups[0])}")
     else:

@@ -19,7 +19,7 @@ class Slot:
         node_ip: address of the physical node.
         node_rank: number of the physical node among those of the cluster, 0.. in physical order.
         local_rank: number of the slot on its physical node, 0.. in physical order.
-        accelerator_ids: ids of the accelerators of the bundle, as Ray names them; empty on CPU.
+        accelerators: ids of the accelerators of the bundle, by the name of the resource, as Ray names them.
         labels: labels of the physical node.
         worker_resources: what one worker here requests from Ray, such as `{"CPU": 1, "GPU": 0.5}`.
         capacity: how many worker groups may share the slot.
@@ -33,11 +33,16 @@ class Slot:
     node_ip: str
     node_rank: int
     local_rank: int
-    accelerator_ids: tuple[str, ...] = ()
+    accelerators: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     worker_resources: Mapping[str, float] = field(default_factory=dict, hash=False)
     capacity: int = 1
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def accelerator_ids(self) -> tuple[str, ...]:
+        """The ids of all its accelerators; empty on CPU."""
+        return tuple(one for ids in self.accelerators.values() for one in ids)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -290,7 +290,7 @@ def test_interrupted_at_the_end(local, monkeypatch):
 
 
 def test_renamed(run_script):
-    """On a node whose Ray sees only some GPUs, the ids are those of these GPUs."""
+    """On a node whose Ray sees only some GPUs, the ids are those of these GPUs, which may be names."""
     out = run_script(
         """
         import time
@@ -309,19 +309,19 @@ def test_renamed(run_script):
         print(ray.get(holder.ids.remote()))
         while ray.available_resources()["GPU"] > 2:  # the GPU looks free until the node has reported it
             time.sleep(0.02)
-        with RayVirtualCluster([1], gpu_ids=[9]) as cluster:
+        with RayVirtualCluster([1], gpu_ids=["GPU-9a"]) as cluster:
             print([slot.accelerator_ids for slot in cluster.slots()])
-        for ids in ([0], [5]):
+        for ids in ([0], ["5"]):
             try:
                 RayVirtualCluster([1], gpu_ids=ids, reserve_timeout_s=0).reserve()
             except ResourceInsufficientError as error:
                 print(error.reason)
         """,
-        CUDA_VISIBLE_DEVICES="5,7,9",
+        CUDA_VISIBLE_DEVICES="5,MIG-7,GPU-9a",
         RAY_ADDRESS="",
     )
     held, got, no_node, taken = out.splitlines()
-    assert (held, got) == ("['5']", "[('9',)]")
+    assert (held, got) == ("['5']", "[('GPU-9a',)]")
     assert "No node has GPU 0, asked for logical node 0: node" in no_node
-    assert "has 5, 7, 9." in no_node
+    assert "has 5, GPU-9a, MIG-7." in no_node
     assert "GPU 5, asked for logical node 0, is not free on node" in taken

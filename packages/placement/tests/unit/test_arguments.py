@@ -2,11 +2,12 @@
 """Arguments are checked before Ray is asked."""
 
 import pickle
+import sys
 
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
+from fairlead_placement import PlacementError, RayVirtualCluster, _ray_private, lease_ports
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
@@ -80,16 +81,32 @@ def test_bad_config(config, message):
         ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo', None\], got 'mpi'"),
         ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
         ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
-        ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be integers, 0 or more, got -1 in \[0, -1\]"),
-        ([1], {"gpu_ids": [True]}, "gpu_ids must be integers, 0 or more, got True"),
-        ([1], {"gpu_ids": ["0"]}, "gpu_ids must be integers, 0 or more, got '0'"),
+        ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be numbers, 0 or more, or names .*, got -1 in \[0, -1\]"),
+        ([1], {"gpu_ids": [True]}, "gpu_ids must be numbers, .*, got True"),
+        ([1], {"gpu_ids": [""]}, "gpu_ids must be numbers, .*, got ''"),
+        ([2], {"gpu_ids": [0, "0"]}, r"gpu_ids of a logical node must be different, got \[0, '0'\]"),
         ([1], {"gpu_ids": "all"}, "gpu_ids must be a list of ids, .* or 'auto', got 'all'"),
         ([1], {"gpu_ids": 0}, "gpu_ids must be a list of ids, .*, got 0"),
         ([1, 1], {"gpu_ids": [0, 1]}, r"must be a list per logical node, as 2 are in use, got \[0, 1\]"),
         ([1, 1], {"gpu_ids": [[0]]}, r"gpu_ids has 1 lists for 2 logical nodes: \[\[0\]\]"),
         ([1, 1], {"gpu_ids": [[0], 1]}, "gpu_ids of logical node 1 must be 1 ids, .*, got 1"),
         ([1, 0], {"gpu_ids": [[0], [1]]}, r"gpu_ids of logical node 1 must be 0 ids, .*, got \[1\]"),
-        ([1], {"gpu_ids": [0], "use_gpus": False}, r"gpu_ids=\[0\] needs use_gpus=True"),
+        (
+            [1],
+            {"gpu_ids": [0], "use_gpus": False},
+            r"gpu_ids=\[0\] needs one GPU in each bundle \(use_gpus=True\), got 0",
+        ),
+        ([1], {"gpu_ids": [0], "accelerators": {"GPU": 0.5}}, r"needs one GPU in each bundle .*, got 0.5"),
+        ([1], {"accelerators": {"gpu": 1}}, r"accelerators may name \[.*'GPU', .*\], got \['gpu'\]; other resources"),
+        ([1], {"accelerators": {"GPU": 1}, "use_gpus": False}, r"has GPUs, and use_gpus=False none"),
+        ([1], {"accelerators": {"TPU": 0}}, "accelerators must have positive, finite amounts, got 'TPU': 0"),
+        ([1], {"accelerators": {"TPU": "1"}}, "accelerators must have positive, finite amounts, got 'TPU': '1'"),
+        ([1], {"accelerators": {"TPU": True}}, "accelerators must have positive, finite amounts, got 'TPU': True"),
+        ([1], {"accelerators": {"GPU": 1.5}}, r"each of 1 worker\(s\) 1.5 GPU, which must be a whole number"),
+        ([1], {"accelerators": {"GPU": 0.4}}, r"each of 1 worker\(s\) 0.4 GPU, which must be a whole number"),
+        ([1], {"accelerators": {"GPU": 3}, "max_colocated_worker_groups": 2}, r"each of 2 worker\(s\) 1.5 GPU"),
+        ([1], {"accelerator_type": ""}, "accelerator_type must be the model of the accelerators of a bundle, got ''"),
+        ([1], {"accelerator_type": "A100", "use_gpus": False}, "accelerator_type must be .*, got 'A100'"),
         ([1], {"gpu_ids": [0], "placement_group_strategy": "PACK"}, "needs .*='STRICT_PACK', .*, got 'PACK'"),
     ],
 )
@@ -125,6 +142,35 @@ def test_communication_backend():
     assert RayVirtualCluster([1], use_gpus=False).communication_backend == "gloo"
     assert RayVirtualCluster([1], communication_backend="gloo").communication_backend == "gloo"
     assert RayVirtualCluster([1], use_gpus=False, communication_backend="nccl").communication_backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("options", "bundle"),
+    [
+        ({}, {"CPU": 1.0, "GPU": 1.0}),
+        ({"use_gpus": False}, {"CPU": 1.0}),
+        ({"accelerators": {}}, {"CPU": 1.0}),
+        ({"accelerators": {"GPU": 0.25}}, {"CPU": 1.0, "GPU": 0.25}),
+        ({"accelerators": {"GPU": 0.3333}}, {"CPU": 1.0, "GPU": 0.3333}),
+        ({"accelerators": {"neuron_cores": 2}, "use_gpus": False}, {"CPU": 1.0, "neuron_cores": 2.0}),
+        ({"accelerators": {"HPU": 1}, "enable_colocation": True}, {"CPU": 2.0, "HPU": 1.0}),
+        ({"accelerator_type": "A100"}, {"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}),
+    ],
+)
+def test_accelerators(options, bundle):
+    """A bundle holds the accelerators that are named, or one GPU, and the resource for their model."""
+    cluster = RayVirtualCluster([1], **options)
+    (ask,) = cluster._holding.request.asks
+    assert ask.bundle == bundle
+    assert cluster.use_gpus is ("GPU" in bundle)
+    assert cluster.communication_backend == ("nccl" if "GPU" in bundle else "gloo")
+
+
+def test_names_of_accelerators(monkeypatch):
+    """Ray says which resources are accelerators (seam: without its list, the usual names are known)."""
+    assert {"GPU", "TPU", "neuron_cores", "HPU", "NPU"} <= _ray_private.accelerator_names()
+    monkeypatch.setitem(sys.modules, "ray._private.accelerators", None)
+    assert _ray_private.accelerator_names() == {"GPU", "TPU", "neuron_cores", "HPU", "NPU"}
 
 
 def test_a_cluster_is_not_sent():

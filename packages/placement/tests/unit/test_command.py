@@ -21,7 +21,10 @@ def test_request():
     """A request names logical nodes, their size and the kind."""
     assert repr(_parse_request("4x8 GPU")) == "RayVirtualCluster([8, 8, 8, 8], GPU, name='', not reserved)"
     assert repr(_parse_request("2cpu")) == "RayVirtualCluster([2], CPU, name='', not reserved)"
-    for wrong in ("", "8", "4x GPU", "4x8 TPU", "-1 GPU"):
+    assert repr(_parse_request("2x4 NEURON_CORES")) == (
+        "RayVirtualCluster([4, 4], neuron_cores, name='', not reserved)"
+    )
+    for wrong in ("", "8", "4x GPU", "4x8 licence", "-1 GPU"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"must be like '4x8 GPU'"):
             _parse_request(wrong)
 

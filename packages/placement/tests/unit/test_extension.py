@@ -20,10 +20,10 @@ from fairlead_placement._reserve.slots import number_slots
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ([[]], {}, "bundle_counts must be a list with an entry for each new logical node, got []"),
-        ([2], {}, "bundle_counts must be a list with an entry for each new logical node, got 2"),
-        ([[2, 0]], {}, "a bundle count of a new logical node must be an integer of at least 1, got 0"),
-        ([[True]], {}, "a bundle count of a new logical node must be an integer of at least 1, got True"),
+        ([[]], {}, "bundle_counts must be a list with an entry per logical node, got []"),
+        ([2], {}, "bundle_counts must be a list with an entry per logical node, got 2"),
+        ([[2, 0]], {}, "bundle counts must be integers, 1 or more, got 0 in [2, 0]"),
+        ([[True]], {}, "bundle counts must be integers, 1 or more, got True in [True]"),
         ([[1]], {"timeout_s": -1}, "timeout_s must be a number of seconds, 0 or more and finite, got -1"),
         ([[1]], {"wait_for_nodes_s": "1"}, "wait_for_nodes_s must be a number of seconds, 0 or more and finite, got"),
     ],

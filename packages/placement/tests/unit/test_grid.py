@@ -88,7 +88,7 @@ def test_one_group():
     slots = slots_of((0, 1), (0, 0), (1, 0))  # physical order is not Ray's
     group = Group("policy", (0, 0, "alive"), (0, 1, "stuck"), (1, 0, "dead"))
 
-    assert as_text(draw([2, 1], slots, True, [group], None)).splitlines() == [
+    assert as_text(draw([2, 1], slots, {"GPU": 1.0}, [group], None)).splitlines() == [
         "Ray Cluster: 2 nodes, 3 GPUs",
         "┌───────────────────┬───────┬─────┐",
         "│ node 0            │  0.0  │ 0.1 │",

@@ -160,4 +160,11 @@ def test_a_worker_asks_for_everything_in_its_bundle(assigns):
 
 def test_a_slot_has_the_ids_of_any_accelerator(assigns):
     """The ids of a slot are those that Ray assigns for the accelerator of its bundle, whatever kind that is."""
-    assert slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1).accelerator_ids == ("3",)
+    slot = slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1)
+    assert slot.accelerators == {"neuron_cores": ("3",)}
+    assert slot.accelerator_ids == ("3",)
+
+
+def test_a_worker_does_not_ask_for_the_model(assigns):
+    """The resource for the model of an accelerator chooses the node, and is no part of what workers share."""
+    assert slot_of({"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}, 1).worker_resources == {"CPU": 1, "GPU": 1}

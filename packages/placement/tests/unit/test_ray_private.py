@@ -136,7 +136,7 @@ def test_finding_a_token(monkeypatch):
 
 def test_visible_gpus(monkeypatch):
     monkeypatch.delattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", raising=False)
-    assert private.visible_gpus()() is None
+    assert private.visible_gpus() is None
 
 
 @pytest.mark.parametrize("missing", ["the function", "the module"])

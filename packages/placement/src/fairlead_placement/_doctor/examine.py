@@ -16,10 +16,10 @@ from .._nodes.agent import NodeAgent, run_on_nodes
 from .._nodes.directory import compare_clocks
 from .._nodes.head import ask_head
 from .._nodes.ports import PORT_HIGH, PORT_LOW, PortLease
-from .._ray_private import draining_nodes
+from .._ray_private import accelerator_names, draining_nodes
 from . import probe
 
-ACCELERATORS = ("GPU", "TPU", "neuron_cores", "HPU", "NPU")
+ACCELERATORS = tuple(sorted(accelerator_names()))
 CLOCK_S = 1.0
 # A healthy head answers in about a millisecond. Every actor and placement group takes several of its answers.
 HEAD_S = 0.25
@@ -163,11 +163,8 @@ def _connect_pairs(address: dict[str, str], timeout_s: float) -> tuple[list[tupl
     for here, found_errors in errors.items():
         if isinstance(found_errors, Exception):
             found_errors = [str(found_errors)] * len(targets[here])
-        refused += [
-            (here, there, ports[there], error)
-            for there, error in zip(targets[here], found_errors, strict=True)
-            if error
-        ]
+        tried = zip(targets[here], found_errors, strict=True)
+        refused += [(here, there, ports[there], error) for there, error in tried if error]
     return refused, sum(map(len, targets.values()))
 
 
@@ -195,13 +192,12 @@ def _nodes(facts: Facts) -> Check:
     faults = []
     if expected is not None and len(alive) != expected:
         gone = ", ".join(f"{node.address} ({node.state})" for node in facts.nodes if node.state != "alive")
-        faults.append(
-            Fault(
-                f"{len(alive)} nodes are alive, {expected} were expected" + (f"; not alive: {gone}" if gone else ""),
-                "Start the missing nodes with `ray start --address=...` and read their logs; nodes too many belong to "
-                "another job or to a cluster that was not ended.",
-            )
+        what = f"{len(alive)} nodes are alive, {expected} were expected" + (f"; not alive: {gone}" if gone else "")
+        remedy = (
+            "Start the missing nodes with `ray start --address=...` and read their logs; nodes too many belong to "
+            "another job or to a cluster that was not ended."
         )
+        faults.append(Fault(what, remedy))
     faults += [
         _fault(node, "is draining: it ends soon", "Replace it, or start the job without it.")
         for node in facts.nodes
@@ -241,19 +237,15 @@ def _accelerators(facts: Facts) -> Check:
 
 
 def _versions(facts: Facts) -> Check:
-    faults = []
-    for what in ("ray", "python"):
-        mine = facts.driver[what]
-        faults += [
-            _fault(
-                node,
-                f"runs {what.capitalize()} {probe[what]}, this process {mine}",
-                "Install one version everywhere: workers and drivers of different versions cannot exchange objects.",
-            )
-            for node, probe in _probed(facts)
-            if probe[what] != mine
-        ]
-    return Check("versions", f"Ray {facts.driver['ray']}, Python {facts.driver['python']}", tuple(faults))
+    remedy = "Install one version everywhere: workers and drivers of different versions cannot exchange objects."
+    mine = facts.driver
+    faults = tuple(
+        _fault(node, f"runs {what.capitalize()} {probe[what]}, this process {mine[what]}", remedy)
+        for what in ("ray", "python")
+        for node, probe in _probed(facts)
+        if probe[what] != mine[what]
+    )
+    return Check("versions", f"Ray {mine['ray']}, Python {mine['python']}", faults)
 
 
 def _clocks(facts: Facts) -> Check:
@@ -261,37 +253,31 @@ def _clocks(facts: Facts) -> Check:
     if not known:
         return Check("clocks", "unknown")
     middle = statistics.median_low(sorted(offset for _, offset in known))
+    ahead = [(node, offset - middle) for node, offset in known]
     faults = tuple(
         _fault(
-            node,
-            f"has a clock that is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others",
-            "Start chronyd or ntpd.",
+            node, f"has a clock that is {abs(s):.1f} s {'ahead of' if s > 0 else 'behind'} the others", "Start chronyd."
         )
-        for node, offset in known
-        if abs(ahead := offset - middle) - node.clock_error_s > CLOCK_S
+        for node, s in ahead
+        if abs(s) - node.clock_error_s > CLOCK_S
     )
-    spread = max(offset for _, offset in known) - min(offset for _, offset in known)
-    return Check(
-        "clocks", f"within {spread:.2f} s (measured to {max(n.clock_error_s for n, _ in known):.3f} s)", faults
-    )
+    spread = max(s for _, s in ahead) - min(s for _, s in ahead)
+    error = max(node.clock_error_s for node, _ in ahead)
+    return Check("clocks", f"within {spread:.2f} s (measured to {error:.3f} s)", faults)
 
 
 def _shared_memory(facts: Facts) -> Check:
-    faults = []
-    sizes = []
-    for node, found in _probed(facts):
-        store = node.resources.get("object_store_memory", 0.0)
-        sizes.append(found["shm_bytes"])
-        if found["shm_bytes"] < store:
-            faults.append(
-                _fault(
-                    node,
-                    f"has {_size(found['shm_bytes'])} in /dev/shm, less than the object store of {_size(store)}",
-                    "Give the container more (`docker run --shm-size`), or `ray start --object-store-memory` less: Ray "
-                    "otherwise keeps objects on disk, or the node fails when the store fills.",
-                )
-            )
-    return Check("shared memory", f"/dev/shm has {_size(min(sizes))} or more" if sizes else "unknown", tuple(faults))
+    remedy = (
+        "Give the container more (`docker run --shm-size`), or `ray start --object-store-memory` less: Ray otherwise "
+        "keeps objects on disk, or the node fails when the store fills."
+    )
+    sizes = [found["shm_bytes"] for _, found in _probed(facts)]
+    faults = tuple(
+        _fault(node, f"has {_size(size)} in /dev/shm, less than the object store of {_size(store)}", remedy)
+        for (node, _), size in zip(_probed(facts), sizes, strict=True)
+        if size < (store := node.resources.get("object_store_memory", 0.0))
+    )
+    return Check("shared memory", f"/dev/shm has {_size(min(sizes))} or more" if sizes else "unknown", faults)
 
 
 def _size(amount: float) -> str:
@@ -300,12 +286,9 @@ def _size(amount: float) -> str:
 
 def _ports(facts: Facts) -> Check:
     by_id = {node.node_id: node for node in facts.nodes}
+    remedy = "Open the ports that jobs lease (1400-1999 by default) between all nodes: process groups use them."
     faults = tuple(
-        _fault(
-            by_id[here],
-            f"cannot connect to {by_id[there].address}:{port}: {error}",
-            "Open the ports that jobs lease (1400-1999 by default) between all nodes: process groups use them.",
-        )
+        _fault(by_id[here], f"cannot connect to {by_id[there].address}:{port}: {error}", remedy)
         for here, there, port, error in facts.refused
     )
     return Check("ports", f"{facts.pairs - len(faults)} of {facts.pairs} pairs of nodes connect", faults)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from .._model import PRECISION, Ask, Node, Strategy, check_positive, group_pairs, matches
+from .._model import PRECISION, Ask, Node, Strategy, group_pairs, matches
 from .match import match
 from .topology import node_place
 
@@ -276,18 +276,7 @@ class Site:
         return group_pairs((domain, at) for domain, at in places if domain)
 
     def _blocks(self, asks: Sequence[Ask], segment_size: int) -> list[Sequence[Ask]]:
-        """Return the asks in groups of this many."""
-        check_positive("segment_size", segment_size)
-        if len(asks) % segment_size:
-            raise ValueError(
-                f"the number of logical nodes in use must be divisible by segment_size, got {len(asks)} and "
-                f"{segment_size}"
-            )
-        for ask in asks:
-            if ask.strategy != "STRICT_PACK":
-                raise ValueError(
-                    f"segment_size needs the strategy STRICT_PACK, got {ask.strategy!r} for logical node {ask.node_idx}"
-                )
+        """Return the asks in groups of this many, as `check_segments` of `_model` has allowed it."""
         return [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
 
     def _kind_of_block(self, block: Sequence[Ask]) -> tuple[int, ...]:

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._model import Ask, Node, Request, group_pairs
-from .._nodes.head import ask_head
+from .._nodes.agent import run_on_nodes
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
@@ -33,14 +31,15 @@ Ids = dict[str, frozenset[str]]
 Fillers = Mapping[str, Mapping[str, PlacementGroup]]
 
 
-def check_gpu_ids(
-    gpu_ids: Any, counts: Sequence[int], use_gpus: bool, strategy: str, segment_size: int | None
-) -> Wanted:
-    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids."""
+def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None) -> Wanted:
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids.
+
+    `gpus` is the number of GPUs in each bundle.
+    """
     if gpu_ids is None or gpu_ids == "auto":
         return {}
-    if not use_gpus:
-        raise ValueError(f"gpu_ids={gpu_ids!r} needs use_gpus=True")
+    if gpus != 1:
+        raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
     if strategy != "STRICT_PACK":
         raise ValueError(
             f"gpu_ids={gpu_ids!r} needs placement_group_strategy='STRICT_PACK', so that the ids are those of one "
@@ -63,9 +62,11 @@ def check_gpu_ids(
                 f"gpu_ids of logical node {node_idx} must be {count} ids, one for each bundle, got {ids!r}"
             )
         for one in ids:
-            if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-                raise ValueError(f"gpu_ids must be integers, 0 or more, got {one!r} in {ids!r}")
-        if len(set(ids)) < len(ids):
+            if isinstance(one, bool) or not isinstance(one, (int, str)) or one == "" or str(one).startswith("-"):
+                raise ValueError(
+                    f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {one!r} in {ids!r}"
+                )
+        if len(set(map(str, ids))) < len(ids):
             raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
     if segment_size is not None and used:
         raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
@@ -135,17 +136,16 @@ def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadl
 
 
 def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> Impossible:
-    everywhere = [
+    has = [
         f"node {node.node_id[:8]} ({node.ip}) has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]
     ]
-    there = "; ".join(everywhere[:SHOWN]) + ("; ..." if len(everywhere) > SHOWN else "") or "no node has a GPU"
+    there = "; ".join(has[:SHOWN]) + ("; ..." if len(has) > SHOWN else "") or "no node has a GPU"
     for node_idx, ids in request.gpu_ids.items():
         if not any(ids <= mine for mine in owned.values()):
             missing = ids.difference(*owned.values())
             what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
-            return Impossible(
-                f"{what}, asked for logical node {node_idx}: {there}.", "Ask for ids that one node has (gpu_ids)."
-            )
+            why = f"{what}, asked for logical node {node_idx}: {there}."
+            return Impossible(why, "Ask for ids that one node has (gpu_ids).")
     return Impossible(
         f"The cluster cannot hold {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: "
         f"{there}.",
@@ -165,10 +165,8 @@ def _explain_busy(request: Request, nodes: Sequence[Node], owned: Ids, free: Ids
                 f"({node.ip}), see below"
             )
     if reasons:
-        return Busy(
-            f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),",
-            ResourceInsufficientError,
-        )
+        why = f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),"
+        return Busy(why, ResourceInsufficientError)
     return Busy(
         ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
         "below). Release some of it,"
@@ -187,7 +185,7 @@ def _check_ids(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -
     got: dict[int, set[str]] = {}
     for one, ids in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
         for node_idx, of_bundle in zip(one.node_idx, ids, strict=True):
-            got.setdefault(node_idx, set()).update(of_bundle)
+            got.setdefault(node_idx, set()).update(of_bundle["GPU"])
     return all(ids == wanted[node_idx] for node_idx, ids in got.items())
 
 
@@ -223,30 +221,18 @@ def _ids(ids: Sequence[str] | frozenset[str]) -> str:
 def gpu_names(nodes: Sequence[Node], *, deadline: float) -> dict[str, tuple[str, ...]]:
     """Return the ids of all GPUs of each node, by node id, in Ray's own order.
 
-    They are 0, 1, ..., unless the node's Ray was started with CUDA_VISIBLE_DEVICES. One short task per node reports
-    them. A node that does not answer is assumed to have 0, 1, ...
+    They are 0, 1, ..., unless the node's Ray was started with CUDA_VISIBLE_DEVICES. The nodes' agents report them. A
+    node that does not answer is assumed to have 0, 1, ...
     """
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
     names = {node_id: tuple(map(str, range(count))) for node_id, count in counts.items()}
-    refs = ask_head("start tasks that report GPU ids", _report_visible, [one for one, count in counts.items() if count])
     # One silent node must not use up the time of the whole reservation.
     limit_s = min(30.0, max(LEAST_S, deadline - time.monotonic()))
-    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s) if refs else ([], [])
-    for ref in answered:
-        with contextlib.suppress(ray.exceptions.RayError):  # its node has gone
-            visible = ray.get(ref)
-            if visible:
-                names[refs[ref]] = tuple(visible[: counts[refs[ref]]])
+    asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
+    for node_id, visible in run_on_nodes(visible_gpus, asked, timeout_s=limit_s).items():
+        if visible and not isinstance(visible, Exception):
+            names[node_id] = tuple(visible[: counts[node_id]])
     return names
-
-
-def _report_visible(node_ids: Sequence[str]) -> dict[Any, str]:
-    """Start a task on each node; return the node ids by the tasks' references."""
-    task = ray.remote(num_cpus=0, max_retries=0)(visible_gpus())
-    return {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(): node_id
-        for node_id in node_ids
-    }
 
 
 @contextlib.contextmanager
@@ -267,8 +253,8 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
         remove([group for group in groups if group.id not in there])
         held: dict[str, dict[str, PlacementGroup]] = {node.node_id: {} for node in nodes}
-        for one, ((gpu_id,),) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
-            held[one.node_ids[0]][gpu_id] = one.group
+        for one, (ids,) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
+            held[one.node_ids[0]][ids["GPU"][0]] = one.group
         yield held
     finally:
         remove(groups)

@@ -10,13 +10,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._model import PRECISION
+from .._model import ACCELERATOR_TYPE, PRECISION
 from .._nodes.head import ask_head, read_nodes
 from .._plan.topology import accelerator_order
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 from .groups import Reserved
 
+# Their ids, by the name of the resource.
+Accelerators = Mapping[str, tuple[str, ...]]
 # A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
 # the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
 LEAST_S = 10.0
@@ -30,27 +32,26 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> t
     gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
     if gone:
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    rows = sorted(
-        (position[node_id], [accelerator_order(one_id) for one_id in ids[g][index]], one.node_idx[index], g, index)
-        for g, one in enumerate(placed)
-        for index, node_id in enumerate(one.node_ids)
-    )
-    return number_slots(
+    slots = [
         Slot(
-            placement_group=placed[g].group,
+            placement_group=one.group,
             bundle_index=index,
-            node_idx=node_idx,
-            node_id=nodes[at].node_id,
-            node_ip=nodes[at].ip,
+            node_idx=one.node_idx[index],
+            node_id=node_id,
+            node_ip=nodes[position[node_id]].ip,
             node_rank=0,
             local_rank=0,
-            accelerator_ids=ids[g][index],
-            labels=dict(nodes[at].labels),
-            worker_resources=_share(placed[g].bundles[index], capacity),
+            accelerators=ids[g][index],
+            labels=dict(nodes[position[node_id]].labels),
+            worker_resources=_share(one.bundles[index], capacity),
             capacity=capacity,
         )
-        for at, _, node_idx, g, index in rows
-    )
+        for g, one in enumerate(placed)
+        for index, node_id in enumerate(one.node_ids)
+    ]
+    # Stable: what is equal otherwise stays in the order of the groups and their bundles.
+    slots.sort(key=lambda one: (position[one.node_id], [*map(accelerator_order, one.accelerator_ids)], one.node_idx))
+    return number_slots(slots)
 
 
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
@@ -68,13 +69,11 @@ def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
     """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of all else."""
     # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
     parts = {name: math.floor(amount * PRECISION / capacity) / PRECISION for name, amount in bundle.items()}
-    return {
-        "CPU": 1.0,
-        **{name: part for name, part in parts.items() if part > 0 and name not in ("CPU", "object_store_memory")},
-    }
+    left_out = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
+    return {"CPU": 1.0, **{name: part for name, part in parts.items() if part > 0 and not name.startswith(left_out)}}
 
 
-def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[tuple[str, ...]]]:
+def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index.
 
     Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
@@ -88,7 +87,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
         for index, bundle in enumerate(one.bundles)
     }
     if not any(held.values()):
-        return [[()] * len(one.bundles) for one in reserved]
+        return [[{}] * len(one.bundles) for one in reserved]
     timeout_s = max(LEAST_S, deadline - time.monotonic())
     refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held)
     try:
@@ -99,7 +98,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
             f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
             "timeout_s of extend and replace_lost_nodes), or look at the nodes."
         ) from error
-    return [[tuple(ids.get((g, index), ())) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
+    return [[ids.get((g, index), {}) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
 
 
 def _report_ids(
@@ -107,8 +106,8 @@ def _report_ids(
 ) -> dict[tuple[int, int], Any]:
     """Start a task in every bundle that has accelerators; return the references by group and bundle index."""
 
-    def read_ids() -> list[str]:
-        return [one for ids in ray.get_runtime_context().get_accelerator_ids().values() for one in ids]
+    def read_ids() -> dict[str, tuple[str, ...]]:
+        return {kind: tuple(ids) for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
     task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
     return {
