@@ -46,6 +46,7 @@ from fairlead_workergroup import (
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
+    WorkerOptions,
     WorkerStartError,
     WorkerStatus,
     WorkerUsage,
@@ -140,6 +141,10 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     elastic = Elastic(on_resize="join", standby=2)
     assert_type((elastic.standby, elastic.on_resize, elastic.on_handover), tuple[int, str | None, str | None])
     assert_type(elastic.on_drain, Literal["replace"] | None)
+    worker = WorkerOptions(visible_devices="node", share_devices=True)
+    assert_type(worker.visible_devices, Literal["own", "node"])
+    assert_type(worker.share_devices, bool)
+    RayWorkerGroup(slots, Worker, worker=worker)
     timeouts = Timeouts(start_s=60, call_s=None)
     assert_type((timeouts.start_s, timeouts.call_s), tuple[float, float | None])
     RayWorkerGroup(slots, Worker, restart=restart, elastic=elastic, timeouts=timeouts)
@@ -619,7 +624,7 @@ def look_at_other_groups(handle: GroupHandle) -> None:
 def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: WorkerStatus) -> None:
     RayWorkerGroup(slots)  # type: ignore[call-arg]
     RayWorkerGroup(8, Worker)  # type: ignore[arg-type]
-    RayWorkerGroup(slots, worker=Worker)  # type: ignore[call-arg]
+    RayWorkerGroup(slots, worker=Worker)  # type: ignore[call-arg, arg-type]
     RayWorkerGroup(slots, Worker, restart=Restart(scope="all"))  # type: ignore[arg-type]
     RayWorkerGroup(slots, Worker, restart_scope="group")  # type: ignore[call-arg]
     RayWorkerGroup(slots, Worker, load_balancing_strategy="random")  # type: ignore[arg-type]

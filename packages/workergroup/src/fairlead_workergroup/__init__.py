@@ -28,6 +28,7 @@ from ._handle import GroupHandle, attach
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
+from ._start.devices import WorkerOptions
 from ._start.options import recursive_merge_options
 from ._start.report import GroupState, StartPhase, StartReport
 from .exceptions import (
@@ -80,6 +81,7 @@ __all__ = [
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",
+    "WorkerOptions",
     "WorkerStartError",
     "WorkerStatus",
     "WorkerUsage",

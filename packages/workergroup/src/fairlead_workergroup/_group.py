@@ -48,6 +48,7 @@ from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
 from ._observe.statistics import Counters
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
+from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.report import GroupState, StartClock
@@ -74,6 +75,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
         elastic: the standbys, and the methods and events of changes; None for `Elastic()`.
+        worker: the accelerators that a worker sees; None for `WorkerOptions()`, with which it sees its own.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
@@ -112,6 +114,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         python: str | VenvSpec | None = None,
         restart: Restart | None = None,
         elastic: Elastic | None = None,
+        worker: WorkerOptions | None = None,
         memory_limit: int | str | None = None,
         async_communication: bool = False,
         timeouts: Timeouts | None = None,
@@ -156,6 +159,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
+            options=read_option("worker", worker, WorkerOptions),
             facts={"communication_backend": backend, "gradient_compression": compression},
             memory_limit=limit,
             token=token,

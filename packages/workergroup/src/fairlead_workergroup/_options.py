@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from ._calls.map import Strategy
 from ._context import Compression
 from ._deadline import check_timeout
+from ._start.devices import WorkerOptions
 
 _Option = TypeVar("_Option")
 
@@ -117,7 +118,12 @@ def read_restart(restart: Restart | None, flat: Mapping[str, Any], constructor: 
 def _find_nearest(name: str, constructor: Callable[..., None]) -> str:
     """Return how the parameter, or the field of a value, whose name is the most like this one is written."""
     written = {one: f"{one}=" for one in (*inspect.signature(constructor).parameters, *FlatOptions.__annotations__)}
-    for parameter, value in (("restart", Restart), ("elastic", Elastic), ("timeouts", Timeouts)):
+    for parameter, value in (
+        ("restart", Restart),
+        ("elastic", Elastic),
+        ("worker", WorkerOptions),
+        ("timeouts", Timeouts),
+    ):
         written |= {one.name: f"{parameter}={value.__name__}({one.name}=...)" for one in fields(value)}
     return written[difflib.get_close_matches(name, written.keys() - {"self", "flat"}, 1, 0.0)[0]]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every use of a Ray API that is not public, each with its reason and its fallback."""
 
+import os
 import re
 import signal
 import textwrap
@@ -12,6 +13,32 @@ from ray import ObjectRef
 
 # Ray's accounts of deaths may have advice of several lines.
 CAUSE_CHARACTERS = 240
+
+
+def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list[str] | None:
+    """Let this process see only these accelerators of a kind, and return what it sees; None if that is unknown.
+
+    If `env` has the variable that limits them, that counts. Where Ray was told to leave such variables alone
+    (RAY_EXPERIMENTAL_NOSET_*), the process would see all devices of its node, so it forgets that it was told.
+
+    Reason: the variable depends on the kind of the device and on who made it, which only Ray knows.
+    Fallback: None. The process then sees what Ray has set for it, and nobody checks that.
+    """
+    for name in [name for name in os.environ if name.startswith("RAY_EXPERIMENTAL_NOSET_")]:
+        del os.environ[name]
+    try:
+        from ray._private.accelerators import get_accelerator_manager_for_resource
+
+        manager: Any = get_accelerator_manager_for_resource(kind)
+        variable = manager.get_visible_accelerator_ids_env_var()
+        if variable is None:
+            return None
+        if variable not in env:
+            manager.set_current_process_visible_accelerator_ids(list(ids))
+    except (ImportError, AttributeError):
+        return None
+    # Ray removes the variable if the process may see everything.
+    return os.environ[variable].split(",") if variable in os.environ else list(ids)
 
 
 def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:

@@ -2,12 +2,13 @@
 """Workers with accelerators of any kind, which a node only pretends to have."""
 
 import os
+import time
 
 import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup import Elastic, RayWorkerGroup, WorkerOptions, WorkerStartError
 
 # What a node pretends to have, and the variable that limits what a process sees of it.
 VISIBLE = {
@@ -25,14 +26,34 @@ class Worker:
         assigned = ray.get_runtime_context().get_accelerator_ids()
         return {kind: ids for kind, ids in assigned.items() if ids}, dict(os.environ)
 
+    def look(self):
+        """Return the first device that Ray has assigned, the devices that the process sees, and its LOCAL_RANK."""
+        own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return own[0], os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]
+
     def resources(self):
         return ray.get_runtime_context().get_assigned_resources()
 
 
-@pytest.fixture(scope="module")
-def node(raylets):
+class Configured(Worker):
+    devices = None
+
+    @classmethod
+    def configure_worker(cls, num_gpus, bundle_indices):
+        visible = {} if cls.devices is None else {"CUDA_VISIBLE_DEVICES": cls.devices}
+        return {}, {"LOCAL_RANK": "3", **visible}, {}
+
+
+class SeesAll(Configured):
+    devices = "0,1,2,3"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["ray sets the variables", "ray leaves them alone"])
+def node(raylets, request):
     resources = {kind: 4 for kind in VISIBLE if kind != "GPU"} | {"licence": 4, "accelerator_type:X1": 1}
     options = {"num_cpus": 8, "num_gpus": 4, "resources": resources}
+    if request.param:
+        options["env_vars"] = {f"RAY_EXPERIMENTAL_NOSET_{variable}": "1" for variable in VISIBLE.values()}
     with raylets(options, logging_level="error", log_to_driver=False) as made:
         yield made
 
@@ -48,6 +69,74 @@ def test_each_worker_has_its_devices(node, kind):
         assert [{kind: tuple(ids[kind])} for ids, _ in devices] == [slot.accelerators for slot in slots]
         assert [variables[VISIBLE[kind]].split(",") for _, variables in devices] == [ids[kind] for ids, _ in devices]
         assert len({one for slot in slots for one in slot.accelerator_ids}) == 4
+        assert [variables["LOCAL_RANK"] for _, variables in devices] == ["0", "0"]
+
+
+@pytest.mark.parametrize("kind", VISIBLE)
+def test_each_worker_sees_all_devices_of_the_node(node, kind):
+    """With "node", a worker sees the devices of all workers of its node, and LOCAL_RANK is the index of its first."""
+    with (
+        RayVirtualCluster([3], accelerators={kind: 1}) as cluster,
+        RayWorkerGroup(cluster, Worker, worker=WorkerOptions(visible_devices="node")) as group,
+    ):
+        for rank, (ids, variables) in enumerate(group.call("devices").result()):
+            visible = variables[VISIBLE[kind]].split(",")
+            assert visible == [one for slot in cluster.slots() for one in slot.accelerator_ids]
+            assert variables["LOCAL_RANK"] == str(rank)
+            assert ids[kind] == [visible[rank]]
+
+
+def test_what_a_module_sees(node, tmp_path):
+    """The devices are limited before the module of the class is imported."""
+    (tmp_path / "seen_by.py").write_text(
+        "import os\nSEEN = os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('LOCAL_RANK')\n"
+        "class Worker:\n    def seen(self):\n        return SEEN\n"
+    )
+    with (
+        RayVirtualCluster([2]) as cluster,
+        RayWorkerGroup(cluster, "seen_by.Worker", env_vars={"PYTHONPATH": str(tmp_path)}) as group,
+    ):
+        assert group.call("seen").result() == [("0", "0"), ("1", "0")]
+
+
+def test_a_shared_device(node):
+    """Workers of a group have a device in common only if the group asks for it."""
+    with RayVirtualCluster([2], accelerators={"GPU": 0.5}) as cluster:
+        with pytest.raises(WorkerStartError, match="other workers of the group on this node have GPU 0 too"):
+            RayWorkerGroup(cluster, Worker)
+        for visible in ("own", "node"):
+            options = WorkerOptions(visible_devices=visible, share_devices=True)
+            with RayWorkerGroup(cluster, Worker, worker=options) as group:
+                assert group.call("look").result() == [("0", "0", "0")] * 2
+
+
+def test_variables_of_the_class(node):
+    """What `configure_worker` returns counts, and a LOCAL_RANK without a device is refused."""
+    with RayVirtualCluster([1]) as cluster:
+        with pytest.raises(WorkerStartError, match=r"LOCAL_RANK is 3, but the worker sees only 1 .* GPU: 0"):
+            RayWorkerGroup(cluster, Configured)
+        with RayWorkerGroup(cluster, SeesAll) as group:
+            assert group.call("look").result() == [("0", "0,1,2,3", "3")]
+
+
+def test_a_standby_keeps_what_it_sees(node):
+    """A process that takes over a rank keeps the devices that it has seen, and its LOCAL_RANK is the index there."""
+    with (
+        RayVirtualCluster([3]) as cluster,
+        RayWorkerGroup(
+            cluster,
+            Worker,
+            workers_per_node=2,
+            worker=WorkerOptions(visible_devices="node"),
+            elastic=Elastic(standby=1),
+        ) as group,
+    ):
+        assert group.call("look").result() == [("0", "0,1", "0"), ("1", "0,1", "1")]
+        while group.inspect().standby < 1:
+            time.sleep(0.05)
+        ray.kill(group.workers[0])
+        assert group.restart_failed_workers() == [0]
+        assert group.call("look").result() == [("2", "0,1,2", "2"), ("1", "0,1", "1")]
 
 
 def test_a_part_of_a_device(node):

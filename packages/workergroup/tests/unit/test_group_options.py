@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, WorkerOptions
 from fairlead_workergroup._options import read_restart
 
 
@@ -20,6 +20,7 @@ from fairlead_workergroup._options import read_restart
         (Elastic, {"standby": -1}, ValueError, "standby must be a whole number of at least 0, got -1"),
         (Elastic, {"standby": True}, ValueError, "standby must be a whole number of at least 0, got True"),
         (Elastic, {"on_drain": "move"}, ValueError, "on_drain must be 'replace' or None, got 'move'"),
+        (WorkerOptions, {"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or 'node', got 'all'"),
         (Timeouts, {"start_s": 0}, ValueError, "start_s must be positive and finite, got 0"),
         (Timeouts, {"start_s": math.inf}, ValueError, "start_s must be positive and finite, got inf"),
         (Timeouts, {"call_s": -1.0}, ValueError, "call_s must be finite and not negative, or None for no limit"),
@@ -35,7 +36,7 @@ def test_checks(value, options, error, message):
 
 def test_values_are_frozen():
     """An option of a group cannot be changed after the group has read it."""
-    for value in (Restart(), Elastic(), Timeouts()):
+    for value in (Restart(), Elastic(), WorkerOptions(), Timeouts()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, dataclasses.fields(value)[0].name, 1)
 

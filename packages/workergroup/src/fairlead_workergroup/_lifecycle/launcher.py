@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement.spi import head_deadline
+from fairlead_placement.spi import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -20,6 +20,7 @@ from .._observe.registration import Registration, actor_name
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
+from .._start.devices import WorkerOptions, device_facts
 from .._start.environment import RANK_VARIABLES, WorkerPython, prepare_python, start_variables
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
@@ -39,6 +40,7 @@ class GroupSpec:
     kwargs: Mapping[str, Any]
     python: str | VenvSpec | None
     env_vars: Mapping[str, str]
+    options: WorkerOptions
     facts: Mapping[str, Any]  # that `current_worker` returns in every worker
     memory_limit: MemoryLimit | None
     token: str  # identifies the group among all groups of all drivers
@@ -103,6 +105,10 @@ class Launcher:
         place = dataclasses.replace(first, slot=slot, name=f"{self._roster.name_prefix}-standby")
         (worker,) = self._plan_workers([place])
         return worker
+
+    def device_facts(self, place: Place, places: Sequence[Place]) -> dict[str, Any]:
+        """Return what a worker has to know about accelerators, of which the places of its node have some."""
+        return device_facts(place, [one.slot for one in places], self.spec.options)
 
     def _plan_workers(self, places: Sequence[Place]) -> list[WorkerPlan]:
         """Plan workers at some places, with the class, the axes and the Python of the present plan."""
@@ -252,6 +258,7 @@ class Launcher:
         configured = Arguments()
         shared = {**spec.facts, "layout": arguments.layout_of(plan.sharding)}
         known = self.facts(plan, port, epoch=epoch)
+        on_node = group_pairs((worker.place.slot.node_id, worker.place) for worker in plan.workers)
         refs = []
         for rank, one in actors.items():
             worker, mine = plan.workers[rank], known[rank]
@@ -261,6 +268,7 @@ class Launcher:
                 "tree": f"{one.mark}{mine.incarnation}",
                 "env": {**worker.environment.variables, **mine.env},
                 "path": list(worker.environment.path),
+                "devices": self.device_facts(worker.place, on_node[worker.place.slot.node_id]),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.

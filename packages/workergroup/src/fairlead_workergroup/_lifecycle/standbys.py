@@ -189,8 +189,10 @@ class Standbys:
                         or all(one.environment.variables.get(name) == value for one in launcher.planned.workers)
                     )
                 }
+                near = [one.place for one in launcher.planned.workers if one.place.slot.node_id == slot.node_id]
+                devices = launcher.device_facts(plan.place, [*near, plan.place])
                 path, target = list(plan.environment.path), launcher.target
-                refs.append(actor._fairlead_apply.remote("warm_up", pickled, variables, path, target))
+                refs.append(actor._fairlead_apply.remote("warm_up", pickled, variables, path, target, devices))
             answers = ray.get(refs, timeout=deadline.left())
         except BaseException:
             self._resources.discard(numbers)

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from .describe import load
+from .devices import show_devices
 from .host import add_to_path
 from .process import start_tick
 
@@ -17,7 +18,8 @@ def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> 
     """Publish changed facts about this worker, and a changed layout, in the variables of its environment too."""
     published = sys.modules["_fairlead_worker"]
     before: dict[str, Any] = published.facts
-    env = changes.get("env", {})
+    # A process keeps the devices that it sees, and so its LOCAL_RANK, if that is their index.
+    env = {name: value for name, value in changes.get("env", {}).items() if name not in before.get("fixed", ())}
     os.environ.update(env)
     # A new dict: code that holds the facts of one epoch must not see those of the next one in it.
     facts = {**before, **changes, "env": {**before["env"], **env}}
@@ -28,9 +30,12 @@ def do_nothing(worker: Any) -> None:
     """Return when everything that was sent to this worker before has ended."""
 
 
-def warm_up(worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes) -> dict[str, Any]:
+def warm_up(
+    worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes, devices: Mapping[str, Any]
+) -> dict[str, Any]:
     """Import a class with the variables of its workers, except those of a rank; return pid, start tick and node."""
     os.environ.update(variables)
+    show_devices(devices, variables)
     add_to_path(path)
     load(target)
     node_id = ray.get_runtime_context().get_node_id()

@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
+from .devices import show_devices
 from .exits import Exits
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
@@ -83,6 +84,9 @@ class WorkerHost:
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
         """Set the environment and publish the facts, before any code of the user is imported."""
         os.environ.update(facts["env"])
+        fixed = show_devices(facts.pop("devices", {}), facts["env"])
+        os.environ.update(fixed)
+        facts.update(env={**facts["env"], **fixed}, fixed=tuple(fixed))
         add_to_path(facts["path"])
         if "tree" in facts:
             self._fairlead_page = mark_tree(facts["tree"])

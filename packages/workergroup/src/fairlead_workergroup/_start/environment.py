@@ -24,7 +24,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_
 # Settings of communication libraries, and locations of data that all processes share.
 FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_NCCL_*", "CUDA_DEVICE_ORDER", "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME")
 # Ray chooses the devices, and its own settings belong to a process.
-NEVER = ("*_VISIBLE_DEVICES", "*_VISIBLE_CHIPS", "RAY_*", *RANK_VARIABLES)
+NEVER = ("*_VISIBLE_DEVICES", "*_VISIBLE_CHIPS", "*_VISIBLE_CORES", "*_VISIBLE_MODULES", "RAY_*", *RANK_VARIABLES)
 # The loader, the C library or the interpreter reads these before any of our code runs, so they need a new process.
 # Libraries that the user's class imports later read the variables of OpenMP and CUDA.
 LOADER = (

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which accelerators a worker process sees. Shipped by value."""
+
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+
+def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
+    """Limit which devices this process sees, before any code of the user is imported; return its LOCAL_RANK.
+
+    What a process sees stays as it is when a standby takes over a rank: the module of its class may have used it.
+
+    Args:
+        facts: as `device_facts` returns them.
+        env: the variables of the worker. A variable that limits devices is taken as it is, and so is LOCAL_RANK if it
+            is not the group's.
+
+    Returns:
+        Nothing for a process without devices, or with devices for which Ray has no variable.
+
+    Raises:
+        RuntimeError: the process has a device of another worker, or sees too few devices for its LOCAL_RANK.
+    """
+    own = {kind: ids for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
+    if not facts or not own:
+        return {}
+    limit: Callable[..., list[str] | None] = ray.cloudpickle.loads(facts["limit"])
+    shown = sys.modules.setdefault("_fairlead_devices", types.ModuleType("_fairlead_devices")).__dict__
+    for kind, ids in own.items():
+        near = [one for slot in facts["slots"] for one in slot.get(kind, ())]
+        shared = [one for one in ids if Counter(near)[one] > 1]
+        if shared and not facts["share"]:
+            raise RuntimeError(
+                f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "
+                "for each worker, or pass worker=WorkerOptions(share_devices=True)."
+            )
+        if kind not in shown:
+            shown[kind] = limit(kind, list(dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids), env)
+    kind, ids = next(iter(own.items()))
+    visible = shown[kind]
+    if visible is None:
+        return {}
+    rank = int(env.get("LOCAL_RANK", 0))
+    if rank == facts["local_rank"] and ids[0] in visible:
+        rank = visible.index(ids[0])
+    if not 0 <= rank < len(visible):
+        raise RuntimeError(
+            f"LOCAL_RANK is {rank}, but the worker sees only {len(visible)} device(s) of kind {kind}: "
+            f"{', '.join(visible)}. Look at what configure_worker returns."
+        )
+    return {"LOCAL_RANK": str(rank)}
