@@ -2,6 +2,7 @@
 """Fixtures that the tests share: scripts in their own processes, and ports."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -165,6 +166,78 @@ def hold_group():
             remove_placement_group(group)
 
     return hold
+
+
+# Ray requires these fields of an autoscaler's configuration.
+EMPTY = (
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "initialization_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+    "cluster_synced_files",
+    "rsync_exclude",
+    "rsync_filter",
+)
+
+
+@pytest.fixture(scope="session")
+def run_autoscaler(tmp_path_factory):
+    """Return a context manager that runs Ray's autoscaler, which may add up to two nodes of 6 CPUs.
+
+    It takes the autoscaler's version, the address of the cluster, the id of its head in the provider, the source of the
+    provider's class, and when a node counts as idle. It yields the folder of its output.
+    """
+    from ray._private import services
+
+    @contextlib.contextmanager
+    def run(version, address, head, provider, *, idle_minutes):
+        folder = tmp_path_factory.mktemp("autoscaler")
+        (folder / "provider_of_tests.py").write_text(provider)
+        config = {
+            **{key: [] for key in EMPTY},
+            "auth": {},
+            "file_mounts": {},
+            "file_mounts_sync_continuously": False,
+            "upscaling_speed": 1.0,
+            "idle_timeout_minutes": idle_minutes,
+            "cluster_name": "test",
+            "max_workers": 2,
+            "provider": {
+                "type": "external",
+                "module": "provider_of_tests.Provider",
+                "gcs_address": address,
+                "head_node_id": head,
+                "use_node_id_as_ip": True,
+                "disable_node_updaters": True,
+            },
+            "head_node_type": "ray.head.default",
+            "available_node_types": {
+                "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+                "large": {"resources": {"CPU": 6}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+            },
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_FAKE_CLUSTER", "1")
+            patch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+            patch.setenv("PYTHONPATH", str(folder), prepend=":")
+            process = services.start_monitor(
+                address,
+                str(folder),
+                stdout_filepath=str(folder / "out"),
+                stderr_filepath=str(folder / "err"),
+                autoscaling_config=str(folder / "config.json"),
+                autoscaler_v2=version == 2,
+            ).process
+        try:
+            yield folder
+        finally:
+            process.kill()
+            process.wait()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,11 @@ Ray's `AutoscalingCluster` stops every Ray on the machine, so the autoscaler's o
 provider launches no nodes.
 """
 
-import contextlib
-import json
 import os
 import signal
 import threading
 
 import pytest
-from ray._private import services
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
@@ -21,7 +18,7 @@ from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement.spi import autoscaler_is_there
 
-# The id of the head in the provider, and the name of its type.
+# The id of the head in the provider.
 HEAD = "head"
 PROVIDER = """
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
@@ -30,22 +27,6 @@ class Provider(FakeMultiNodeProvider):
     def _create_node_with_resources_and_labels(self, *args):
         pass
 """
-NODE_TYPES = {
-    HEAD: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-    "large": {"resources": {"CPU": 6}, "node_config": {}, "min_workers": 0, "max_workers": 2},
-}
-# Ray requires these fields.
-EMPTY = (
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-    "initialization_commands",
-    "head_start_ray_commands",
-    "worker_start_ray_commands",
-    "cluster_synced_files",
-    "rsync_exclude",
-    "rsync_filter",
-)
 
 
 class Head:
@@ -76,59 +57,16 @@ class Head:
 @pytest.fixture(scope="module")
 def head(raylets):
     # As on Kubernetes, Ray does not start an autoscaler itself.
-    variables = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": HEAD}
+    variables = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": "ray.head.default"}
     options = {"num_cpus": 0, "no_monitor": True, "env_vars": variables}
     with raylets(options, [{"num_cpus": 2, "resources": {"x": 2}}], logging_level="error") as cluster:
         yield Head(cluster)
 
 
 @pytest.fixture(scope="module")
-def start_autoscaler(head, tmp_path_factory):
+def start_autoscaler(head, run_autoscaler):
     """Return a context manager that runs an autoscaler."""
-
-    @contextlib.contextmanager
-    def start(version):
-        folder = tmp_path_factory.mktemp("autoscaler")
-        (folder / "launches_nothing.py").write_text(PROVIDER)
-        provider = {
-            "type": "external",
-            "module": "launches_nothing.Provider",
-            "gcs_address": head.cluster.address,
-            "head_node_id": HEAD,
-        }
-        config = {
-            **{key: [] for key in EMPTY},
-            "auth": {},
-            "file_mounts": {},
-            "file_mounts_sync_continuously": False,
-            "upscaling_speed": 1.0,
-            "idle_timeout_minutes": 10,
-            "cluster_name": "test",
-            "max_workers": 2,
-            "provider": provider,
-            "head_node_type": HEAD,
-            "available_node_types": NODE_TYPES,
-        }
-        (folder / "config.json").write_text(json.dumps(config))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_FAKE_CLUSTER", "1")
-            patch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
-            patch.setenv("PYTHONPATH", str(folder), prepend=":")
-            process = services.start_monitor(
-                head.cluster.address,
-                str(folder),
-                stdout_filepath=str(folder / "out"),
-                stderr_filepath=str(folder / "err"),
-                autoscaling_config=str(folder / "config.json"),
-                autoscaler_v2=version == 2,
-            ).process
-        try:
-            yield folder
-        finally:
-            process.kill()
-            process.wait()
-
-    return start
+    return lambda version: run_autoscaler(version, head.cluster.address, HEAD, PROVIDER, idle_minutes=10)
 
 
 @pytest.fixture(scope="module")
