@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S
-from ._nodes.directory import ask_agents, find_agents
+from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
 from ._reserve.groups import are_shown
@@ -64,20 +63,22 @@ def _snapshot() -> _Snapshot:
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
-    job = ray.get_runtime_context().get_job_id()
-    answers = ask_agents("leased", {agent: () for agent in find_agents() if agent.job_id == job}, ANSWER_S)
+    actors = live_actors()
+    mine = f"{AGENT_NAME_PREFIX}{ray.get_runtime_context().get_job_id()}-"
+    agents = [actor.name.removeprefix(mine) for actor in actors if actor.name.startswith(mine)]
+    answers = ask_nodes("leased", dict.fromkeys(agents, ()), ANSWER_S)
     leased = {}
-    for agent, ports in answers.items():
+    for node_id, ports in answers.items():
         if not isinstance(ports, Exception):
-            leased[agent.node_id] = ports
-        elif not isinstance(ports, (PlacementError, ray.exceptions.RayError)):
+            leased[node_id] = ports
+        elif not isinstance(ports, PlacementError):
             raise ports
-        # An agent that leaves, or whose node is dying, does not answer, and what it held ends with it.
+        # The agent of a dying node does not answer, and what it held ends with it. A node that is alive is read again.
     return {
         "free resource": frozenset(free),
         "actor": frozenset(
             f"{actor.actor_id} {actor.class_name} {actor.name}"
-            for actor in live_actors()
+            for actor in actors
             if not actor.name.startswith(AGENT_NAME_PREFIX)
         ),
         "placement group": frozenset(

@@ -160,7 +160,7 @@ def _find_agents() -> list[Agent]:
 
 def read_boards(agents: Sequence[Agent], *, timeout_s: float) -> dict[Agent, dict[str, Any] | Exception]:
     """Return what is published at each agent, or why it did not answer."""
-    return ask_agents("published", dict.fromkeys(agents, ()), timeout_s)
+    return _collect("published", dict.fromkeys(agents, ()), timeout_s)
 
 
 def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tuple[int, Any] | Exception:
@@ -169,7 +169,7 @@ def read_newer(agent: Agent, key: str, version: int, *, timeout_s: float) -> tup
     Returns:
         (0, None) if nothing is published there; an exception if the agent did not answer.
     """
-    answer: tuple[int, Any] | Exception = ask_agents("newer", {agent: (key, version)}, timeout_s)[agent]
+    answer: tuple[int, Any] | Exception = _collect("newer", {agent: (key, version)}, timeout_s)[agent]
     return answer
 
 
@@ -186,11 +186,10 @@ def run_on_agents(
     Returns:
         The function's result there, or the exception with which it failed.
     """
-    return ask_agents("run", {agent: (function, *args) for agent, args in arguments.items()}, timeout_s)
+    return _collect("run", {agent: (function, *args) for agent, args in arguments.items()}, timeout_s)
 
 
-def ask_agents(method: str, arguments: Mapping[Agent, Sequence[Any]], timeout_s: float) -> dict[Agent, Any]:
-    """Send the same request to several agents, of any jobs; return the answer of each, or the exception."""
+def _collect(method: str, arguments: Mapping[Agent, Sequence[Any]], timeout_s: float) -> dict[Agent, Any]:
     sends = {agent: partial(agent.handle.answer.remote, method, *args) for agent, args in arguments.items()}
     answers: dict[Agent, Any] = {}
     for agent, (answer, error) in collect(sends, timeout_s).items():
