@@ -523,7 +523,9 @@ def vendor(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
     install(
-        session, *map(package, [*SIBLINGS["lane"], "lane", "batching", "tpu-executor", "transfer", "inspect"]), "torch"
+        session,
+        *map(package, [*SIBLINGS["lane"], "lane", "batching", "tpu-executor", "transfer", "inspect", "rollouts"]),
+        "torch",
     )
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
 

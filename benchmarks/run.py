@@ -13,6 +13,7 @@ import bench_batching
 import bench_calls
 import bench_elastic
 import bench_placement
+import bench_rollouts
 import bench_scale
 import bench_sharding
 import bench_tpu_executor
@@ -33,6 +34,7 @@ MODULES = {
     "workergroup that changes": bench_elastic,
     "tpu-executor": bench_tpu_executor,
     "transfer": bench_transfer,
+    "rollouts": bench_rollouts,
 }
 
 

@@ -6,10 +6,12 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, assert_type
 
 import fairlead_rollouts
 from fairlead_rollouts import (
+    AsyncLedger,
     Claim,
     Completeness,
     Event,
@@ -18,6 +20,8 @@ from fairlead_rollouts import (
     IndexStream,
     InOrder,
     InvariantError,
+    Journal,
+    JournalLockedError,
     Lease,
     Ledger,
     LedgerConfig,
@@ -32,6 +36,7 @@ from fairlead_rollouts import (
     Sample,
     Selection,
     Shortage,
+    SnapshotError,
     Statistics,
     View,
     WeightFifo,
@@ -40,6 +45,7 @@ from fairlead_rollouts import (
     room_for,
     sample_id,
 )
+from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 State = Literal["unseen", "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped"]
 
@@ -87,7 +93,7 @@ def make() -> None:
     def release(ref: Ref, reason: str) -> None: ...
     def record(event: Event) -> None: ...
 
-    ledger = Ledger(config, source, run=1, on_release=release, on_event=record)
+    ledger = Ledger(config, source, run=1, journal=None, checkpoints=False, on_release=release, on_event=record)
     Ledger(config, ["a", "b"])
     assert_type(ledger.config, LedgerConfig)
     assert_type(ledger.version, int)
@@ -139,6 +145,52 @@ def train(ledger: Ledger, group: Group) -> None:
     assert_type(ledger.advance(1, trained=1), None)
     assert_type(ledger.drop([1], "no_signal"), None)
     assert_type(ledger.sweep(), int)
+
+
+def save(config: LedgerConfig, ledger: Ledger, directory: Path) -> None:
+    assert_type(ledger.prepare(1, directory), Path)
+    assert_type(ledger.prepare(1, "checkpoint"), Path)
+    assert_type(ledger.commit(1), None)
+    assert_type(ledger.flush(), None)
+
+    def exists(ref: Ref) -> bool:
+        return ref.durable
+
+    with Journal(directory / "journal") as journal:
+        assert_type(journal, Journal)
+        assert_type(journal.path, Path)
+        assert_type(journal.flush(), None)
+        assert_type(journal.close(), None)
+        assert_type(journal.reset("id", []), None)
+        assert_type(journal.remove(0, 0), None)
+        assert_type(journal.settle(0), None)
+        journal.load("id")
+        journal.put  # noqa: B018  for records only
+        later = Ledger.restore(
+            config, ["a"], step=1, version=1, directory="checkpoint", journal=journal, exists=exists, checkpoints=True
+        )
+        assert_type(later, Ledger)
+
+
+async def wait(ledger: Ledger) -> None:
+    waiting = AsyncLedger(ledger)
+    assert_type(waiting.ledger, Ledger)
+    assert_type(await waiting.lease(4, serving_version=1, deadline=2.0, timeout_s=1.0), list[Lease])
+    assert_type(await waiting.claim(1, 4, minimum=1, timeout_s=1.0), Claim | Shortage)
+    assert_type(ledger.exhausted, bool)
+    assert_type(ledger.subscribe(print), None)
+
+
+def in_an_actor(ledger: Ledger, lease: Lease) -> None:
+    handle = start_ledger(lambda: ledger, name="ledger")
+    assert_type(handle, LedgerHandle)
+    assert_type(handle.lease(4, timeout_s=1.0), Any)
+    assert_type(handle.seal(lease, 0, Ref("a")), Any)
+    assert_type(handle.seal_many([(lease, 0, Ref("a"))]), Any)
+    assert_type(handle.fail(lease, reason="it broke"), Any)
+    assert_type(handle.claim(1, 4), Any)
+    assert_type(handle.advance(1, trained=1), Any)
+    assert_type(handle.call("statistics"), Any)
 
 
 def look(ledger: Ledger, event: Event) -> None:
@@ -196,7 +248,11 @@ def policies(view: View) -> None:
     assert_type(room, int)
 
 
-def errors(illegal: IllegalTransitionError, invariant: InvariantError) -> None:
+def errors(
+    illegal: IllegalTransitionError, invariant: InvariantError, snapshot: SnapshotError, locked: JournalLockedError
+) -> None:
+    for text in (snapshot.path, snapshot.found, snapshot.remedy, locked.path, locked.holder):
+        assert_type(text, str)
     assert_type(illegal.ordinal, int)
     assert_type(illegal.state, str)
     assert_type(illegal.method, str)
@@ -206,6 +262,8 @@ def errors(illegal: IllegalTransitionError, invariant: InvariantError) -> None:
     assert_type(invariant.ordinals, tuple[int, ...])
     error: RolloutError = illegal
     error = invariant
+    error = snapshot
+    error = locked
     assert_type(exceptions.RolloutError, type[RolloutError])
     raise error
 

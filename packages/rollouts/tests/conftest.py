@@ -23,14 +23,16 @@ def releases():
 
 @pytest.fixture
 def make_ledger(releases):
-    """Return a maker of ledgers with small groups, one group per version and ten prompts, unless told otherwise."""
+    """Return a maker of ledgers with small groups, one group per version and ten prompts, and no checkpoints."""
     from fairlead_rollouts import Ledger, LedgerConfig
 
     def make(prompts=10, **options):
         outside = {key: options.pop(key) for key in ("on_event", "run", "checkpoints", "journal") if key in options}
         options = {"group_size": 2, "groups_per_version": 2, "max_staleness": 1, **options}
         source = [f"prompt {number}" for number in range(prompts)] if isinstance(prompts, int) else prompts
-        return Ledger(LedgerConfig(**options), source, on_release=releases, **{"run": 7, **outside})
+        return Ledger(
+            LedgerConfig(**options), source, on_release=releases, **{"run": 7, "checkpoints": False, **outside}
+        )
 
     return make
 

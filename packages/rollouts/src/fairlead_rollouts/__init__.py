@@ -12,21 +12,24 @@
 >>> [sample.ref.value for sample in claim.groups[1].samples]
 ['rollout 1-0', 'rollout 1-1']
 >>> ledger.advance(1, trained=1)
->>> ledger.statistics().applied, ledger.statistics().staleness
+>>> ledger.statistics().trained, ledger.statistics().staleness
 (2, {0: 2})
 """
 
 from ._admission import room_for
+from ._async import AsyncLedger
 from ._ledger import Ledger
 from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref, Sample, Shortage, sample_id
 from ._policies import InOrder, OldestFirst, OpenGroup, Policy, ReadyFirst, Selection, View, WeightFifo, Windowed
 from ._sources import IndexStream, LoaderStream, PromptSource
 from ._statistics import Statistics
-from .exceptions import IllegalTransitionError, InvariantError, RolloutError
+from ._store.journal import Journal
+from .exceptions import IllegalTransitionError, InvariantError, JournalLockedError, RolloutError, SnapshotError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncLedger",
     "Claim",
     "Completeness",
     "Event",
@@ -35,6 +38,8 @@ __all__ = [
     "InOrder",
     "IndexStream",
     "InvariantError",
+    "Journal",
+    "JournalLockedError",
     "Lease",
     "Ledger",
     "LedgerConfig",
@@ -49,6 +54,7 @@ __all__ = [
     "Sample",
     "Selection",
     "Shortage",
+    "SnapshotError",
     "Statistics",
     "View",
     "WeightFifo",

@@ -3,8 +3,8 @@
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from ._admission import room_for
 from ._model import Event, LedgerConfig, Ref, Sample, State
@@ -17,22 +17,17 @@ __all__ = ["Book"]
 OPEN: tuple[State, ...] = ("pending", "leased", "sealed", "claimed", "trained")
 
 
-class Book:
-    """Hold the records, move them, and collect the callbacks of a call, which run after its last change.
+class SampleJournal(Protocol):
+    """The methods of a journal that the records use."""
 
-    Attributes:
-        config: the rules.
-        version: the trainer's version.
-        records: every open group by ordinal.
-        by_state: the same groups, by state.
-        settled: every group that is applied or dropped.
-        next: the first ordinal that is unseen.
-        consumed: the groups claimed for each version, from the current one on.
-        claims: the ordinals of each step that is claimed and not applied, in order.
-        last_trained: the last step that has been trained.
-        counters: what has happened.
-        held: the number of pending groups that hold samples.
-    """
+    def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None: ...
+    def remove(self, ordinal: int, sibling: int) -> None: ...
+    def settle(self, ordinal: int) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Book:
+    """Hold the records, move them, and collect the callbacks of a call, which run after its last change."""
 
     def __init__(
         self,
@@ -41,52 +36,86 @@ class Book:
         on_event: Callable[[Event], object] | None,
     ) -> None:
         self.config = config
-        self.version = 0
+        self.version = 0  # the trainer's
         self.records: dict[int, Record] = {}
         self.by_state: dict[State, dict[int, Record]] = {state: {} for state in OPEN}
         self.settled = SettledOrdinals()
-        self.next = 0
-        self.consumed: dict[int, int] = {}
-        self.claims: dict[int, list[int]] = {}
+        self.next = 0  # the first ordinal that is unseen
+        self.consumed: dict[int, int] = {}  # groups claimed for each version, from the current one on
+        self.claims: dict[int, list[int]] = {}  # the ordinals of each step that is not applied
         self.last_trained: int | None = None
+        self.last_applied: int | None = None  # the last step that a checkpoint covers
+        self.journal: SampleJournal | None = None
         self.counters = Counters()
-        self.held = 0
+        self.held = 0  # pending groups that hold samples
         # Pending groups with and without samples, lowest ordinal first. An entry may be out of date.
         self._pending_held: list[int] = []
         self._pending_empty: list[int] = []
         self._targets: dict[int, int] = {}
         self._on_release, self._on_event = on_release, on_event
         self._calls: deque[Callable[[], object]] = deque()
+        self._flush_first = False
+        self.changed = False  # in the current call
+        self.subscribers: list[Callable[[], object]] = []
 
     # Callbacks.
 
-    def release(self, samples: dict[int, Sample], reason: str) -> None:
-        """Release the references of samples, and empty the dictionary."""
+    def release(self, record: Record, samples: dict[int, Sample], reason: str, *, settles: bool = False) -> None:
+        """Release the references of a group's samples, and empty the dictionary. `settles` closes the group next."""
         for sample in samples.values():
             self.release_ref(sample.ref, reason)
+            if self.journal is not None and sample.ref.durable and not settles:
+                self.journal.remove(record.ordinal, sample.sibling)
         samples.clear()
 
     def release_ref(self, ref: Ref, reason: str) -> None:
         """Release one reference."""
         self.counters.released += 1
         if self._on_release is not None:
+            self._flush_first |= ref.durable
             self._calls.append(lambda: self._on_release(ref, reason))  # type: ignore[misc]
 
     def run_callbacks(self) -> None:
-        """Call the caller's functions. If one raises, the next call of the ledger continues after it."""
+        """Call the caller's functions. If one raises, the next call of the ledger continues after it.
+
+        The journal is flushed before a durable payload is released, so that it never lists a payload that is gone.
+        """
+        if self._flush_first and self.journal is not None:
+            self.journal.flush()
+        self._flush_first = False
         while self._calls:
             self._calls.popleft()()
+        if self.changed:
+            self.changed = False
+            for callback in self.subscribers:
+                callback()
 
     # Moves.
 
     def open(self, prompt: Any) -> Record:
         """Add the next ordinal as a pending group."""
-        record = Record(self.next, prompt)
         self.next += 1
-        self.records[record.ordinal] = self.by_state["pending"][record.ordinal] = record
-        heapq.heappush(self._pending_empty, record.ordinal)
+        return self.reopen(self.next - 1, prompt, 1)
+
+    def reopen(self, ordinal: int, prompt: Any, attempt: int) -> Record:
+        """Add a pending group that holds nothing."""
+        record = Record(ordinal, prompt, attempt)
+        self.records[ordinal] = self.by_state["pending"][ordinal] = record
+        heapq.heappush(self._pending_empty, ordinal)
         self._report(record, "unseen", "pending", None)
         return record
+
+    def fill(self, record: Record, samples: dict[int, Sample], carry: dict[int, Sample]) -> None:
+        """Give samples of an earlier process to a pending group that holds nothing."""
+        record.samples, record.carry = samples, carry
+        oldest = record.find_oldest()
+        if len(samples) == self.config.group_size:
+            self.move(record, "sealed", "restored")
+            record.oldest, record.ready_version = oldest, self.version
+            self.assign(record)
+        else:
+            record.oldest = oldest
+            self._put_pending(record)
 
     def move(self, record: Record, state: State, reason: str | None = None) -> None:
         """Put an open group into another open state."""
@@ -109,6 +138,8 @@ class Book:
         if state == "dropped":
             self.counters.drops[reason or ""] += 1
         self.settled.add(record.ordinal, dropped=state == "dropped")
+        if self.journal is not None:
+            self.journal.settle(record.ordinal)
         self._report(record, before, state, reason)
 
     def return_to_pending(self, record: Record, reason: str) -> None:
@@ -145,38 +176,50 @@ class Book:
     def discard(self, record: Record, reason: str) -> None:
         """Release everything that a group holds. Finished samples count as regenerated."""
         self.counters.regenerated += len(record.samples)
-        self.release(record.samples, reason)
-        self.release(record.carry, reason)
+        self.release(record, record.samples, reason)
+        self.release(record, record.carry, reason)
 
     def drop(self, record: Record, reason: str) -> None:
         """Release everything that a group holds, and close it as dropped."""
-        self.release(record.samples, reason)
-        self.release(record.carry, reason)
+        self.release(record, record.samples, reason)
+        self.release(record, record.carry, reason)
         self.unassign(record)
         self.settle(record, "dropped", reason)
 
-    def apply(self, record: Record) -> None:
-        """Release the samples of a trained group, and close it as applied."""
-        self.counters.attempts += record.attempt
-        self.release(record.samples, "trained")
-        self.settle(record, "applied")
+    def train(self, record: Record) -> None:
+        """Release what a trained group holds in memory only. Durable samples stay until a checkpoint covers it."""
+        durable = {sibling: sample for sibling, sample in record.samples.items() if sample.ref.durable}
+        for sibling in durable:
+            del record.samples[sibling]
+        self.release(record, record.samples, "trained")
+        record.samples = durable
+        self.move(record, "trained")
 
-    def take_pending(self, count: int, room: int) -> list[Record]:
-        """Remove and return up to `count` pending groups, lowest ordinal first, at most `room` without samples."""
-        taken: list[Record] = []
-        while len(taken) < count:
+    def apply(self, step: int) -> None:
+        """Close the groups of all steps up to one as applied."""
+        for one in sorted(one for one in self.claims if one <= step):
+            for ordinal in self.claims.pop(one):
+                record = self.records[ordinal]
+                self.counters.attempts += record.attempt
+                self.release(record, record.samples, "applied", settles=True)
+                self.settle(record, "applied")
+        self.last_applied = step
+
+    def take_pending(self, count: int, room: int) -> Iterator[Record]:
+        """Yield up to `count` pending groups, lowest ordinal first, at most `room` without samples.
+
+        The caller moves each before it takes the next one, because a heap may list a group twice.
+        """
+        for _ in range(count):
             held = self._first(self._pending_held, holds=True)
             empty = self._first(self._pending_empty, holds=False) if room > 0 else None
             if held is not None and (empty is None or held < empty):
-                heapq.heappop(self._pending_held)
-                taken.append(self.records[held])
+                yield self.records[heapq.heappop(self._pending_held)]
             elif empty is not None:
-                heapq.heappop(self._pending_empty)
                 room -= 1
-                taken.append(self.records[empty])
+                yield self.records[heapq.heappop(self._pending_empty)]
             else:
-                break
-        return taken
+                return
 
     def _first(self, heap: list[int], *, holds: bool) -> int | None:
         pending = self.by_state["pending"]
@@ -188,6 +231,7 @@ class Book:
         return None
 
     def _report(self, record: Record, before: State, after: State, reason: str | None) -> None:
+        self.changed = True
         if self._on_event is not None:
             event = Event(record.ordinal, before, after, self.version, record.step, reason)
             self._calls.append(lambda: self._on_event(event))  # type: ignore[misc]

@@ -56,6 +56,8 @@ class Leases:
         if record.carry:
             self._release_carry(record, sibling, "continued", sample.ref)
         (record.carry if partial else record.samples)[sibling] = sample
+        if book.journal is not None and sample.ref.durable:
+            book.journal.put(record, (sample,), partial=partial)
         record.oldest = min(record.oldest, sample.oldest_version)
         record.waiting &= ~(1 << sibling)
         if not record.waiting:
@@ -70,7 +72,7 @@ class Leases:
         if after and (parked.ref.value is after.value or (parked.ref.durable and parked.ref == after)):
             self._book.counters.released += 1
         else:
-            self._book.release_ref(parked.ref, reason)
+            self._book.release(record, {sibling: parked}, reason)
 
     def give_up(self, record: Record, siblings: Iterable[int], reason: str) -> None:
         """Let siblings of a lease fail."""
@@ -102,7 +104,7 @@ class Leases:
                 return
             else:
                 complete = True
-                book.release(record.carry, "failed")
+                book.release(record, record.carry, "failed")
         if complete:
             book.seal(record)
             return

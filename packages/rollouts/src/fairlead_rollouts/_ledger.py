@@ -1,37 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: every transition of every group, on one thread and without a clock."""
 
-import json
+import os
 import random
+import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from ._audit import check_book, explain_group
-from ._book import Book
-from ._claims import Claims
-from ._leases import Leases
-from ._model import Claim, Event, Lease, LedgerConfig, Ref, Sample, Shortage, State
-from ._sources import PromptSource, SequenceStream
+from ._model import Claim, Event, LedgerConfig, Ref, Shortage, State
+from ._rollout_side import RolloutSide
+from ._sources import PromptSource
 from ._statistics import Statistics
-from .exceptions import IllegalTransitionError
+from ._store.journal import Journal
+from ._store.restore import restore_book
+from ._store.snapshot import read_snapshot, take_snapshot, write_snapshot
+from .exceptions import IllegalTransitionError, SnapshotError
 
 __all__ = ["Ledger"]
 
-PROMPT_BYTES = 4096
 # The methods that change a group in each state.
 LEGAL: dict[State, tuple[str, ...]] = {
     "unseen": ("offer", "lease"),
     "pending": ("lease", "sweep"),
     "leased": ("seal", "park", "fail", "cancel", "expire"),
     "sealed": ("claim", "drop", "sweep"),
-    "claimed": ("advance", "unclaim", "drop"),
-    "trained": ("advance",),
+    "claimed": ("advance", "unclaim", "drop", "commit"),
+    "trained": ("commit",),
     "applied": (),
     "dropped": (),
 }
 
 
-class Ledger:
+class Ledger(RolloutSide):
     """Record who generates every prompt, with which weights, and which step trained on it.
 
     It has no clock and no thread, and every method is deterministic in its arguments. Methods that refuse a call change
@@ -40,6 +42,8 @@ class Ledger:
     Args:
         config: the rules.
         source: where prompts come from, or a sequence of them; None if the caller offers prompts.
+        journal: where durable samples are kept between checkpoints; None for nowhere.
+        checkpoints: whether trained groups wait for `commit`. Without, they are applied when they are trained.
         run: 48 bits that no other run of the same job shares; random by default.
         on_release: called once with each reference that is no longer needed, and the reason.
         on_event: called with each transition of a group.
@@ -53,7 +57,7 @@ class Ledger:
     (0, ['tokens 0', 'tokens 1'])
     >>> ledger.advance(1, trained=1)
     >>> ledger.state(0)
-    'applied'
+    'trained'
     """
 
     def __init__(
@@ -61,228 +65,24 @@ class Ledger:
         config: LedgerConfig,
         source: PromptSource | Sequence[Any] | None = None,
         *,
+        journal: Journal | None = None,
+        checkpoints: bool = True,
         run: int | None = None,
         on_release: Callable[[Ref, str], object] | None = None,
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        run = random.SystemRandom().getrandbits(48) if run is None else run
-        if not 0 <= run < 1 << 48:
-            raise ValueError(f"run is {run}; it must be a number of 48 bits.")
-        self._config = config
-        self._book = Book(config, on_release, on_event)
-        self._source = SequenceStream(source) if isinstance(source, Sequence) else source
-        self._exhausted = False
-        self._leases, self._claims = Leases(self._book, run), Claims(self._book)
+        super().__init__(config, source, run, on_release, on_event)
+        self._checkpoints, self._prepared = checkpoints, set[int]()
+        self._id = uuid.UUID(int=random.SystemRandom().getrandbits(128)).hex
+        if journal is not None:
+            journal.load(self._id)
+            self._use(journal)
 
-    @property
-    def config(self) -> LedgerConfig:
-        """The rules."""
-        return self._config
-
-    @property
-    def version(self) -> int:
-        """The trainer's version."""
-        return self._book.version
-
-    # The rollout side.
-
-    def room(self) -> int:
-        """Return how many groups may be leased now, including pending groups that hold samples."""
-        return self._book.room
-
-    def offer(self, prompts: Iterable[Any]) -> list[int]:
-        """Append prompts to the stream, if the ledger has no source.
-
-        Returns:
-            Their ordinals.
-        """
-        if self._source is not None:
-            raise ValueError("This ledger reads prompts from its source. Make it without one to offer prompts.")
-        checked = [_check_prompt(prompt) for prompt in prompts]
-        ordinals = [self._book.open(prompt).ordinal for prompt in checked]
-        self._book.run_callbacks()
-        return ordinals
-
-    def lease(self, count: int, *, serving_version: int | None = None, deadline: float | None = None) -> list[Lease]:
-        """Lease up to `count` groups for generation: pending ones first, then new ones from the source.
-
-        Args:
-            count: the groups that the caller can start.
-            serving_version: the weights of the generator; by default the oldest that `serving_lag` allows.
-            deadline: when `expire` takes the leases back, on the caller's clock.
-
-        Returns:
-            Fewer leases without room, or if the source has ended.
-        """
-        book = self._book
-        if count < 1:
-            raise ValueError(f"count is {count}; it must be at least 1.")
-        oldest = max(0, book.version - self._config.serving_lag)
-        start = oldest if serving_version is None else serving_version
-        if not oldest <= start <= book.version:
-            raise ValueError(
-                f"serving_version is {start}; with trainer version {book.version} and serving_lag "
-                f"{self._config.serving_lag} it must be between {oldest} and {book.version}."
-            )
-        room = book.room - book.held
-        self._pull(min(count, book.room) - len(book.by_state["pending"]))
-        leases = [self._leases.make(record, start, deadline) for record in book.take_pending(count, room)]
-        book.run_callbacks()
-        return leases
-
-    def _pull(self, count: int) -> None:
-        """Make prompts of the source pending. An error leaves those before it pending."""
-        while count > 0 and self._source is not None and not self._exhausted:
-            try:
-                prompt = self._source.get(self._book.next)
-            except IndexError:
-                self._exhausted = True
-                return
-            self._book.open(_check_prompt(prompt))
-            count -= 1
-
-    def seal(
-        self,
-        lease: Lease,
-        sibling: int,
-        ref: Ref,
-        *,
-        oldest_version: int | None = None,
-        newest_version: int | None = None,
-    ) -> bool:
-        """Record the finished rollout of one sibling.
-
-        Args:
-            lease: the lease under which it was generated.
-            sibling: its number.
-            ref: its payload.
-            oldest_version: the oldest weights of tokens that carry loss; by default that of the partial rollout that
-                was continued, or else the start version of the lease.
-            newest_version: the newest weights; by default the trainer's version.
-
-        Returns:
-            False if the result is late: the lease has ended, or this sibling has. Then `ref` is released.
-        """
-        sealed = self._leases.accept(lease, self._make_sample(lease, sibling, ref, oldest_version, newest_version))
-        self._book.run_callbacks()
-        return sealed
-
-    def seal_many(
-        self,
-        results: Iterable[tuple[Lease, int, Ref]],
-        *,
-        oldest_version: int | None = None,
-        newest_version: int | None = None,
-    ) -> list[bool]:
-        """Record finished rollouts, each as in `seal`, all with the same versions.
-
-        Returns:
-            For each result whether it was accepted.
-        """
-        samples = [
-            (lease, self._make_sample(lease, sibling, ref, oldest_version, newest_version))
-            for lease, sibling, ref in results
-        ]
-        accepted = [self._leases.accept(lease, sample) for lease, sample in samples]
-        self._book.run_callbacks()
-        return accepted
-
-    def _make_sample(self, lease: Lease, sibling: int, ref: Ref, oldest: int | None, newest: int | None) -> Sample:
-        if not 0 <= sibling < self._config.group_size:
-            raise ValueError(f"sibling is {sibling}; a group has {self._config.group_size} siblings, counted from 0.")
-        version = self._book.version
-        newest = version if newest is None else newest
-        if oldest is None:
-            oldest = lease.carry[sibling].oldest_version if sibling in lease.carry else lease.start_version
-        if not 0 <= oldest <= newest <= version:
-            raise ValueError(
-                f"oldest_version is {oldest} and newest_version is {newest}; they must be in ascending order, from 0 "
-                f"to the trainer's version, which is {version}."
-            )
-        return Sample(sibling, ref, oldest, newest)
-
-    def park(
-        self,
-        lease: Lease,
-        sibling: int,
-        ref: Ref,
-        *,
-        oldest_version: int | None = None,
-        newest_version: int | None = None,
-    ) -> bool:
-        """Keep the partial rollout of one sibling, which the next lease of the group continues.
-
-        Args:
-            lease: the lease under which it was generated.
-            sibling: its number.
-            ref: the payload so far.
-            oldest_version: as in `seal`.
-            newest_version: as in `seal`.
-
-        Returns:
-            False if the lease or this sibling has ended. Then `ref` is released.
-        """
-        sample = self._make_sample(lease, sibling, ref, oldest_version, newest_version)
-        parked = self._leases.accept(lease, sample, partial=True)
-        self._book.run_callbacks()
-        return parked
-
-    def fail(self, lease: Lease, siblings: Iterable[int] | None = None, *, reason: str) -> bool:
-        """Give up siblings of a lease; a failure never becomes a sample.
-
-        Args:
-            lease: the lease.
-            siblings: the siblings that failed; None for all that are not finished.
-            reason: shown if the group is dropped.
-
-        Returns:
-            False if the lease has ended, or all of these siblings have.
-        """
-        every = self._leases.siblings
-        named = every if siblings is None else tuple(siblings)
-        if wrong := [one for one in named if one not in every]:
-            raise ValueError(f"siblings has {wrong}; a group has {len(every)} siblings, counted from 0.")
-        record = self._leases.find(lease)
-        failed = [one for one in self._leases.owed(record) if one in named] if record else []
-        if record and failed:
-            self._leases.give_up(record, failed, reason)
-        self._book.run_callbacks()
-        return bool(failed)
-
-    def cancel(self, lease: Lease) -> bool:
-        """Take a lease back, for example for an update of the weights. This costs no attempt.
-
-        Returns:
-            False if the lease has ended.
-        """
-        record = self._leases.find(lease)
-        if record is not None:
-            self._leases.cancel(record)
-        self._book.run_callbacks()
-        return record is not None
-
-    def expire(self, now: float) -> list[Lease]:
-        """Let all leases fail whose deadline has passed.
-
-        Returns:
-            These leases, so that the caller can abort their generation.
-        """
-        leased = self._book.by_state["leased"].values()
-        late = [record for record in leased if record.deadline is not None and record.deadline <= now]
-        leases = [record.lease for record in late if record.lease is not None]
-        for record in late:
-            self._leases.give_up(record, self._leases.owed(record), "expired")
-        self._book.run_callbacks()
-        return leases
-
-    def to_abort(self) -> list[Lease]:
-        """Return the leases that no claim can accept any more, because their weights are too old."""
-        bound = self._config.max_staleness
-        if bound is None:
-            return []
-        limit = self._claims.next_place()[0] - bound
-        leased = self._book.by_state["leased"].values()
-        return [record.lease for record in leased if record.oldest < limit and record.lease is not None]
+    def _use(self, journal: Journal | None) -> None:
+        """Store what the ledger holds in a journal, and from now on every change."""
+        if journal is not None:
+            journal.reset(self._id, self._book.records.values())
+        self._book.journal = journal
 
     # The trainer side.
 
@@ -291,12 +91,12 @@ class Ledger:
 
         Args:
             version: the number of updates of the weights so far; it never falls.
-            trained: all claims up to this step become applied, and their references are released.
+            trained: the claims up to this step are trained. References that are not durable are released.
         """
         book = self._book
         if version < book.version:
             raise ValueError(f"version is {version}, below {book.version}. Versions never fall; use restore().")
-        book.version = version
+        book.version, book.changed = version, True
         book.consumed = {one: count for one, count in book.consumed.items() if one >= version}
         if trained is not None:
             self._train(trained)
@@ -305,10 +105,13 @@ class Ledger:
     def _train(self, step: int) -> None:
         book = self._book
         for one in sorted(one for one in book.claims if one <= step):
-            for ordinal in book.claims.pop(one):
-                book.apply(book.records[ordinal])
+            for record in map(book.records.__getitem__, book.claims[one]):
+                if record.state == "claimed":
+                    book.train(record)
         book.last_trained = step if book.last_trained is None else max(step, book.last_trained)
         book.forget_targets(book.last_trained)
+        if not self._checkpoints:
+            book.apply(step)
 
     def claim(self, step: int, count: int, *, minimum: int | None = None) -> Claim | Shortage:
         """Take finished groups for a step, all or none.
@@ -347,7 +150,10 @@ class Ledger:
     def unclaim(self, step: int) -> None:
         """Return the groups of a step that did not happen. They are sealed again, as before the claim."""
         if step not in self._book.claims:
-            raise ValueError(f"step is {step}; steps {sorted(self._book.claims)} are claimed and not trained.")
+            raise ValueError(f"step is {step}; steps {sorted(self._book.claims)} are claimed.")
+        for ordinal in self._book.claims[step]:
+            if self.state(ordinal) == "trained":
+                raise IllegalTransitionError(ordinal, "trained", "unclaim", LEGAL["trained"])
         for ordinal in self._book.claims.pop(step):
             self._claims.give_back(self._book.records[ordinal])
         self._book.run_callbacks()
@@ -376,6 +182,98 @@ class Ledger:
         found = self._claims.sweep(self._claims.next_place()[0], None)
         self._book.run_callbacks()
         return found
+
+    # Checkpoints.
+
+    def prepare(self, step: int, directory: str | os.PathLike[str]) -> Path:
+        """Write a snapshot into the directory of the trainer's checkpoint, before the checkpoint is complete.
+
+        The snapshot counts the claims of steps up to `step` as applied, and everything else as open.
+
+        Args:
+            step: the last step that the checkpoint contains.
+            directory: of the checkpoint. It must exist.
+
+        Returns:
+            The file, which has been synced.
+        """
+        book = self._book
+        if book.last_applied is not None and step < book.last_applied:
+            raise ValueError(f"step is {step}, and step {book.last_applied} has been committed. Prepare a later step.")
+        if not Path(directory).is_dir():
+            raise ValueError(f"directory is {str(directory)!r}, which is no directory. Make the checkpoint's first.")
+        self.flush()
+        source = b"" if self._source is None else self._source.state()
+        path = write_snapshot(Path(directory), take_snapshot(book, self._id, step, source))
+        self._prepared.add(step)
+        return path
+
+    def commit(self, step: int) -> None:
+        """Report that the checkpoint of a prepared step is durable: its groups are applied for good."""
+        if step not in self._prepared:
+            raise ValueError(f"step is {step}, and steps {sorted(self._prepared)} are prepared. Call prepare() first.")
+        self._train(step)
+        self._book.apply(step)
+        self._prepared = {one for one in self._prepared if one > step}
+        self._book.run_callbacks()
+
+    def flush(self) -> None:
+        """Write the buffered rows of the journal. Call it every second; what a crash takes is generated again."""
+        if self._book.journal is not None:
+            self._book.journal.flush()
+
+    @classmethod
+    def restore(
+        cls,
+        config: LedgerConfig,
+        source: PromptSource | Sequence[Any] | None = None,
+        *,
+        step: int,
+        version: int,
+        directory: str | os.PathLike[str],
+        journal: Journal | None = None,
+        exists: Callable[[Ref], bool] | None = None,
+        checkpoints: bool = True,
+        run: int | None = None,
+        on_release: Callable[[Ref, str], object] | None = None,
+        on_event: Callable[[Event], object] | None = None,
+    ) -> Self:
+        """Return a ledger that continues after a checkpoint.
+
+        Applied and dropped groups stay so. Every other group is open again. A durable sample is kept if its weights
+        exist in the checkpoint: versions after `version` are lost, and their numbers will mean other weights.
+
+        Args:
+            config: the rules; `group_size` must be as before.
+            source: the same source as before. Its state is restored.
+            step: the last step that the checkpoint contains.
+            version: the version of its weights.
+            directory: of the checkpoint.
+            journal: the journal of the process that ended, or a new one.
+            exists: tells whether a durable payload can still be read. Without a journal it is needed if payloads are
+                deleted when they are released, because the snapshot may list some of them.
+            checkpoints, run, on_release, on_event: as for a new ledger.
+
+        Raises:
+            SnapshotError: The snapshot is missing or damaged, or it is of another step or group size.
+        """
+        snapshot = read_snapshot(Path(directory))
+        for name, found, wanted in (
+            ("step", snapshot.step, step),
+            ("group_size", snapshot.group_size, config.group_size),
+        ):
+            if found != wanted:
+                remedy = f"Pass {name}={found}, or the directory of another checkpoint."
+                raise SnapshotError(str(directory), f"its {name} is {found}, not {wanted}", remedy)
+        ledger = cls(config, source, checkpoints=checkpoints, run=run, on_release=on_release, on_event=on_event)
+        ledger._id = snapshot.ledger
+        ledger._salvage = restore_book(ledger._book, snapshot, journal, version=version, exists=exists)
+        if ledger._source is not None:
+            ledger._source.restore(snapshot.source, snapshot.next)
+            ledger._pull(ledger._salvage.last + 1 - snapshot.next)
+        ledger._use(journal)
+        ledger._book.run_callbacks()
+        return ledger
 
     # What people and tests look at.
 
@@ -414,13 +312,3 @@ class Ledger:
     def check(self) -> None:
         """Raise an `InvariantError` if the records contradict each other."""
         check_book(self._book, self._leases.run)
-
-
-def _check_prompt(prompt: Any) -> Any:
-    try:
-        size = len(json.dumps(prompt))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"A prompt must be a JSON value, such as an index of a dataset: {error}") from None
-    if size > PROMPT_BYTES:
-        raise ValueError(f"A prompt has {size} bytes of JSON; at most {PROMPT_BYTES} are kept. Use a reference to it.")
-    return prompt

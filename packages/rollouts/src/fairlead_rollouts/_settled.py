@@ -8,17 +8,9 @@ __all__ = ["SettledOrdinals"]
 
 @dataclass(slots=True)
 class SettledOrdinals:
-    """Record which ordinals are applied or dropped.
+    """Record which ordinals are applied or dropped."""
 
-    Attributes:
-        frontier: every ordinal below it is settled.
-        applied: the number of applied ordinals.
-        dropped: the number of dropped ordinals.
-        settled_bits: one bit for each ordinal, set if it is settled.
-        dropped_bits: one bit for each ordinal, set if it is dropped.
-    """
-
-    frontier: int = 0
+    frontier: int = 0  # every ordinal below it is settled
     applied: int = 0
     dropped: int = 0
     settled_bits: bytearray = field(default_factory=bytearray)

@@ -35,10 +35,7 @@ class SequenceStream:
     """Read prompts from a sequence, once."""
 
     def __init__(self, prompts: Sequence[Any]) -> None:
-        self._prompts = prompts
-
-    def get(self, ordinal: int) -> Any:
-        return self._prompts[ordinal]
+        self.get = prompts.__getitem__
 
     def state(self) -> bytes:
         return b""

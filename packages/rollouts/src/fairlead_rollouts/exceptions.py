@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of the ledger, one class per situation. Misuse of arguments is a `ValueError` instead."""
 
-__all__ = ["IllegalTransitionError", "InvariantError", "RolloutError"]
+__all__ = ["IllegalTransitionError", "InvariantError", "JournalLockedError", "RolloutError", "SnapshotError"]
 
 
 class RolloutError(Exception):
@@ -62,3 +62,45 @@ class InvariantError(RolloutError):
             f"Invariant {self.invariant} does not hold: {self.found}{which}. "
             "This is a defect of fairlead-rollouts: report it."
         )
+
+
+class SnapshotError(RolloutError):
+    """A snapshot cannot be restored. No ledger has been made, and nothing has been released.
+
+    Attributes:
+        path: the snapshot.
+        found: why it cannot be restored.
+        remedy: what to do.
+
+    >>> print(SnapshotError("ckpt/rollouts.ledger", "its step is 7, not 8", "Pass step=7."))
+    The snapshot 'ckpt/rollouts.ledger' cannot be restored: its step is 7, not 8. Pass step=7.
+    """
+
+    def __init__(self, path: str, found: str, remedy: str) -> None:
+        super().__init__(path, found, remedy)
+        self.path = path
+        self.found = found
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"The snapshot {self.path!r} cannot be restored: {self.found}. {self.remedy}"
+
+
+class JournalLockedError(RolloutError):
+    """Another process uses the journal.
+
+    Attributes:
+        path: the journal.
+        holder: the process that opened it last.
+
+    >>> print(JournalLockedError("/local/journal", "process 7 on node-3"))
+    The journal '/local/journal' is in use by process 7 on node-3. Stop that process, or use another path.
+    """
+
+    def __init__(self, path: str, holder: str) -> None:
+        super().__init__(path, holder)
+        self.path = path
+        self.holder = holder
+
+    def __str__(self) -> str:
+        return f"The journal {self.path!r} is in use by {self.holder}. Stop that process, or use another path."

@@ -7,6 +7,7 @@ import inspect
 from pathlib import Path
 
 import fairlead_rollouts
+from fairlead_rollouts import conformance
 
 FOLDER = Path(fairlead_rollouts.__file__).parent
 SOURCES = sorted(FOLDER.rglob("*.py"))
@@ -18,8 +19,11 @@ def test_examples_in_docstrings():
     attempted = 0
     for source in SOURCES:
         parts = source.relative_to(FOLDER).with_suffix("").parts
+        if source.name in ("ray.py", "plugin.py", "suite.py"):
+            continue
         name = ".".join([fairlead_rollouts.__name__, *(part for part in parts if part != "__init__")])
-        results = doctest.testmod(importlib.import_module(name), extraglobs=dict(vars(fairlead_rollouts)))
+        scope = {**vars(fairlead_rollouts), **vars(conformance)}
+        results = doctest.testmod(importlib.import_module(name), extraglobs=scope)
         assert results.failed == 0, source.name
         attempted += results.attempted
     assert attempted > 40

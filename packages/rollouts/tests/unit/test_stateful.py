@@ -2,6 +2,10 @@
 """Random calls in random order: the invariants hold after each, and the job can always be brought to its end."""
 
 import os
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +15,7 @@ from fairlead_rollouts import (
     Claim,
     Completeness,
     InOrder,
+    Journal,
     Ledger,
     LedgerConfig,
     OldestFirst,
@@ -22,6 +27,8 @@ from fairlead_rollouts import (
 )
 
 PROMPTS = 30
+# A folder in memory, where there is one: these tests do not cut the power.
+FAST = "/dev/shm" if os.path.isdir("/dev/shm") else None
 EXAMPLES = int(os.environ.get("FAIRLEAD_EXAMPLES", "150"))
 
 
@@ -55,11 +62,18 @@ class Machine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
 
-    @initialize(config=configs())
-    def begin(self, config):
+    @initialize(config=configs(), with_journal=st.booleans())
+    def begin(self, config, with_journal):
         self.config, self.time, self.step, self.version = config, 0, 0, 0
-        self.alive, self.fates, self.steps = {}, {}, {}
-        self.ledger = Ledger(config, list(range(PROMPTS)), on_release=self.release, on_event=self.record)
+        self.alive, self.fates, self.steps, self.claimed_at = {}, {}, {}, {}
+        self.saved, self.crashes = [], 0
+        self.folder = Path(tempfile.mkdtemp(dir=FAST))
+        self.journal = Journal(self.folder / "journal") if with_journal else None
+        self.ledger = Ledger(config, list(range(PROMPTS)), journal=self.journal, **self.callbacks())
+        self.save_to_disk(commit=False)
+
+    def callbacks(self):
+        return {"on_release": self.release, "on_event": self.record}
 
     # The model: the references that are alive, the fate of each ordinal, the claims that are not trained.
 
@@ -70,6 +84,8 @@ class Machine(RuleBasedStateMachine):
         assert self.fates.get(event.ordinal, "unseen") == event.before
         assert event.before not in ("applied", "dropped")
         self.fates[event.ordinal] = event.after
+        if event.after == "applied":
+            assert event.before == "trained"
 
     def ref(self):
         value = f"ref {len(self.alive)} at {self.time}"
@@ -164,20 +180,26 @@ class Machine(RuleBasedStateMachine):
         self.step += 1
         self.steps[self.step] = [group.ordinal for group in found.groups]
         for group in found.groups:
+            self.claimed_at[group.ordinal] = found.version
             assert len(group.samples) >= self.config.min_samples
             assert {sample.ref.value for sample in group.samples} <= set(self.alive)
             if self.config.max_staleness is not None:
                 assert found.version - group.oldest_version <= self.config.max_staleness
 
-    @rule(update=st.booleans())
-    def train(self, update):
-        self.claim_some(4, 1)
-        self.advance_by(update)
+    @rule(turns=st.integers(1, 4), late=st.booleans(), update=st.booleans())
+    def train(self, turns, late, update):
+        for _ in range(turns):
+            leases = self.ledger.lease(6)
+            for lease in leases[late:]:
+                self.seal_all_of(lease)
+            self.claim_some(4, 1)
+            self.advance_by(update)
 
     @rule()
     def unclaim(self):
         if self.steps:
             step, ordinals = self.steps.popitem()
+            self.step = step - 1
             self.ledger.unclaim(step)
             assert {self.ledger.state(ordinal) for ordinal in ordinals} <= {"sealed"}
 
@@ -201,12 +223,68 @@ class Machine(RuleBasedStateMachine):
         trained = min(self.steps, default=None)
         self.ledger.advance(self.version, trained=trained)
         if trained is not None:
-            assert {self.ledger.state(ordinal) for ordinal in self.steps.pop(trained)} <= {"applied"}
+            assert {self.ledger.state(ordinal) for ordinal in self.steps.pop(trained)} <= {"trained"}
 
     @rule()
     def sweep(self):
         self.ledger.sweep()
         assert self.ledger.sweep() == 0
+
+    # Checkpoints and crashes.
+
+    @rule(commit=st.booleans())
+    def save(self, commit):
+        self.save_to_disk(commit)
+
+    def save_to_disk(self, commit):
+        step = min(self.steps, default=self.step + 1) - 1
+        if self.saved and step < self.saved[-1]["step"]:
+            return
+        directory = Path(tempfile.mkdtemp(dir=self.folder))
+        assert self.ledger.prepare(step, directory).parent == directory
+        done = {"applied": "applied", "trained": "applied", "dropped": "dropped"}
+        fates = {ordinal: done[fate] for ordinal, fate in self.fates.items() if fate in done}
+        self.saved.append({"step": step, "version": self.version, "directory": directory, "fates": fates})
+        if commit:
+            self.ledger.commit(step)
+            assert "trained" not in self.fates.values()
+
+    @rule(back=st.integers(1, 2))
+    def crash(self, back):
+        """The process ends without a word, and another one restores one of the last checkpoints."""
+        if len(self.saved) < back:
+            return
+        self.saved = self.saved[: len(self.saved) - back + 1]
+        checkpoint = self.saved[-1]
+        if self.journal is not None:
+            self.journal._database.close()
+            self.journal = Journal(self.journal.path)
+        self.crashes += 1
+        self.fates = {}
+        # Without a journal the snapshot may list a payload that has been released since.
+        exists = None if self.journal is not None else lambda ref: ref.value in self.alive
+        places = {"step": checkpoint["step"], "version": checkpoint["version"], "directory": checkpoint["directory"]}
+        self.ledger = Ledger.restore(
+            self.config, list(range(PROMPTS)), **places, journal=self.journal, exists=exists, **self.callbacks()
+        )
+        self.step, self.version, self.steps = checkpoint["step"], checkpoint["version"], {}
+        # References that are not durable, or that only the dead process knew, are gone with it.
+        records = self.ledger._book.records.values()
+        held = {one.ref.value for record in records for one in (*record.samples.values(), *record.carry.values())}
+        assert held <= set(self.alive)
+        assert all(self.alive[value].durable for value in held)
+        self.alive = {value: self.alive[value] for value in held}
+        # Nothing is skipped, and nothing that the checkpoint covers is open again.
+        seen = range(self.ledger._book.next)
+        states = {ordinal: self.ledger.state(ordinal) for ordinal in seen}
+        assert {one: state for one, state in states.items() if state in ("applied", "dropped")} == checkpoint["fates"]
+        assert set(states.values()) <= {"applied", "dropped", "pending", "sealed"}
+        newest = [one.newest_version for record in records for one in record.samples.values()]
+        assert max(newest, default=0) <= self.version
+        # Admission counts what the steps of the checkpoint took from the current version.
+        taken = [self.claimed_at[one] for one, fate in checkpoint["fates"].items() if fate == "applied"]
+        assert self.ledger._book.consumed == Counter(one for one in taken if one >= self.version)
+        self.fates = states
 
     @invariant()
     def invariants_hold(self):
@@ -222,6 +300,14 @@ class Machine(RuleBasedStateMachine):
         """Every prompt is trained or dropped, in so many rounds: no claim waits for itself."""
         if not hasattr(self, "ledger"):
             return
+        try:
+            self.finish_everything()
+        finally:
+            if self.journal is not None:
+                self.journal.close()
+            shutil.rmtree(self.folder)
+
+    def finish_everything(self):
         for _ in range(200):
             for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
                 for sibling in range(self.config.group_size):
@@ -234,10 +320,12 @@ class Machine(RuleBasedStateMachine):
             claim = self.ledger.claim(self.step + 1, min(left, self.config.most_open or left), minimum=1)
             self.step += 1
             assert isinstance(claim, Claim) or claim.reason != "wait"
-            if len(self.ledger._book.settled.settled_bits) and self.ledger._book.settled.frontier == PROMPTS:
-                break
             self.version += 1
             self.ledger.advance(self.version, trained=self.step)
+            self.ledger.prepare(self.step, self.folder)
+            self.ledger.commit(self.step)
+            if self.ledger._book.settled.frontier == PROMPTS:
+                break
         self.invariants_hold()
         assert set(self.fates.values()) <= {"applied", "dropped"}
         assert len(self.fates) == PROMPTS

@@ -319,7 +319,7 @@ def test_advance(make_ledger, finish, releases):
     ledger.claim(2, 2)
     ledger.advance(0, trained=1)
     assert [ledger.state(ordinal) for ordinal in range(4)] == ["applied", "applied", "claimed", "claimed"]
-    assert set(releases.reasons().values()) == {"trained"}
+    assert set(releases.reasons().values()) == {"applied"}
     ledger.advance(2, trained=2)
     assert ledger.version == 2
     assert len(releases) == 8

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of rollouts: the cost of a sample's life, of claims and checkpoints, and the memory that it takes."""
+
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+from _measure import Row, Timing, table
+
+from fairlead_rollouts import Claim, IndexStream, Journal, Ledger, LedgerConfig, Ref
+from fairlead_rollouts._settled import SettledOrdinals
+
+SIBLINGS = 8
+REFS = [Ref(f"store/payload-{sibling}", durable=True) for sibling in range(SIBLINGS)]
+
+
+def make(places: int, journal: Journal | None = None) -> Ledger:
+    config = LedgerConfig(group_size=SIBLINGS, groups_per_version=places, max_staleness=1)
+    return Ledger(config, IndexStream(1_000_000, seed=0), journal=journal)
+
+
+def live(ledger: Ledger, steps: int, folder: Path) -> float:
+    """Return the CPU seconds of each sample, from its lease to the commit of its step."""
+    places = ledger.config.groups_per_version
+    began, first = time.process_time(), ledger.version
+    for step in range(first + 1, first + 1 + steps):
+        for lease in ledger.lease(places):
+            for sibling in lease.siblings:
+                ledger.seal(lease, sibling, REFS[sibling])
+        assert isinstance(ledger.claim(step, places), Claim)
+        ledger.advance(step, trained=step)
+        if step % 10 == 0:
+            ledger.prepare(step, folder)
+            ledger.commit(step)
+    return (time.process_time() - began) / (steps * places * SIBLINGS)
+
+
+def rows() -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        yield from _life_rows(folder)
+        yield from _size_rows(folder)
+
+
+def _life_rows(folder: Path) -> Iterator[Row]:
+    plain: list[float] = []
+    double: list[float] = []
+    journaled: list[float] = []
+    with Journal(folder / "journal") as journal:
+        ledgers = make(64), make(128), make(64, journal)
+        for _ in range(7):
+            for ledger, seconds, steps in zip(ledgers, (plain, double, journaled), (40, 20, 40), strict=True):
+                seconds.append(live(ledger, steps, folder))
+    base = Timing.of(plain)
+    rate = 1 / base.median
+    what = "life of a sample, groups of 8: lease, seal, claim, prepare, commit"
+    yield Row(what, f"{base}: {rate:,.0f}/s", ">= 100,000/s", rate >= 100_000)
+    ratio = Timing.of(double).median / base.median
+    yield Row("  with twice as many open groups", f"{Timing.of(double)}: {ratio:.2f}x", "<= 1.2x", ratio <= 1.2)
+    ratio = Timing.of(journaled).median / base.median
+    yield Row("  with a journal", f"{Timing.of(journaled)}: {ratio:.2f}x", "<= 1.6x", ratio <= 1.6)
+
+
+def _size_rows(folder: Path) -> Iterator[Row]:
+    ledger = make(4096)
+    tracemalloc.start()
+    for lease in ledger.lease(8192):
+        for sibling in lease.siblings:
+            ledger.seal(lease, sibling, REFS[sibling])
+    size = tracemalloc.get_traced_memory()[0] / 8192
+    tracemalloc.stop()
+    yield Row("memory of an open group of 8", f"{size / 1000:.1f} kB", "<= 4 kB", size <= 4000)
+    claims: list[float] = []
+    prepares: list[float] = []
+    restores: list[float] = []
+    for _ in range(7):
+        began = time.perf_counter()
+        assert isinstance(ledger.claim(1, 512), Claim)
+        claims.append(time.perf_counter() - began)
+        ledger.unclaim(1)
+    claim = Timing.of(claims)
+    yield Row("claim of 512 groups from 8,192 sealed", str(claim), "<= 10 ms", claim.median <= 0.010)
+    small = make(1024)
+    for lease in small.lease(1250):
+        for sibling in lease.siblings:
+            small.seal(lease, sibling, REFS[sibling])
+    settled = SettledOrdinals()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for ordinal in range(1_000_000):
+        if ordinal % 100:
+            settled.add(ordinal, dropped=False)
+    memory = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    yield Row("memory of 1,000,000 settled, 1 % open", f"{memory / 1e6:.2f} MB", "<= 2 MB", memory <= 2e6)
+    for _ in range(7):
+        began = time.perf_counter()
+        small.prepare(0, folder)
+        prepares.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        Ledger.restore(small.config, IndexStream(1_000_000, seed=0), step=0, version=0, directory=folder)
+        restores.append(time.perf_counter() - began)
+    prepare, restore = Timing.of(prepares), Timing.of(restores)
+    yield Row("prepare with 10,000 open samples, with its fsync", str(prepare), "<= 100 ms", prepare.median <= 0.1)
+    yield Row("  restore them", str(restore), "<= 500 ms", restore.median <= 0.5)
+
+
+if __name__ == "__main__":
+    print(table(list(rows())))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for room and for groups on an event loop."""
+
+import asyncio
+
+from ._ledger import Ledger
+from ._model import Claim, Lease, Shortage
+
+__all__ = ["AsyncLedger"]
+
+
+class AsyncLedger:
+    """Wait for room and for finished groups, on the event loop that calls the ledger.
+
+    A coroutine that is cancelled leaves nothing leased and nothing claimed. Call all other methods on `ledger` itself,
+    on the same event loop: each change wakes the coroutines that wait.
+
+    Attributes:
+        ledger: the ledger.
+
+    >>> import asyncio
+    >>> async def run(ledger):
+    ...     waiting = asyncio.create_task(AsyncLedger(ledger).claim(step=1, count=1))
+    ...     await asyncio.sleep(0)
+    ...     ledger.seal(ledger.lease(1)[0], 0, Ref("a"))
+    ...     return (await waiting).groups[0].ordinal
+    >>> asyncio.run(run(Ledger(LedgerConfig(group_size=1, groups_per_version=1, max_staleness=0), ["a"])))
+    0
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._changed = asyncio.Event()
+        ledger.subscribe(self._wake)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def lease(
+        self,
+        count: int,
+        *,
+        serving_version: int | None = None,
+        deadline: float | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Lease]:
+        """Lease up to `count` groups, at least one, as in `Ledger.lease`.
+
+        Returns:
+            `[]` after the timeout, or when the source has ended and no group can come back.
+        """
+        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while True:
+            leases = self.ledger.lease(count, serving_version=serving_version, deadline=deadline)
+            if leases or self.ledger.exhausted or not await self._wait(ends):
+                return leases
+
+    async def claim(
+        self, step: int, count: int, *, minimum: int | None = None, timeout_s: float | None = None
+    ) -> Claim | Shortage:
+        """Claim groups for a step, as in `Ledger.claim`.
+
+        Returns:
+            A `Shortage` after the timeout, or if too few groups can ever come.
+        """
+        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while True:
+            claim = self.ledger.claim(step, count, minimum=minimum)
+            if isinstance(claim, Claim) or claim.reason == "exhausted" or not await self._wait(ends):
+                return claim
+
+    async def _wait(self, ends: float | None) -> bool:
+        """Return whether the ledger has changed before the end."""
+        try:
+            async with asyncio.timeout_at(ends):
+                return await self._changed.wait()
+        except TimeoutError:
+            return False

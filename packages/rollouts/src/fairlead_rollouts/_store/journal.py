@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal: the durable samples of open groups in a SQLite file, so that a crash does not regenerate them."""
+
+import json
+import os
+import socket
+import sqlite3
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from .._model import Sample
+from .._record import Record
+from ..exceptions import JournalLockedError
+from .schema import (
+    SCHEMA,
+    TABLES,
+    StoredSample,
+    insert,
+    read_meta,
+    read_prompts,
+    read_samples,
+    store_sample,
+    write_meta,
+)
+
+__all__ = ["Journal"]
+
+BUFFERED_ROWS = 256
+
+
+class Journal:
+    """Keep durable samples on a local disk between checkpoints.
+
+    A ledger works without a journal: then a restart generates every sample again that the checkpoint does not list.
+    One process uses a journal at a time. A damaged file, or that of another job, is moved aside with a warning.
+    A ledger calls `load`, `reset`, `put`, `remove` and `settle`; you call `flush` and `close`.
+
+    Args:
+        path: a file on a local disk. Its write-ahead log stands beside it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, Journal(f"{folder}/journal") as journal:
+    ...     config = LedgerConfig(group_size=1, groups_per_version=1, max_staleness=0)
+    ...     ledger = Ledger(config, ["a"], journal=journal)
+    ...     ledger.seal(ledger.lease(1)[0], 0, Ref("store/a", durable=True))
+    True
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._database = self._open()
+        self._changed: dict[tuple[int, int], StoredSample | None] = {}
+        self._prompts: dict[int, tuple[int, int, str] | None] = {}
+        self._known: set[int] = set()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    def _open(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
+        holder = self._path.with_name(self._path.name + ".holder")
+        try:
+            # In this order no file for shared memory is made, and another process is refused immediately.
+            for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
+                database.execute(f"pragma {pragma}")
+            database.executescript(f"begin exclusive; {TABLES} commit;")
+            if database.execute("pragma quick_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("quick_check failed")
+            read_prompts(database), read_samples(database), read_meta(database)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            database.close()
+            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                known = holder.read_text().strip() if holder.exists() else "an unknown process"
+                raise JournalLockedError(str(self._path), known) from None
+            self._move_aside(f"it is damaged ({error})")
+            return self._open()
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        return database
+
+    def _move_aside(self, reason: str) -> None:
+        aside = next(
+            name
+            for number in range(1, 1 << 30)
+            if not (name := self._path.with_name(f"{self._path.name}.aside-{number}")).exists()
+        )
+        os.replace(self._path, aside)
+        self._path.with_name(self._path.name + "-wal").unlink(missing_ok=True)
+        warnings.warn(f"The journal {str(self._path)!r} was moved to {aside.name!r}: {reason}.", stacklevel=2)
+
+    def load(self, ledger: str) -> tuple[dict[int, tuple[int, object]], list[StoredSample]] | None:
+        """Return the prompts and samples of a ledger; None if the journal holds none of it."""
+        found = read_meta(self._database).get("ledger")
+        if found == ledger:
+            return read_prompts(self._database), read_samples(self._database)
+        if found is not None:
+            self._database.close()
+            self._move_aside(f"it belongs to the ledger {found}, not to {ledger}")
+            self._database = self._open()
+        return None
+
+    def reset(self, ledger: str, records: Iterable[Record]) -> None:
+        """Replace the content by what a ledger holds now."""
+        self._changed, self._prompts, self._known = {}, {}, set()
+        for record in records:
+            self.put(record, record.samples.values(), partial=False)
+            self.put(record, record.carry.values(), partial=True)
+        self._database.execute("begin")
+        self._database.execute("delete from sample")
+        self._database.execute("delete from prompt")
+        write_meta(self._database, {"schema": SCHEMA, "ledger": ledger})
+        self._commit()
+
+    def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None:
+        """Store the durable ones among the samples of a group, with the next flush."""
+        for sample in samples:
+            if not sample.ref.durable:
+                continue
+            if record.ordinal not in self._known:
+                self._known.add(record.ordinal)
+                self._prompts[record.ordinal] = record.ordinal, record.attempt, json.dumps(record.prompt)
+            self._changed[record.ordinal, sample.sibling] = store_sample(record.ordinal, sample, partial)
+        if len(self._changed) >= BUFFERED_ROWS:
+            self.flush()
+
+    def remove(self, ordinal: int, sibling: int) -> None:
+        """Remove a sample, with the next flush."""
+        if ordinal in self._known:
+            self._changed[ordinal, sibling] = None
+
+    def settle(self, ordinal: int) -> None:
+        """Remove the prompt and the samples of a group that is settled, with the next flush."""
+        if ordinal in self._known:
+            self._known.discard(ordinal)
+            self._prompts[ordinal] = None
+
+    def flush(self) -> None:
+        """Write everything that was stored or removed, in one transaction that survives a power cut."""
+        if self._changed or self._prompts:
+            self._database.execute("begin")
+            self._commit()
+
+    def _commit(self) -> None:
+        removed = [key for key, row in self._changed.items() if row is None]
+        settled = {ordinal for ordinal, row in self._prompts.items() if row is None}
+        samples = [row for row in self._changed.values() if row is not None and row[0] not in settled]
+        self._database.executemany("delete from sample where ordinal = ? and sibling = ?", removed)
+        insert(self._database, [row for row in self._prompts.values() if row is not None], samples)
+        for table in ("sample", "prompt"):
+            self._database.executemany(f"delete from {table} where ordinal = ?", [(one,) for one in settled])
+        self._database.execute("commit")
+        self._changed, self._prompts = {}, {}
+
+    def close(self) -> None:
+        """Flush and release the file. It can be repeated."""
+        self.flush()
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ledger in a Ray actor, for generators and a trainer in different processes. It needs the extra `ray`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+
+from ._async import AsyncLedger
+from ._ledger import Ledger
+from ._model import Lease, Ref
+
+__all__ = ["LedgerHandle", "start_ledger"]
+
+
+class LedgerHost:
+    """The object in the actor. Its methods run on one event loop, one after the other between their waits."""
+
+    def __init__(self, make: Callable[[], Ledger]) -> None:
+        self._waiting = AsyncLedger(make())
+
+    async def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a method of the ledger; `lease` and `claim` may wait."""
+        target = self._waiting if method in ("lease", "claim") else self._waiting.ledger
+        found = getattr(target, method)(*arguments, **options)
+        return await found if target is self._waiting else found
+
+
+class LedgerHandle:
+    """The ledger of an actor. It can be passed to tasks and actors.
+
+    Each method returns an `ObjectRef` of the result of the method of `AsyncLedger` or `Ledger` with the same name.
+    Give leases a deadline: if the process that has called `lease` dies, they expire.
+
+    >>> import ray  # doctest: +SKIP
+    >>> ledger = start_ledger(lambda: Ledger(config, IndexStream(1000, seed=0)))  # doctest: +SKIP
+    >>> leases = ray.get(ledger.lease(8, timeout_s=60.0))  # doctest: +SKIP
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call any method of the ledger by its name."""
+        return self._actor.call.remote(method, arguments, options)
+
+    def lease(self, count: int, **options: Any) -> Any:
+        """Lease groups, and wait for room."""
+        return self.call("lease", count, **options)
+
+    def seal(self, lease: Lease, sibling: int, ref: Ref, **options: Any) -> Any:
+        """Record one finished rollout."""
+        return self.call("seal", lease, sibling, ref, **options)
+
+    def seal_many(self, results: Iterable[tuple[Lease, int, Ref]], **options: Any) -> Any:
+        """Record many finished rollouts in one request."""
+        return self.call("seal_many", list(results), **options)
+
+    def fail(self, lease: Lease, siblings: Iterable[int] | None = None, *, reason: str) -> Any:
+        """Give up siblings of a lease."""
+        return self.call("fail", lease, siblings, reason=reason)
+
+    def claim(self, step: int, count: int, **options: Any) -> Any:
+        """Claim groups for a step, and wait for them."""
+        return self.call("claim", step, count, **options)
+
+    def advance(self, version: int, *, trained: int | None = None) -> Any:
+        """Report the trainer's version and its last step."""
+        return self.call("advance", version, trained=trained)
+
+
+def start_ledger(make: Callable[[], Ledger], *, name: str | None = None) -> LedgerHandle:
+    """Start an actor with a ledger and return its handle.
+
+    The actor needs no CPU, ends with the job, and is not restarted: after a crash, start another one whose `make` calls
+    `Ledger.restore`.
+
+    Args:
+        make: makes the ledger, in the actor.
+        name: of the actor, for `ray.get_actor`.
+
+    Returns:
+        A handle, before the ledger is made; the first call waits for it.
+    """
+    actor_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=10_000)(LedgerHost)
+    return LedgerHandle(actor_class.options(name=name).remote(make))

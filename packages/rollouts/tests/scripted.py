@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scripted run with checkpoints, in a process that is killed at its n-th step to the disk.
+
+`python scripted.py FOLDER N` runs until the kill. Each payload is a file, so what was released is gone.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from fairlead_rollouts import Claim, IndexStream, Journal, Ledger, LedgerConfig, Ref, sample_id
+from fairlead_rollouts._store import journal as journal_module
+
+CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=2)
+STEPS = 10
+PROMPTS = 40
+
+
+def source():
+    return IndexStream(PROMPTS, seed=3, epochs=1)
+
+
+def kill_at(number):
+    """Kill this process before or after its n-th fsync, rename or commit: each counts twice."""
+    left = [number]
+
+    def wrap(function):
+        def call(*args):
+            for act in (None, function):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = act and act(*args)
+            return result
+
+        return call
+
+    os.fsync, os.replace = wrap(os.fsync), wrap(os.replace)
+    journal_module.Journal._commit = wrap(journal_module.Journal._commit)
+
+
+def write_payload(folder, ordinal, sibling):
+    """Store a payload, which a reference names by its path."""
+    path = folder / f"payload-{sample_id(ordinal, sibling)}"
+    path.write_text("tokens")
+    return Ref(str(path), durable=True)
+
+
+def release(ref, reason):
+    Path(ref.value).unlink()
+
+
+def run(folder, ledger, step):
+    """Train to the end, with a checkpoint after each second step, and record the steps of each checkpoint in it."""
+    trained = (folder / "trained").read_text().splitlines() if (folder / "trained").exists() else []
+    trained = trained[:step]
+    while step < STEPS:
+        for lease in ledger.lease(6):
+            for sibling in lease.siblings:
+                if (lease.ordinal, lease.attempt, sibling) == (3, 1, 1):
+                    ledger.fail(lease, [sibling], reason="it broke")
+                else:
+                    ledger.seal(lease, sibling, write_payload(folder, lease.ordinal, sibling))
+        claim = ledger.claim(step + 1, 2)
+        assert isinstance(claim, Claim), claim
+        for group in claim.groups:
+            for sample in group.samples:
+                assert Path(sample.ref.value).exists(), f"{sample} was released"
+        if step == 4 and ledger.state(claim.groups[0].ordinal) == "claimed":
+            ledger.drop([claim.groups[0].ordinal], "no_signal")
+        step += 1
+        trained.append(
+            " ".join(str(group.ordinal) for group in claim.groups if ledger.state(group.ordinal) == "claimed")
+        )
+        ledger.advance(step, trained=step)
+        if step % 2 == 0:
+            unfinished, directory = folder / f".step-{step}", folder / f"step-{step}"
+            unfinished.mkdir(exist_ok=True)
+            ledger.prepare(step, unfinished)
+            (unfinished / "trained").write_text("\n".join(trained) + "\n")
+            if not directory.exists():
+                unfinished.rename(directory)
+            ledger.commit(step)
+    return trained
+
+
+def main():
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    kill_at(number)
+    with Journal(folder / "journal") as journal:
+        run(folder, Ledger(CONFIG, source(), journal=journal, on_release=release), 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coroutines that wait for room or groups: they wake at each change, and a cancelled one takes nothing."""
+
+import asyncio
+
+import pytest
+
+from fairlead_rollouts import AsyncLedger, Claim, Ref
+
+
+@pytest.fixture
+def waiting(make_ledger):
+    return AsyncLedger(make_ledger(4, group_size=1, groups_per_version=1, max_staleness=0))
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_lease_waits_for_room(waiting):
+    """A lease waits until a step has been trained."""
+
+    async def run():
+        [first] = await waiting.lease(2)
+        later = asyncio.create_task(waiting.lease(2))
+        await settle()
+        assert not later.done()
+        waiting.ledger.seal(first, 0, Ref("a"))
+        assert isinstance(await waiting.claim(1, 1), Claim)
+        await settle()
+        assert not later.done()
+        waiting.ledger.advance(1, trained=1)
+        assert [lease.ordinal for lease in await later] == [1]
+
+    asyncio.run(run())
+
+
+def test_timeouts(waiting):
+    """After the timeout a lease is empty, and a claim is a shortage."""
+
+    async def run():
+        assert (await waiting.claim(1, 1, timeout_s=0.01)).reason == "not_enough"
+        assert len(await waiting.lease(1)) == 1
+        assert await waiting.lease(1, timeout_s=0.01) == []
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_wait_takes_nothing(waiting):
+    """After the cancellation of waiting coroutines, everything can be leased and claimed by others."""
+
+    async def run():
+        [lease] = await waiting.lease(1)
+        tasks = [asyncio.create_task(waiting.lease(1)), asyncio.create_task(waiting.claim(1, 1))]
+        await settle()
+        for task in tasks:
+            task.cancel()
+        waiting.ledger.seal(lease, 0, Ref("a"))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in tasks)
+        assert waiting.ledger.state(0) == "sealed"
+        waiting.ledger.check()
+        assert isinstance(await waiting.claim(1, 1), Claim)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_cancelled_at_every_await(waiting, turns):
+    """A coroutine that is cancelled at any moment has either returned its leases or leased nothing."""
+
+    async def run():
+        [first] = await waiting.lease(1)
+        task = asyncio.create_task(waiting.lease(1))
+        for turn in range(6):
+            if turn == turns:
+                task.cancel()
+            if turn == 2:
+                waiting.ledger.cancel(first)
+            await asyncio.sleep(0)
+        [outcome] = await asyncio.gather(task, return_exceptions=True)
+        leased = waiting.ledger.statistics().leased
+        assert leased == (0 if isinstance(outcome, asyncio.CancelledError) else 1)
+
+    asyncio.run(run())
+
+
+def test_the_end_of_the_source(make_ledger):
+    """When no group can come back, a lease is empty and a claim is exhausted; until then both wait."""
+
+    async def run():
+        waiting = AsyncLedger(make_ledger(1, group_size=1, groups_per_version=2, max_staleness=1))
+        [lease] = await waiting.lease(5)
+        later = asyncio.create_task(waiting.lease(5))
+        await settle()
+        assert not later.done(), "the first group may fail and come back"
+        waiting.ledger.fail(lease, reason="it broke")
+        [again] = await later
+        waiting.ledger.seal(again, 0, Ref("a"))
+        assert (await waiting.claim(1, 2)).reason == "exhausted"
+        await waiting.claim(1, 1)
+        waiting.ledger.advance(1, trained=1)
+        assert await waiting.lease(5) == []
+
+    asyncio.run(run())

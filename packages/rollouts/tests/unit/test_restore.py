@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: what a snapshot holds, and what a restored ledger keeps, regenerates and releases."""
+
+import random
+
+import pytest
+
+from fairlead_rollouts import (
+    IllegalTransitionError,
+    InOrder,
+    Journal,
+    Ledger,
+    LedgerConfig,
+    LoaderStream,
+    Ref,
+    SnapshotError,
+)
+
+PROMPTS = [f"prompt {number}" for number in range(20)]
+
+
+def restore(ledger, directory, *, step=1, version=1, **options):
+    source = options.pop("source", PROMPTS)
+    return Ledger.restore(ledger.config, source, step=step, version=version, directory=directory, **options)
+
+
+@pytest.fixture
+def ledger(make_ledger, finish):
+    """Return a ledger after step 1, with a claim for step 2, a finished group, and one in generation."""
+    made = make_ledger(PROMPTS, max_staleness=2, checkpoints=True)
+    finish(made, made.lease(5))
+    made.lease(1)
+    assert len(made.claim(1, 2).groups) == len(made.claim(2, 2).groups) == 2
+    made.advance(1, trained=1)
+    return made
+
+
+def test_a_checkpoint_covers_its_steps_only(ledger, tmp_path, releases):
+    """Groups that a later step has claimed are open again, and durable ones are finished at once."""
+    path = ledger.prepare(1, tmp_path)
+    assert path.name == "rollouts.ledger"
+    assert [one.name for one in tmp_path.iterdir()] == ["rollouts.ledger"]
+    later = restore(ledger, tmp_path)
+    later.check()
+    assert [later.state(ordinal) for ordinal in range(7)] == [
+        *["applied"] * 2,
+        *["sealed"] * 3,
+        "pending",
+        "unseen",
+    ]
+    assert [group.ordinal for group in later.claim(2, 2).groups] == [2, 3]
+    assert [lease.ordinal for lease in later.lease(2)] == [5, 6]
+    assert releases == []
+
+
+def test_commit(ledger, tmp_path, releases):
+    """Durable references of trained groups are released when their checkpoint is complete."""
+    with pytest.raises(ValueError, match=r"step is 1, and steps \[\] are prepared"):
+        ledger.commit(1)
+    ledger.prepare(1, tmp_path)
+    assert ledger.state(0) == "trained"
+    with pytest.raises(IllegalTransitionError, match="In this state these methods do: commit"):
+        ledger.drop([0], "late")
+    with pytest.raises(IllegalTransitionError):
+        ledger.unclaim(1)
+    assert releases == []
+    ledger.commit(1)
+    assert set(releases.reasons().values()) == {"applied"}
+    assert [ledger.state(ordinal) for ordinal in range(3)] == ["applied", "applied", "claimed"]
+    with pytest.raises(ValueError, match="step 1 has been committed"):
+        ledger.prepare(0, tmp_path)
+    with pytest.raises(ValueError, match="which is no directory"):
+        ledger.prepare(2, tmp_path / "missing")
+
+
+def test_references_that_are_not_durable(make_ledger, tmp_path, releases):
+    """They are released when trained, and regenerated after a crash."""
+    ledger = make_ledger(PROMPTS, checkpoints=True)
+    for lease in ledger.lease(4):
+        for sibling in lease.siblings:
+            ledger.seal(lease, sibling, Ref((lease.ordinal, sibling)))
+    ledger.claim(1, 2)
+    ledger.advance(1, trained=1)
+    assert set(releases.reasons().values()) == {"trained"}
+    ledger.prepare(1, tmp_path)
+    later = restore(ledger, tmp_path)
+    assert [later.state(ordinal) for ordinal in range(4)] == ["applied", "applied", "pending", "pending"]
+
+
+def test_results_of_the_dead_process_are_fenced(ledger, tmp_path):
+    """Leases of the process that ended are worth nothing in the next one, even of erased versions."""
+    ledger.prepare(1, tmp_path)
+    ledger.advance(2)
+    [lease] = ledger.lease(1)
+    later = restore(ledger, tmp_path)
+    assert not later.seal(lease, 0, Ref("late"))
+    assert later.statistics().fenced == 1
+
+
+def test_samples_of_lost_versions(ledger, tmp_path, finish, releases):
+    """Versions after the checkpoint will be other weights, so their samples are released and generated again."""
+    with Journal(tmp_path / "journal") as journal:
+        ledger._use(journal)
+        ledger.prepare(1, tmp_path)
+        ledger.advance(2)
+        finish(ledger, ledger.lease(1))
+        finish(ledger, ledger.lease(1), newest_version=1, oldest_version=1)
+        ledger.flush()
+        later = restore(ledger, tmp_path, journal=journal, on_release=releases)
+        later.check()
+    assert [later.state(6), later.state(7)] == ["pending", "sealed"]
+    assert {one for one, reason in releases.reasons().items() if reason == "lost"} == {"6-0 of 1", "6-1 of 1"}
+
+
+def test_the_journal_keeps_what_the_snapshot_has_not_seen(ledger, tmp_path, finish):
+    """Finished groups after the checkpoint are finished in the next process; their prompts are read again."""
+    with Journal(tmp_path / "journal") as journal:
+        ledger._use(journal)
+        ledger.prepare(1, tmp_path)
+        finish(ledger, ledger.lease(2))
+        ledger.flush()
+        later = restore(ledger, tmp_path, journal=journal)
+        assert [later.state(ordinal) for ordinal in range(5, 9)] == ["pending", "sealed", "sealed", "unseen"]
+        changed = [*PROMPTS[:6], "another prompt", *PROMPTS[7:]]
+        later.flush()
+        with pytest.warns(UserWarning, match="Prompt 6 is 'another prompt', and the journal has samples of 'prompt 6'"):
+            again = restore(ledger, tmp_path, journal=journal, source=changed)
+        again.check()
+        assert [again.state(6), again.state(7)] == ["pending", "sealed"]
+
+
+def test_offered_prompts_get_their_samples_back(make_ledger, tmp_path, finish):
+    """Without a source, samples wait until the prompt of their ordinal is offered again."""
+    with Journal(tmp_path / "journal") as journal:
+        ledger = make_ledger(None, checkpoints=True, journal=journal)
+        ledger.prepare(0, tmp_path)
+        ledger.offer(["a", "b"])
+        finish(ledger, ledger.lease(2))
+        ledger.flush()
+        later = restore(ledger, tmp_path, step=0, version=0, journal=journal, source=None)
+        assert later.state(0) == "unseen"
+        later.offer(["a"])
+        assert later.state(0) == "sealed"
+        later.check()
+
+
+def test_a_crash_between_checkpoint_and_commit(ledger, tmp_path, releases):
+    """Payloads of steps that the checkpoint covers are released by the next process."""
+    with Journal(tmp_path / "journal") as journal:
+        ledger._use(journal)
+        ledger.prepare(1, tmp_path)
+        later = restore(ledger, tmp_path, journal=journal, on_release=releases)
+        later.check()
+    assert releases.reasons() == {f"{ordinal}-{sibling} of 1": "applied" for ordinal in (0, 1) for sibling in (0, 1)}
+
+
+def test_payloads_that_are_gone(ledger, tmp_path):
+    """A payload that can no longer be read is generated again."""
+    ledger.prepare(1, tmp_path)
+    later = restore(ledger, tmp_path, exists=lambda ref: ref.value != "2-1 of 1")
+    assert later.state(2) == "pending"
+    assert later.lease(1)[0].siblings == (1,)
+
+
+def test_the_source_continues(make_ledger, finish, tmp_path):
+    """The state of a loader is in the snapshot, so the next lease has the next item."""
+    ledger = make_ledger(LoaderStream(PROMPTS, key=str), checkpoints=True)
+    finish(ledger, ledger.lease(3))
+    ledger.prepare(0, tmp_path)
+    later = restore(ledger, tmp_path, step=0, version=0, source=LoaderStream(PROMPTS, key=str))
+    assert [lease.prompt for lease in later.lease(1)] == ["prompt 3"]
+
+
+def test_target_steps_after_a_restore(make_ledger, finish, tmp_path):
+    """With `InOrder` the open groups get the steps after the checkpoint, in their order."""
+    ledger = make_ledger(PROMPTS, policy=InOrder(groups_per_step=2), checkpoints=True, max_staleness=2)
+    finish(ledger, ledger.lease(5))
+    ledger.claim(1, 2)
+    ledger.advance(1, trained=1)
+    ledger.prepare(1, tmp_path)
+    later = restore(ledger, tmp_path)
+    assert [group.ordinal for group in later.claim(2, 2).groups] == [2, 3]
+    assert [lease.target_step for lease in later.lease(2)] == [3, 4]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])
+def test_damaged_snapshots(ledger, tmp_path, damage):
+    """A snapshot that is missing or damaged is an error, never a start from the beginning."""
+    path = ledger.prepare(1, tmp_path)
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes({"cut": content[:5000], "flipped": content, "empty": b""}[damage])
+    with pytest.raises(SnapshotError, match="cannot be read: No such file" if damage == "missing" else "is damaged"):
+        restore(ledger, tmp_path)
+
+
+def test_snapshots_of_another_run(ledger, tmp_path, monkeypatch):
+    """The step, the group size and the schema have to fit."""
+    ledger.prepare(1, tmp_path)
+    with pytest.raises(SnapshotError, match=r"its step is 1, not 2\. Pass step=1"):
+        restore(ledger, tmp_path, step=2)
+    with pytest.raises(SnapshotError, match="its group_size is 2, not 3"):
+        Ledger.restore(
+            LedgerConfig(group_size=3, groups_per_version=2, max_staleness=1),
+            step=1,
+            version=1,
+            directory=tmp_path,
+        )
+    monkeypatch.setattr("fairlead_rollouts._store.snapshot.SCHEMA", 2)
+    with pytest.raises(SnapshotError, match="it has schema 1, and this version of fairlead-rollouts reads schema 2"):
+        restore(ledger, tmp_path)
+
+
+def test_the_journal_of_another_job(make_ledger, tmp_path):
+    """A new ledger does not read the journal of an old one."""
+    with Journal(tmp_path / "journal") as journal:
+        ledger = make_ledger(journal=journal)
+        [lease] = ledger.lease(1)
+        ledger.seal(lease, 0, Ref("a", durable=True))
+        ledger.flush()
+        with pytest.warns(UserWarning, match="moved to 'journal.aside-1': it belongs to the ledger"):
+            make_ledger(journal=journal)
+
+
+def test_settled_ordinals_are_small(make_ledger):
+    """The fates of a million prompts, one in a hundred of them dropped, take a quarter of a megabyte."""
+    settled = make_ledger()._book.settled
+    order = random.Random(0)
+    late = set(order.sample(range(100_000), 1000))
+    for ordinal in [one for one in range(100_000) if one not in late]:
+        settled.add(ordinal, dropped=ordinal % 100 == 0)
+    assert settled.frontier == min(late)
+    for ordinal in late:
+        settled.add(ordinal, dropped=False)
+    assert settled.frontier == 100_000
+    assert settled.is_dropped(300) or 300 in late
+    assert len(settled.settled_bits) + len(settled.dropped_bits) < 30_000
