@@ -10,7 +10,7 @@ __all__ = ["Job", "Run", "Step", "System", "Work"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a system is asked to run: one epoch of the prompts 0, 1, 2, ..., one step for each version.
+    """The run that a system is asked for: one epoch of the prompts 0, 1, 2, and so on, one step for each version.
 
     Attributes:
         prompts: the number of prompts.
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step trained.
+    """The groups that one step trained.
 
     Attributes:
         samples: the prompt, the sibling and the payload of each sample.
