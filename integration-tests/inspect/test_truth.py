@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,8 @@ HANGS = {
 # No process is to blame, or none can be known.
 OPEN = ("other_collective", "awaited", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
-IN_CI = (
-    "in_queue in_loop in_native swallowed stopped killed chain cycle pending_actor other_collective long_work restarted"
-)
+IN_CI = "in_queue in_socket in_native swallowed stopped killed chain cycle pending_actor"
+IN_CI += " other_collective long_work restarted"
 CASES = [*HANGS, *OPEN, *CONTROLS]
 
 
@@ -105,10 +105,13 @@ def judge(case, found):
 @pytest.mark.parametrize("case", CASES if RUNS else IN_CI.split())
 def test_planted(cluster, case):
     """A planted hang is found; a healthy job, and one that cannot be understood, is never blamed."""
-    counts = collections.Counter()
+    counts, deadline = collections.Counter(), time.monotonic() + 60
     for _ in range(max(1, RUNS)):
         with run_job(case, cluster) as known:
             found, status = look(cluster, known)
+            # The table counts single looks. On a busy machine, a rank may not have hung for long enough at the first.
+            while not RUNS and judge(case, found) == "undecided" and time.monotonic() < deadline:
+                found, status = look(cluster, known)
         counts[judge(case, found)] += 1
         assert counts["wrong"] == 0, found
         assert (status == 1) is any(one["blames"] for one in found)
