@@ -388,9 +388,12 @@ def test_one_request_per_node_ends_the_others(slices):
     config = CpuAcceleratorConfig(core_count=1, worker_count=8, grace_s=0.5)
     with SlicePool(config) as pool:
         agents = [NodeAgent(node_id) for node_id in {slot.node_id for slot in pool.slots()}]
+        held = [agent.lease(1, 20_000, 30_000)[0] for agent in agents]  # with which an idle agent stays
         before = [agent.requests().get("run", 0) for agent in agents]
         assert isinstance(pool.attempt(fail), JobFailed)
         after = [agent.requests().get("run", 0) for agent in agents]
+        for agent, ports in zip(agents, held, strict=True):
+            agent.release([lease_id for _, lease_id in ports])
         assert len(agents) == 4
         assert [now - then for now, then in zip(after, before, strict=True)] == [1] * 4
 

@@ -10,7 +10,7 @@ __all__ = ["Job", "Run", "Step", "System", "Work"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The run that a system is asked for: one epoch of the prompts 0, 1, 2, and so on, one step for each version.
+    """The run that a system has to make: one epoch of the prompts 0, 1, 2, and so on, one step for each version.
 
     Attributes:
         prompts: the number of prompts.
