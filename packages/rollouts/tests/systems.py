@@ -23,6 +23,7 @@ class OverLedger:
 
     capabilities = ("prefetch", "durable")
     on_stale = "wait"
+    folder = ""
 
     def start(self, job):
         self.job, self.step, self.saves = job, 0, 0

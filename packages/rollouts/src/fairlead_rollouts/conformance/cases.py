@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .system import Job, Run, System
 
@@ -29,7 +29,7 @@ class Case:
 
     name: str
     issues: str
-    play: Callable[[Run], str | None]
+    play: Callable[[Any], str | None]
     job: Job = field(default_factory=lambda: Job(prompts=12))
     needs: str | None = None
     dropped: tuple[int, ...] = ()
