@@ -225,14 +225,14 @@ def test_hung_worker(group, monkeypatch, how):
 
 def test_call_of_another_thread(group, monkeypatch):
     """A call that is being sent when the group ends reports that its workers are lost."""
-    send = sender.send
+    send = sender.Sender._send
 
-    def end_and_send(handle, request):
+    def end_and_send(*order):
         group.shutdown()
-        return send(handle, request)
+        return send(*order)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sender, "send", end_and_send)
+        patched.setattr(sender.Sender, "_send", end_and_send)
         call = group.call("pid")
     with pytest.raises(WorkerFailureError):
         call.result(timeout=60)
