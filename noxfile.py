@@ -229,7 +229,10 @@ def integration(session: nox.Session) -> None:
     tools = "nox", "psutil", "jsonschema", "torch", "pytest", "pytest-timeout"
     install(session, *map(package, SIBLINGS), extra, *tools)
     options = [f"--ignore={MULTIHOST}", "-m", "not smoke", *session.posargs]
-    session.run("pytest", "integration-tests", *options, env=TEST_ENV)
+    # In a process of its own: Ray keeps how a process authenticates, and the planted jobs switch it off.
+    planted = "integration-tests/inspect"
+    session.run("pytest", "integration-tests", f"--ignore={planted}", *options, env=TEST_ENV)
+    session.run("pytest", planted, *session.posargs, env=TEST_ENV, success_codes=[0, 5])
 
 
 @nox.session
