@@ -229,10 +229,7 @@ def integration(session: nox.Session) -> None:
     tools = "nox", "psutil", "jsonschema", "torch", "pytest", "pytest-timeout"
     install(session, *map(package, SIBLINGS), extra, *tools)
     options = [f"--ignore={MULTIHOST}", "-m", "not smoke", *session.posargs]
-    # In a process of its own: Ray keeps how a process authenticates, and the planted jobs switch it off.
-    planted = "integration-tests/inspect"
-    session.run("pytest", "integration-tests", f"--ignore={planted}", *options, env=TEST_ENV)
-    session.run("pytest", planted, *session.posargs, env=TEST_ENV, success_codes=[0, 5])
+    session.run("pytest", "integration-tests", *options, env=TEST_ENV)
 
 
 @nox.session
@@ -393,7 +390,7 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check types: mypy over every package, mypy and pyright over their use, and that every public name has a type."""
     # The extra brings the node that runs pyright, so that nothing is downloaded later.
-    install(session, "mypy", "pyright[nodejs]", *map(package, SIBLINGS), package("inspect", "[otel]"))
+    install(session, "mypy", "pyright[nodejs]", "pytest", *map(package, SIBLINGS), package("inspect", "[otel]"))
     session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests", "benchmarks")
     session.run("pyright", "typing_tests")
     for name in SIBLINGS:

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 
 RUNS = int(os.environ.get("FAIRLEAD_TRUTH", "0"))
 JOBS = Path(__file__).parent / "jobs.py"
@@ -49,15 +48,25 @@ IN_CI += " other_collective long_work restarted"
 CASES = [*HANGS, *OPEN, *CONTROLS]
 
 
+# In a process of its own: Ray keeps how a process authenticates, and other tests need tokens.
+CLUSTER = """
+import sys, ray
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster, as the environment of programs that use it."""
     pytest.importorskip("torch", reason="the jobs meet in torch's gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-        yield {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        ray.shutdown()
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", CLUSTER]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        _, address = next(line for line in owner.stdout if line.startswith("address")).split()
+        yield {**env, "RAY_ADDRESS": address}
+        owner.stdin.close()
 
 
 @contextlib.contextmanager
