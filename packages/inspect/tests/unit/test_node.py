@@ -143,7 +143,7 @@ def test_without_pyspy(start, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
 def test_another_user(start):
-    """Another user reads state, title, counters and since when, and is told why there are no stacks and variables."""
+    """Another user reads the state, title, counters and start, and learns why stacks and variables are missing."""
     pid, (read, write) = start(), os.pipe()
     if (child := os.fork()) == 0:
         os.setgroups([])

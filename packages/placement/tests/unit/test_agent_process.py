@@ -151,7 +151,7 @@ class TestLeaving:
         monkeypatch.setattr(agent_process, "has_children", lambda: False)
 
     def test_after_a_while(self, process, monkeypatch):
-        """It stays for further requests after each, unless it is told to leave."""
+        """An agent waits for further requests after each one, unless it is told to leave."""
         assert not process._decide_to_leave()
         process.leave()
         assert process.answer("leased") == []

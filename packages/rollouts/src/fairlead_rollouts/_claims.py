@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From sealed groups to trained ones: what a step may claim, and what becomes too old."""
+"""The claims of steps: the sealed groups that a step may train, and those that have become too old."""
 
 from ._admission import find_blockers
 from ._book import Book

@@ -36,7 +36,7 @@ def look(pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, of
     """Return what is known of processes of this node, or with None of all workers of Ray and of given drivers.
 
     Returns:
-        `processes`: the fields of each that is there, with frames as indices of `stacks`; `notes`: what is missing
+        `processes`: the fields of each living one, with frames as indices of `stacks`; `notes`: the missing parts
         here; `took_s`.
     """
     began, program, parents = time.monotonic(), find_pyspy(), list_processes()

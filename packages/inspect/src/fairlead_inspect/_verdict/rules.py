@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict: what is wrong with each job, and whom that blames. When in doubt it blames no process."""
+"""The verdict: the faults of each job, and the process that each fault blames. In doubt it blames no process."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -66,7 +66,7 @@ class _Judge:
         found += [one for one in late.values() if one.blames or not _speaks_of(one, blamed)]
         return sorted(found, key=lambda one: (not one.blames, -(one.since_s or 0.0)))
 
-    # Rules 1 to 5: what is wrong without a look at stacks.
+    # Rules 1 to 5: faults that are found without stacks.
 
     def _dead(self) -> list[Finding]:
         found = []

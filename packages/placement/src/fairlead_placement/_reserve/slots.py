@@ -49,7 +49,7 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> t
         for g, one in enumerate(placed)
         for index, node_id in enumerate(one.node_ids)
     ]
-    # Stable: what is equal otherwise stays in the order of the groups and their bundles.
+    # The sort is stable: slots that compare as equal stay in the order of the groups and their bundles.
     slots.sort(key=lambda one: (position[one.node_id], [*map(accelerator_order, one.accelerator_ids)], one.node_idx))
     return number_slots(slots)
 

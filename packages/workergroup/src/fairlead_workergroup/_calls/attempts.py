@@ -251,8 +251,7 @@ class Attempts:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self.cancelled:
             raise CallCancelledError(self.method.name, self.cancelled)
-        if not self.sender.roster.connected:
-            raise self.sender.roster.disconnected_error()
+        self.sender.roster.check_connected()
 
     def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         late = self.sender.late_workers([self.ranks[at] for at in pending])

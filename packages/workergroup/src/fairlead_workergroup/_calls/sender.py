@@ -159,8 +159,12 @@ class Sender:
         now = self.roster.check_alive()
         if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
             raise self._lost_error(lost)
+        self.check(method, called)
+
+    def check(self, method: Method, ranks: Sequence[int]) -> None:
+        """Let packages refuse a call."""
         for check in list(self.checks):
-            check(method.name, called)
+            check(method.name, ranks)
 
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.now
@@ -204,8 +208,8 @@ class Sender:
         if order.sharding is not self.roster.now.sharding:
             check_ranks(order, self.roster.now)
         now = self.roster.check_alive()
-        for check in () if order.passes else list(self.checks):
-            check(order.method.name, order.ranks)  # again: the group or the worker may have changed
+        if not order.passes:
+            self.check(order.method, order.ranks)  # again: the group or the worker may have changed
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.
@@ -234,7 +238,7 @@ class Sender:
             order = self._store_answers(order)
         members, requests = now.members, order.requests
         refs = []
-        with contextlib.nullcontext() if transport is None else transport.detour(order.ranks):
+        with self.roster.direct(order.ranks):
             for rank, request in zip(order.ranks, requests, strict=True):
                 method = getattr(members[rank].handle, request.method)
                 if request.backpressure is not None:

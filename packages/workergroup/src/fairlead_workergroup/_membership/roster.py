@@ -78,20 +78,15 @@ class Roster:
     def check_connected(self) -> None:
         """Refuse to continue without the Ray that the group was made on."""
         if not self.connected:
-            raise self.disconnected_error()
+            raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def check_alive(self) -> Snapshot:
         """Return the members of a group that has not ended."""
         now = self.now
         if not self.handles:
             raise self.ended_error()
-        if not self.connected:
-            raise self.disconnected_error()
+        self.check_connected()
         return now
-
-    def disconnected_error(self) -> WorkerGroupError:
-        """Return the error for the use of a group whose Ray has been shut down."""
-        return WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def ended_error(self) -> WorkerGroupError:
         """Return the error for the use of a group that has been shut down."""
