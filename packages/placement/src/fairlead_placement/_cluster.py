@@ -110,7 +110,7 @@ class RayVirtualCluster:
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
         self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
         gpus = self._accelerators.get("GPU", 0.0)
-        self.use_gpus = gpus > 0
+        self.use_gpus: bool = gpus > 0
         wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
         self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
         # One for each logical node, also for those that are not in use.
