@@ -15,6 +15,9 @@ from ._remote.ring import KEPT, REQUEST, REQUESTS_FILE, TASK_BYTES, TASKS
 from ._timeline import Timeline
 from ._trace import TraceSaver
 
+# The parts of a request: its number, start and end; and, from its end on, the end and whether it failed.
+BEGINNING, END, END_AT = struct.Struct("=qdd"), struct.Struct("=dq"), struct.calcsize("=qd")
+
 
 class RequestLog(TraceSaver):
     """Write the ring of the calls of one group, given by its id, and save its timeline with errors."""
@@ -49,7 +52,7 @@ class RequestLog(TraceSaver):
         with self._writing:
             for number in entries:
                 at = number % KEPT * self._layout.size
-                kept, _, ended_before = struct.unpack_from("=qdd", self._page, at)
+                kept, _, ended_before = BEGINNING.unpack_from(self._page, at)
                 # A later entry may have taken its place.
                 if number and kept == number and not ended_before:
-                    struct.pack_into("=dq", self._page, at + struct.calcsize("=qd"), moment, failed)
+                    END.pack_into(self._page, at + END_AT, moment, failed)

@@ -252,7 +252,7 @@ class TestCancel:
     def test_calls_by_ray(self, serve, monkeypatch):
         """A call that Ray runs while the lane is open is cancelled if it was cancelled itself, and not otherwise."""
         task_of_ray = contextvars.ContextVar("task_of_ray", default=b"")
-        monkeypatch.setattr("fairlead_workergroup._remote.progress.read_running_task", task_of_ray.get)
+        monkeypatch.setattr(OverlappingRecord, "_running_task", lambda record: task_of_ray.get())
         record = OverlappingRecord(["method"])
 
         async def run_by_ray(task):

@@ -452,10 +452,10 @@ class NamedSharding:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NamedSharding):
             return NotImplemented
-        return self is other or (self._names == other._names and np.array_equal(self._layout, other._layout))
+        return self is other or self._key == other._key
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._key)
 
     # Computed at the first use: a cached_property bypasses __setattr__ and is not pickled.
 
@@ -478,9 +478,9 @@ class NamedSharding:
         return [(name, math.prod(shape[dim + 1 :]), shape[dim]) for dim, name in enumerate(self._names)]
 
     @cached_property
-    def _hash(self) -> int:
-        ranks = self._layout.tobytes() if self._start is None else self._start
-        return hash((self._names, self._layout.shape, ranks))
+    def _key(self) -> tuple[Any, ...]:
+        """What makes two of them equal: the names, the shape, and the ranks, or the first of ranks that count up."""
+        return self._names, self._layout.shape, self._layout.tobytes() if self._start is None else self._start
 
     @cached_property
     def _piece_index(self) -> Callable[..., IntArray]:

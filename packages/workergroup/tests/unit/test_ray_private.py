@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -61,10 +62,11 @@ def test_how_it_ended():
 
 def test_task_in_a_worker(monkeypatch):
     """The record asks Ray's public API for the id of the task."""
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=TASK.hex))
-    assert progress.read_running_task() == TASK
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: None))
-    assert progress.read_running_task() == b""
+    running = [TASK.hex(), None]
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: running.pop(0)))
+    record = progress.Record(["__init__"])
+    assert [record._task(), record._task()] == [TASK, b""]
+    os.close(record._file)
 
 
 def test_death_causes(monkeypatch):

@@ -58,7 +58,9 @@ class Record:
         self._page[ABOUT_AT + 8 : size] = about
         # The cancelled tasks that have not had their turn.
         self._cancelled: set[bytes] = set()
-        self._task = read_running_task
+        self._task = self._running_task
+        # Ray's account of what runs here. To ask for it starts a Ray where none runs, so the first task does.
+        self._context: Any = None
         self._calls = 0
         self._step = NO_STEP
         self._message = 0
@@ -99,7 +101,13 @@ class Record:
 
     def name_task(self, read_task: Callable[[], bytes] | None) -> None:
         """Set how to find the task that a method belongs to if no task of Ray runs it; None for those of Ray only."""
-        self._task = read_running_task if read_task is None else lambda: read_task() or read_running_task()
+        self._task = self._running_task if read_task is None else lambda: read_task() or self._running_task()
+
+    def _running_task(self) -> bytes:
+        """Return the id of the task that Ray runs here."""
+        if self._context is None:
+            self._context = ray.get_runtime_context()
+        return bytes.fromhex(self._context.get_task_id() or "")
 
     def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""
@@ -220,11 +228,6 @@ def _notify(listeners: list[Callable[..., object]], *values: Any) -> None:
         except Exception:
             listeners[:] = [other for other in listeners if other is not one]
             logging.getLogger("fairlead_workergroup").warning("An extension failed in this worker.", exc_info=True)
-
-
-def read_running_task() -> bytes:
-    """Return the id of the task that Ray runs here."""
-    return bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
 
 
 def open_record(pid: int) -> int | None:

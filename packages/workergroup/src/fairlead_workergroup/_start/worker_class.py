@@ -54,12 +54,16 @@ class Method:
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise the `TypeError` that calling the method with these arguments would raise, before a request is sent."""
-        if self.signature is None:
-            return
         try:
-            self.signature.bind(*args, **kwargs)
+            self._bind(len(args), tuple(kwargs))
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
+
+    @cached_property
+    def _bind(self) -> Callable[[int, tuple[str, ...]], object]:
+        """Bind a number of positional arguments, and others by name; a call fits or not whatever their values are."""
+        bind = self.signature.bind if self.signature else lambda *args, **kwargs: None
+        return functools.lru_cache(64)(lambda count, names: bind(*range(count), **dict.fromkeys(names)))
 
 
 @dataclass(frozen=True)
