@@ -15,7 +15,8 @@ from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import NodeAgent, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement._nodes.agent_process import IDLE_S
 from fairlead_placement.spi import autoscaler_is_there
 
 # The id of the head in the provider.
@@ -199,12 +200,24 @@ def test_no_demand_outlives_an_interrupt(scaled, hold_group, eventually):
         assert eventually(lambda: not scaled.demand(), 2)
 
 
-def test_a_node_is_idle_again(head, eventually):
+def test_a_node_is_idle_again(scaled, eventually):
     """After the last cluster on a node has been shut down, nothing of it keeps an autoscaler from removing the node."""
-    if not eventually(head.is_idle):
+    if not eventually(scaled.is_idle):
         pytest.fail("the node was not idle before")
     with RayVirtualCluster([2], use_gpus=False) as cluster:
         cluster.get_master_address_and_port()
-        if not eventually(lambda: not head.is_idle()):
+        if not eventually(lambda: not scaled.is_idle()):
             pytest.fail("Ray did not report that the node is in use")
-    assert eventually(head.is_idle, 3)
+    assert eventually(scaled.is_idle, 3)
+
+
+def test_an_agent_that_nothing_keeps(scaled, eventually):
+    """An agent leaves some seconds after the last request, but not while it holds a port; another takes its place."""
+    agent = NodeAgent(scaled.node.node_id)
+    pid = agent.run(os.getpid)
+    ((_, lease_id),) = agent.lease(1, 30000, 31000)[0]
+    assert eventually(lambda: not scaled.is_idle())  # Ray reports it some moments later
+    assert not eventually(scaled.is_idle, IDLE_S + 1)
+    agent.release([lease_id])
+    assert eventually(scaled.is_idle, IDLE_S + 5)
+    assert agent.run(os.getpid) != pid

@@ -148,17 +148,12 @@ def test_a_lease_that_outlives_its_driver(nodes, start_script, eventually):
     assert eventually(lambda: not agents_of(job))
 
 
-def test_an_agent_that_nothing_keeps(nodes, head, eventually):
-    """An agent leaves some seconds after the last request, but not while it holds a port; another takes its place."""
+def test_an_agent_without_an_autoscaler(nodes, head, eventually):
+    """An agent that nothing keeps stays for further requests of its job, as nobody would remove its node."""
     job = ray.get_runtime_context().get_job_id()
-    agent = NodeAgent(head)
-    pid = agent.run(os.getpid)
-    ((_, lease_id),) = agent.lease(1, LOW, LOW)[0]
+    pid = NodeAgent(head).run(os.getpid)
     assert not eventually(lambda: not agents_of(job), IDLE_S + 1)
-    agent.release([lease_id])
-    assert eventually(lambda: not agents_of(job), IDLE_S + 5)
-    assert agent.run(os.getpid) != pid
-    assert len(agents_of(job)) == 1
+    assert NodeAgent(head).run(os.getpid) == pid
 
 
 def test_unknown_is_not_dead(nodes, monkeypatch):

@@ -135,10 +135,10 @@ class NodeAgent:
     """Acts on one node: it holds ports, measures processes and memory, and runs functions.
 
     The actor needs no resources and is created when it is needed, one for all processes of the job. It stays while it
-    holds something, or a thread or process lives that a function has started, and ends 5 s after the last request
-    otherwise, because an autoscaler takes its node for busy. Within 10 s of the end of a process it releases everything
-    that it holds for that process. When it dies, its leases are lost, workers are not affected, and the next request
-    creates a new agent.
+    holds something, or a thread or process lives that a function has started. Otherwise it ends with its job, or where
+    there is an autoscaler, which takes its node for busy, 5 s after the last request. Within 10 s of the end of a
+    process it releases everything that it holds for that process. When it dies, its leases are lost, workers are not
+    affected, and the next request creates a new agent.
 
     Args:
         node_id: Ray's id of a node that is alive.

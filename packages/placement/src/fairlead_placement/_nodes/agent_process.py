@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from .._ray_private import worker_is_alive
+from .._ray_private import autoscaler_is_there, driver_of, worker_is_alive
 from .board import Board
 from .meters import Gpus, MemoryMeter, ProcessMeter
 
@@ -27,6 +27,8 @@ from .meters import Gpus, MemoryMeter, ProcessMeter
 FUNCTIONS_KEPT = 256
 # How long it stays for further requests when nothing keeps it. A process of its own starts in about half a second.
 IDLE_S = 5.0
+# How often it looks for an autoscaler, while there is none for which it would leave. The answer lists all nodes.
+SCALED_S = 600.0
 # How often it looks whether something keeps it, which requests nothing.
 LOOK_S = 0.5
 # How often it looks which owners have ended, with one small request to Ray's head for each. With 1,000 nodes these are
@@ -37,7 +39,8 @@ OWNERS_S = 5.0
 class AgentProcess(Board):
     """Holds the leased ports of one node for one job and what was published there, and measures the node.
 
-    With `ends`, it ends its process when nothing keeps it, because Ray reports a node with an actor as busy.
+    With `ends`, it ends its process when nothing keeps it and its job has ended, or an autoscaler may remove the node:
+    Ray reports a node with an actor as busy.
     """
 
     def __init__(self, ends: bool = False) -> None:
@@ -77,31 +80,38 @@ class AgentProcess(Board):
         """Do not stay for further requests: whoever used this node has given back what it held."""
         self._leaves_at = 0.0
 
-    def _decide_to_leave(self) -> bool:
-        """Return whether nothing keeps the agent: a request, what it holds, or what a function has left running.
+    def _is_idle(self) -> bool:
+        """Return whether nothing keeps the agent: a request, what it holds, or what a function has left running."""
+        kept = self._running or self._held or self._owner or self._entries or time.monotonic() < self._leaves_at
+        return not (kept or any(thread.is_alive() for thread in self._threads) or has_children())
 
-        Requests that come later wait for the end of the process, and go to another agent then.
-        """
+    def _decide_to_leave(self) -> bool:
+        """Return whether the agent is idle. Requests that come later wait for its end, and go to another one then."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._lock)
-            kept = self._running or self._held or self._owner or self._entries or time.monotonic() < self._leaves_at
-            if kept or any(thread.is_alive() for thread in self._threads) or has_children():
-                return False
-            undo.pop_all()
-            return True
+            if self._is_idle():
+                undo.pop_all()
+                return True
+            return False
 
     def _watch(self, me: object) -> None:
-        """Release what ended processes hold, and end this process when nothing keeps it."""
-        next_look = 0.0
+        """Release what ended processes hold, and end this process when nothing keeps it and somebody gains by that."""
+        next_look = next_search = 0.0
+        driver, is_wanted = driver_of(ray.get_runtime_context().get_job_id()), True
         while True:
             time.sleep(LOOK_S)
             try:
-                if self._decide_to_leave():
-                    break
+                if self._is_idle():
+                    if is_wanted and time.monotonic() >= next_search:
+                        is_wanted = not autoscaler_is_there()
+                        next_search = time.monotonic() + SCALED_S * random.uniform(0.8, 1.2)
+                    if not is_wanted and self._decide_to_leave():
+                        break
                 if time.monotonic() >= next_look:
                     # At random moments, so that the agents of a large cluster do not ask all at once.
                     next_look = time.monotonic() + OWNERS_S * random.uniform(0.8, 1.2)
                     self.release_of_ended(worker_is_alive)
+                    is_wanted = is_wanted and worker_is_alive(driver) is not False
             except Exception:
                 # Ray's head does not answer, or a child has ended meanwhile. The next check may succeed.
                 logging.getLogger(__name__).debug("cannot check what keeps the agent", exc_info=True)
