@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 RECENT_S = 300.0
 # Seconds after the last use of a resolution in which nodes that join later get the same versions.
 RESOLUTIONS_S = 30 * 86_400.0
-FOLDER = r".+-[0-9a-f]{12}"
+FOLDER = r"[^.].*-[0-9a-f]{12}"
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,8 @@ def _measure_age(path: Path, now: float) -> float:
 
 
 def _list_folders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if re.fullmatch(FOLDER, path.name) and not path.name.startswith("."))
+    there = root.iterdir() if root.is_dir() else ()
+    return sorted(path for path in there if re.fullmatch(FOLDER, path.name))
 
 
 def _measure(path: Path) -> int:
@@ -223,7 +222,7 @@ def _key(one: Any) -> str:
 
 
 def _hold(path: Path) -> KernelLock:
-    """Return the lock that every process of an environment's Python holds."""
+    # Every process of an environment's Python holds it.
     return KernelLock(path.parent, path / MANIFEST, create=False)
 
 

@@ -32,10 +32,7 @@ class Fetched:
 def prefetch(
     classes: Sequence[str] = (), *, cluster: bool = False, timeout_s: float = 1800, progress: bool = True
 ) -> list[Fetched]:
-    """Make the environments of worker classes ready, by default of all that are registered or in the pyproject.toml.
-
-    Equal content is built once, and a failure does not stop others.
-    """
+    """Make the environments of worker classes ready, by default of all that are registered or in the pyproject.toml."""
     deadline = Deadline(timeout_s)
     done: dict[str, Fetched] = {}
     plans: dict[str, Plan] = {}

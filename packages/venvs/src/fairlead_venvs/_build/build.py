@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One environment on this machine: find it, or build it aside, verify it, and publish it in one step.
-
-This module and what it imports are sent to the nodes by value. A node needs only uv.
-"""
+"""One environment on this machine: find it, or build it aside, verify it, and publish it in one step."""
 
 import json
 import os
@@ -113,6 +110,13 @@ def lay_out(files: Iterable[File], stage: Path) -> None:
             path.symlink_to(content)
 
 
+def lay_out_requirements(lines: Iterable[str], stage: Path) -> None:
+    """Put requirements into a folder that only this user can enter: one may be a URL with credentials."""
+    # An empty uv.toml ends the search for settings in the folders above.
+    (stage / "uv.toml").touch()
+    (stage / LINES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def choose_interpreter(python: str, implementation: str) -> str:
     """Return an interpreter for uv: this one if it fits, as uv need not search for it; else the version."""
     if implementation == sys.implementation.name and python in (this_python(), this_python(3)):
@@ -139,10 +143,7 @@ def install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
             failed="uv could not install what the project's lock names",
         )
     elif recipe.requirements:
-        # An empty uv.toml ends the search for settings in the folders above.
-        (stage / "uv.toml").touch()
-        # A file that only this user can read: a requirement may be a URL with credentials.
-        (stage / LINES).write_text("\n".join(recipe.requirements) + "\n", encoding="utf-8")
+        lay_out_requirements(recipe.requirements, stage)
         runner.uv(
             *("pip", "install", "--python", python, "--no-deps", "-r", LINES),
             cwd=stage,

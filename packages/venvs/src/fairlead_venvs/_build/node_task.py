@@ -24,15 +24,12 @@ def look_here(folder: str, fingerprint: str, platform: str) -> Answer:
 
 
 def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float) -> Answer:
-    """Build an environment on this node, unless it is there by now.
-
-    `files` is empty, or a list of one reference to the files in Ray's object store: Ray does not fetch a reference in a
-    list before it is needed.
-    """
+    """Build an environment on this node, unless it is there by now."""
 
     def fetch() -> list[File]:
         import ray
 
+        # A reference to the files, in a list: Ray does not fetch it before it is needed.
         return list(ray.get(files[0])) if files else []
 
     wanted = Recipe(**recipe)

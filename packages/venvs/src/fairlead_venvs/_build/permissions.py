@@ -14,14 +14,12 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def choose_root(folder: Path) -> Path:
-    """Return a folder of environments, or this user's part of it if other users may create files there.
-
-    That is so if anybody may write to it, or if it has the sticky bit: then no user may replace another's files.
-    """
+    """Return a folder of environments, or this user's part of it if other users may create files there."""
     try:
         mode = os.stat(folder).st_mode
     except OSError:  # it does not exist yet
         return folder
+    # With the sticky bit, no user may replace another's files.
     return folder / f"of-user-{os.geteuid()}" if mode & (stat.S_IWOTH | stat.S_ISVTX) else folder
 
 
@@ -47,10 +45,7 @@ def is_shared_by_group(seen: os.stat_result) -> bool:
 
 
 def share(path: str | Path, root: str | Path) -> None:
-    """Let the group of the folder of all environments write to a new file or folder if it may write there, else nobody.
-
-    The umask of most users keeps a common group from writing, and that of some lets others write.
-    """
+    """Let the group of `root` write to a new file or folder in it if it may write to `root`, else nobody."""
     top, made = os.stat(root), os.stat(path)
     mode = stat.S_IMODE(made.st_mode) & ~OTHERS
     if is_shared_by_group(top) and made.st_gid == top.st_gid:
@@ -62,8 +57,8 @@ def share(path: str | Path, root: str | Path) -> None:
 def find_fault(root: Path, path: Path) -> str:
     """Return why somebody else may decide the content of a path in the folder of all environments.
 
-    Every folder on the way must belong to this user, to root, to the owner of the folder, or to its group if the group
-    may write there. Others must not be able to write to it, and it must not be a link.
+    Every folder on the way must belong to this user, to root, to the owner of that folder, or to its group if this may
+    write there.
     """
     base = root.parent if re.fullmatch(OWN, root.name) else root
     try:
@@ -87,6 +82,5 @@ def find_fault(root: Path, path: Path) -> str:
 
 
 def check_trusted(root: Path, path: Path) -> None:
-    """Raise an error that names the owner or the permissions, if somebody else may decide the content of a path."""
     if fault := find_fault(root, path):
         raise VenvBuildError(f"{fault}, so it is not used. Remove it, or choose another folder (FAIRLEAD_VENV_DIR).")

@@ -35,9 +35,9 @@ def leftover_name(folder: str | Path, kind: str) -> Path:
 
 
 def publish(new: Path, folder: Path, keep: Callable[[], bool]) -> bool:
-    """Put `new` in the place of `folder` in one step, or swap the two; a reader sees the one or the other.
+    """Put `new` in the place of `folder` in one step, or swap the two, and return whether it took the place.
 
-    If something is there already and `keep` returns True, it stays. Return whether `new` took the place.
+    If something is there already and `keep` returns True, it stays.
     """
     for _ in range(100):  # other processes may put or take something away in between, but not for ever
         try:
@@ -66,11 +66,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def discard(old: Path, folder: Path) -> None:
-    """Remove what was replaced. On a shared folder it stays aside for a later sweep.
-
-    A process that runs from it continues: its open and mapped files stay, and it finds later imports in the new folder.
-    Only a shared file system removes open files of other hosts.
-    """
+    """Remove what was replaced. A process that runs from it continues, and finds later imports in the new folder."""
+    # A shared file system would remove open files of other hosts, so a later sweep removes them.
     if not locks_decide(folder.parent):
         with contextlib.suppress(FileNotFoundError):
             os.rename(old, leftover_name(folder, TRASH))
@@ -87,10 +84,7 @@ def leftovers(root: Path, name: str = "") -> list[Path]:
 
 
 def remove_leftovers(root: Path, paths: list[Path], older_than_s: float, held: Path | None = None) -> None:
-    """Remove the leftovers that no process needs.
-
-    Where locks do not show who needs them, their age decides. The caller holds the lock of the place `held`.
-    """
+    """Remove the leftovers that no process needs. The caller holds the lock of the place `held`."""
     for path in paths:
         with contextlib.suppress(OSError, VenvBuildError):  # another process removes it, or it is another user's
             if not _is_needed(root, path, older_than_s, held):
@@ -105,6 +99,7 @@ def _is_needed(root: Path, path: Path, older_than_s: float, held: Path | None) -
     locked = building and place != held and KernelLock(root, lock_path(place)).is_taken()
     if locked or locks_decide(root):
         return locked
+    # Locks do not show who needs it, so its age decides.
     return time.time() - path.stat().st_mtime <= (max(older_than_s, ABANDONED_S) if building else older_than_s)
 
 
@@ -130,10 +125,7 @@ class KernelLock:
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; return False if another process or thread holds it.
-
-        On a file system without locks, always True.
-        """
+        """Take the lock without waiting; return False if another process or thread holds it, where there are locks."""
         if self._create:
             make_folder(self._path.parent, self._root)
         check_trusted(self._root, self._path)
@@ -209,10 +201,10 @@ def make_once(
     *,
     doing: str = "builds",
 ) -> "Made":
-    """Return the content of a place in `root`, and make it first if `find` returns None.
+    """Return the content of a place in `root`; if `find` returns None, `make` makes it, given a new folder beside it.
 
     The lock only saves work: on a file system without locks several processes may make the same, so `make` has to
-    publish it in one step. It gets a new folder beside the place that only this user can enter.
+    publish it in one step.
     """
     if (ready := find()) is not None:
         return ready

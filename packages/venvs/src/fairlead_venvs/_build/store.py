@@ -24,10 +24,7 @@ HOLD = (
 
 
 def venv_root() -> Path:
-    """Return the folder of all environments: `FAIRLEAD_VENV_DIR`, else one in the user's cache folder.
-
-    If other users may create files there, it is this user's part of that folder.
-    """
+    """Return this user's folder of environments: in `FAIRLEAD_VENV_DIR`, else in the user's cache folder."""
     given = os.environ.get("FAIRLEAD_VENV_DIR")
     if given:
         root = os.path.abspath(os.path.expanduser(given))
@@ -53,7 +50,6 @@ def check_name(name: Any) -> str:
 
 
 def python_of(folder: str | Path) -> str:
-    """Return the path of an environment's interpreter."""
     return os.path.join(folder, "bin", "python")
 
 
@@ -63,10 +59,7 @@ def lock_path(folder: Path) -> Path:
 
 
 def read_manifest(folder: str | Path, fingerprint: str | None = None) -> dict[str, Any] | None:
-    """Read the manifest of a complete environment; None if it is missing, damaged or another one, or another user's.
-
-    Takes no lock and starts no process.
-    """
+    """Read the manifest of a complete environment; None if it is missing, damaged or another one, or another user's."""
     root, python = Path(folder).parent, python_of(folder)
     if find_fault(root, Path(folder, MANIFEST)) or find_fault(root, Path(python).parent):
         return None
@@ -90,7 +83,6 @@ def write_manifest(folder: Path, root: Path, facts: Mapping[str, Any]) -> None:
 
 
 def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a new file of facts in the current format."""
     with path.open("x", encoding="utf-8") as file:
         json.dump({**facts, "format": FORMAT}, file, indent=1, sort_keys=True)
         file.write("\n")

@@ -30,20 +30,14 @@ SHARED_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "9p", "fuse", 
 
 
 def host_id() -> str:
-    """Return an id of this host that outlives a reboot. Two containers of one name have different ids.
-
-    A container has the id of its machine or of its image, or none, so its namespace of processes counts as well.
-    """
-    machine, namespace = _read_system("/etc/machine-id"), _read_system(PID_NAMESPACE)
-    if machine and namespace == FIRST_PID_NAMESPACE:
-        return _tag(machine)
-    return _tag(_read_system("/proc/sys/kernel/random/boot_id"), namespace)
-
-
-def _tag(*known: str) -> str:
+    """Return an id of this host that outlives a reboot. Two containers of one name have different ids."""
+    known, namespace = _read_system("/etc/machine-id"), _read_system(PID_NAMESPACE)
+    if not known or namespace != FIRST_PID_NAMESPACE:
+        # A container has the id of its machine or of its image, or none, so its namespace of processes counts as well.
+        known = _read_system("/proc/sys/kernel/random/boot_id") + namespace
     name = socket.gethostname()
     fit = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "host"
-    return f"{fit}_{hashlib.sha256(''.join((name, *known)).encode()).hexdigest()[:6]}"
+    return f"{fit}_{hashlib.sha256((name + known).encode()).hexdigest()[:6]}"
 
 
 def _read_system(path: str) -> str:
@@ -55,10 +49,7 @@ def _read_system(path: str) -> str:
 
 
 def read_variables() -> Mapping[str, str]:
-    """Return the variables that this process was started with.
-
-    Later, Ray sets others for a task, such as OMP_NUM_THREADS=1 if it needs no CPU. Outside Linux they are included.
-    """
+    """Return the variables that this process was started with, before Ray set others for a task (on Linux)."""
     entries = [entry.partition("=") for entry in _read_system("/proc/self/environ").split("\0") if "=" in entry]
     return {name: value for name, _, value in entries} or os.environ
 
@@ -91,16 +82,11 @@ def read_marks(folder: str | Path) -> Mapping[str, float]:
 
 
 def locks_decide(root: str | Path) -> bool:
-    """Return whether a lock in a folder shows every process that holds it, as on every file system of this host alone.
-
-    Locks of a shared file system may show only the processes of one host.
-    """
-    return not on_shared_file_system(root) and _has_locks(root)
-
-
-def _has_locks(folder: str | Path) -> bool:
+    """Return whether a lock in a folder shows every process that holds it; a shared file system may show one host's."""
+    if on_shared_file_system(root):
+        return False
     try:
-        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # it is not there
         return True
     try:
@@ -130,11 +116,7 @@ def can_see_processes() -> bool:
 
 
 def find_users(folders: Iterable[str | Path]) -> Mapping[str, tuple[int, ...]]:
-    """Find the live processes that use each folder, in one pass over all processes.
-
-    A process uses a folder if it maps a file below it, or was started as its interpreter (a link, so the mapped file is
-    the base interpreter), or has it as VIRTUAL_ENV, as Ray workers do, which rewrite their command line.
-    """
+    """Find the live processes that use each folder, in one pass over all processes."""
     # A variable may name a folder through links; a map never does.
     names = {os.path.realpath(folder): {os.path.realpath(folder), str(folder)} for folder in folders}
     users: dict[str, list[int]] = {real: [] for real in names}
@@ -149,6 +131,7 @@ def find_users(folders: Iterable[str | Path]) -> Mapping[str, tuple[int, ...]]:
 def _uses(spelled: Iterable[str], texts: Iterable[str]) -> bool:
     maps, command, environ = texts
     paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    # An interpreter is a link, so its map names the base interpreter. Ray workers rewrite their command line.
     paths.add(command.partition("\0")[0])
     paths |= {entry.partition("=")[2] for entry in environ.split("\0") if entry.startswith("VIRTUAL_ENV=")}
     return any(path == name or path.startswith(name + os.sep) for path in paths for name in spelled)

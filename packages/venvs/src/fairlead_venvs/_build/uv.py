@@ -19,36 +19,16 @@ from typing import Any
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 from .redact import redact
 
-# Variables that describe the environment or the Ray worker of the caller, or settings that Fairlead passes to uv in
-# another way.
+# Variables that describe the environment and the Ray worker of the caller, and settings that Fairlead passes to uv in
+# another way: the project, its groups, and what of it is installed; the interpreter; and the new environment.
 NOT_INHERITED = (
-    "CONDA_PREFIX",
-    "PYTHONHOME",
-    "PYTHONPATH",
-    "RAY_JOB_ID",
-    "RAY_RAYLET_PID",
-    "SPT_NOENV",
-    "UV_FROZEN",
-    "UV_ISOLATED",
-    "UV_LOCKED",
-    "UV_NO_DEFAULT_GROUPS",
-    "UV_NO_DEV",
-    "UV_NO_EDITABLE",
-    "UV_NO_GROUP",
-    "UV_NO_INSTALL_LOCAL",
-    "UV_NO_INSTALL_PROJECT",
-    "UV_NO_INSTALL_WORKSPACE",
-    "UV_NO_PROJECT",
-    "UV_NO_SYNC",
-    "UV_PROJECT",
-    "UV_PROJECT_ENVIRONMENT",
-    "UV_PYTHON",
-    "UV_SYSTEM_PYTHON",
-    "UV_VENV_RELOCATABLE",
-    "UV_VENV_SEED",
-    "UV_WORKING_DIR",
-    "VIRTUAL_ENV",
-    "__PYVENV_LAUNCHER__",
+    *("CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
+    *("RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV"),
+    *("UV_FROZEN", "UV_ISOLATED", "UV_LOCKED", "UV_NO_PROJECT", "UV_NO_SYNC", "UV_PROJECT", "UV_WORKING_DIR"),
+    *("UV_NO_DEFAULT_GROUPS", "UV_NO_DEV", "UV_NO_GROUP"),
+    *("UV_NO_EDITABLE", "UV_NO_INSTALL_LOCAL", "UV_NO_INSTALL_PROJECT", "UV_NO_INSTALL_WORKSPACE"),
+    *("UV_PYTHON", "UV_SYSTEM_PYTHON"),
+    *("UV_PROJECT_ENVIRONMENT", "UV_VENV_RELOCATABLE", "UV_VENV_SEED"),
 )
 DEFAULT_INDEXES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL")
 INDEXES = (*DEFAULT_INDEXES, "UV_EXTRA_INDEX_URL", "UV_INDEX")
@@ -66,18 +46,15 @@ NEUTRAL = (
     *("UV_NO_MANAGED_PYTHON", "UV_NO_PROGRESS", "UV_OFFLINE", "UV_PUBLISH_", "UV_PYTHON_", "UV_REQUEST_", "UV_RUN_"),
     *("UV_SHOW_", "UV_SYSTEM_CERTS", "UV_TOOL_", "UV_VENV_CLEAR"),
 )
-# Credentials give access to an index and do not decide its content, so a new password is not a new environment.
-INDEX_CREDENTIAL = r"UV_INDEX_\w+_(USERNAME|PASSWORD)"
 
 
 def is_neutral(name: str) -> bool:
-    """Return whether a variable only says how something is built."""
     return name.upper().startswith(NEUTRAL)
 
 
 def is_index_credential(name: str) -> bool:
-    """Return whether a variable holds a credential of a package index."""
-    return re.fullmatch(INDEX_CREDENTIAL, name) is not None
+    # It gives access to an index and does not decide its content, so a new password is not a new environment.
+    return re.fullmatch(r"UV_INDEX_\w+_(USERNAME|PASSWORD)", name) is not None
 
 
 def is_deciding(name: str) -> bool:
@@ -158,10 +135,7 @@ def _find_packaged_uv() -> str | None:
 
 
 class Runner:
-    """Runs commands one after another until a common deadline, and shows what they print.
-
-    Of uv's settings only those in `env` count, as the driver's settings apply on every node.
-    """
+    """Runs commands until a common deadline, and shows what they print; of uv's settings only those in `env` count."""
 
     def __init__(
         self,

@@ -102,10 +102,8 @@ def ensure_on_nodes(
 
 
 def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, status: Status) -> Answers:
-    """Make environments ready on nodes: look on each node first, which is all there is to do most of the time.
-
-    The result leaves out the nodes that are draining. The node is DRIVER for an error before any node was called.
-    """
+    """Make environments ready on nodes without the draining ones; the node of an error before any call is DRIVER."""
+    # Most of the time this is all there is to do.
     looks: dict[tuple[str, str], Call] = {
         (folder, node): (node, node_task.look_here, (folder, plan.recipe.fingerprint, plan.recipe.platform))
         for folder, plan in plans.items()

@@ -36,10 +36,7 @@ def abbreviate(labels: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of one request: their names for errors, by Ray's id, and whether the caller has named them.
-
-    A node that was not named is left out when it is draining or lost.
-    """
+    """The nodes of one request: their names for errors, by Ray's id, and whether the caller has named them."""
 
     labels: Mapping[str, str]
     given: bool
@@ -94,8 +91,7 @@ def run_on_nodes(
 ) -> dict[Key, Outcome | VenvError | None]:
     """Run functions on nodes, all at once, and return their answers by the caller's keys, without draining nodes.
 
-    Which nodes are draining is asked for only when a function could not start. The answer of a node that is late is a
-    VenvTimeoutError. `report` is called repeatedly with the keys that have no answer yet.
+    `report` is called repeatedly with the keys that have no answer yet.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -20,6 +20,8 @@ from ..exceptions import VenvError, VenvMismatchError, VenvNodesError
 from .ensure import ensure_on_nodes
 from .rpc import Call, Nodes, alive_nodes, run_on_nodes
 
+Answers = Mapping[str, Outcome | VenvError | None]
+
 
 @dataclass(frozen=True)
 class WorkerEnv:
@@ -68,15 +70,16 @@ def ensure_worker_env(
     built = not isinstance(what, str) or is_uv_command(what)
     if built:
         spec = as_spec(what)
-        _check_python(spec)
+        if spec.python is not None and not f"{spec.python}.".startswith(f"{this_python()}."):
+            raise VenvMismatchError("python", spec.python, this_python(), repr(spec))
         alive = alive_nodes(nodes)
         _check_ray(spec)
         (outcomes,) = ensure_on_nodes([spec], None, alive, deadline, progress=progress)
+        path = next(iter(outcomes.values())).python
+        _check_answers(outcomes, alive.labels)
     else:
-        alive = alive_nodes(nodes)
-        outcomes = _probe(str(what), alive, deadline)
-    _check_outcomes(outcomes, alive.labels)
-    path = next(iter(outcomes.values())).python
+        alive, path = alive_nodes(nodes), str(what)
+        _check_answers(_probe(path, alive, deadline), alive.labels)
     return WorkerEnv(path, _make_runtime_env(path, built=built))
 
 
@@ -101,11 +104,6 @@ def make_actor_runtime_env(
     return dict(ensure_worker_env(what, nodes=nodes, timeout_s=timeout_s, progress=progress).runtime_env)
 
 
-def _check_python(spec: VenvSpec) -> None:
-    if spec.python is not None and not f"{spec.python}.".startswith(f"{this_python()}."):
-        raise VenvMismatchError("python", spec.python, this_python(), repr(spec))
-
-
 def _check_ray(spec: VenvSpec) -> None:
     """Check that a spec does not pin another Ray than the cluster's, before anything is downloaded or built."""
     import ray
@@ -124,32 +122,29 @@ def _check_ray(spec: VenvSpec) -> None:
         raise VenvMismatchError("ray", " or ".join(sorted(versions)), ray.__version__, lock)
 
 
-def _probe(python: str, nodes: Nodes, deadline: Deadline) -> dict[str, Outcome]:
+def _probe(python: str, nodes: Nodes, deadline: Deadline) -> Answers:
     """Run an existing interpreter on each node: a worker in one that does not run would only fail after minutes."""
     calls: dict[str, Call] = {
         node: (node, node_task.probe_here, (python, max(1.0, deadline.left()))) for node in nodes.labels
     }
-    answers = run_on_nodes(calls, nodes, doing=f"asking {python}", deadline=deadline)
-    _raise_for({node: answer for node, answer in answers.items() if isinstance(answer, VenvError)}, nodes.labels)
-    return {node: answer for node, answer in answers.items() if isinstance(answer, Outcome)}
+    return run_on_nodes(calls, nodes, doing=f"asking {python}", deadline=deadline)
 
 
-def _check_outcomes(outcomes: Mapping[str, Outcome], labels: Mapping[str, str]) -> None:
+def _check_answers(answers: Answers, labels: Mapping[str, str]) -> None:
     import ray
 
-    errors: dict[str, VenvError] = {}
-    for node, outcome in outcomes.items():
-        where = f"The environment of {outcome.python}"
-        if not outcome.version.startswith(f"{this_python()}."):
-            errors[node] = VenvMismatchError("python", outcome.version, this_python(), where, labels[node])
-        elif outcome.ray != ray.__version__:
-            errors[node] = VenvMismatchError("ray", outcome.ray or "none", ray.__version__, where, labels[node])
-    _raise_for(errors, labels)
-
-
-def _raise_for(errors: Mapping[str, VenvError], labels: Mapping[str, str]) -> None:
+    errors: list[VenvError] = []
+    for node, answer in answers.items():
+        if isinstance(answer, VenvError):
+            errors.append(answer)
+        elif answer is not None:
+            where = f"The environment of {answer.python}"
+            if not answer.version.startswith(f"{this_python()}."):
+                errors.append(VenvMismatchError("python", answer.version, this_python(), where, labels[node]))
+            elif answer.ray != ray.__version__:
+                errors.append(VenvMismatchError("ray", answer.ray or "none", ray.__version__, where, labels[node]))
     if errors:
-        raise VenvNodesError(f"{len(errors)} of {len(labels)} nodes cannot start the workers", list(errors.values()))
+        raise VenvNodesError(f"{len(errors)} of {len(labels)} nodes cannot start the workers", errors)
 
 
 def _make_runtime_env(python: str, *, built: bool) -> dict[str, Any]:

@@ -70,11 +70,7 @@ class Plan:
 def plan_venv(
     spec: BaseSpec, name: str | None = None, session: Session | None = None, *, refresh: bool = False
 ) -> Plan:
-    """Decide the content of an environment.
-
-    A project's wheel is built if its source has changed, and requirements are resolved if they never were, or for
-    `refresh`. Otherwise no process is started.
-    """
+    """Decide the content of an environment; a process is started only to build a wheel or to resolve requirements."""
     name = None if name is None else check_name(name)
     draft = read_draft(spec, session)
     return draft.complete(draft.resolve(session, refresh=refresh), name)
@@ -178,10 +174,7 @@ def _add_requirements(
 
 
 def _add_lock(project: Project, files: list[File]) -> tuple[str, list[tuple[str, str]]]:
-    """Add the lock, its settings, and local distributions at the same relative paths to the files.
-
-    Return the folder of the lock among the files, and the hashes of local distributions.
-    """
+    """Add the lock, its settings and local distributions to the files; return its folder, and the latter's hashes."""
     relative = [path for path in project.files if not os.path.isabs(path)]
     above = max((os.path.normpath(path).split(os.sep).count("..") for path in relative), default=0)
     folder = "/".join(["up"] * above + ["project"])

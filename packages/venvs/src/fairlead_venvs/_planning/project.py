@@ -41,10 +41,7 @@ class Locked:
     python: str
 
     def find_versions(self, distribution: str) -> frozenset[str]:
-        """Return the versions of a distribution that the lock may install; empty if it installs none.
-
-        There are several if the lock has forks, such as one for each platform.
-        """
+        """Return the versions of a distribution that the lock may install: several if it has forks."""
         # A cheap search first, as most locks are large.
         if not re.search(rb'^name = "' + re.escape(distribution.encode()) + rb'"$', self.lock, flags=re.MULTILINE):
             return frozenset()
@@ -55,11 +52,7 @@ class Locked:
 
 @functools.lru_cache(maxsize=16)
 def find_local_parts(locked: Locked) -> tuple[tuple[LocalFolder, ...], tuple[str, ...]]:
-    """Return the local folders and files that an installation needs, each once.
-
-    The project's own folder is among them, and so are dependencies whose markers cannot be evaluated. Paths are
-    relative to the lock.
-    """
+    """Return the local folders, the project's own among them, and files that an installation may need, each once."""
     lock = locked.lock
     if set(re.findall(LOCAL, lock, flags=re.MULTILINE)) <= {b"."}:
         own = re.search(rb'^source = \{ (editable|virtual|directory) = "\." \}', lock, flags=re.MULTILINE)
@@ -147,10 +140,7 @@ def read_project(spec: BaseSpec) -> Project | None:
     lock = (root / "uv.lock").read_bytes()
     table = pyproject.get("project", {})
     _check_names("extra", spec.extras, table.get("optional-dependencies", {}), folder)
-    known_groups = _list_groups(pyproject)
-    _check_names("group", spec.groups, known_groups, folder)
-    chosen = {*spec.groups, *(_default_groups(pyproject, known_groups) if spec.default_groups else ())}
-    groups = tuple(sorted(chosen - set(spec.no_groups)))
+    groups = _choose_groups(spec, pyproject)
     locked = lock, table.get("name", ""), tuple(spec.extras), groups, spec.python or this_python()
     try:
         folders, files = find_local_parts(Locked(*locked))
@@ -195,17 +185,17 @@ def _find_root(folder: Path) -> Path:
     raise ValueError(f"there is no uv.lock in {folder}, nor in a workspace above it. Create it: run `uv lock` there")
 
 
-def _list_groups(pyproject: dict[str, Any]) -> set[str]:
-    old_fashioned = {"dev"} if "dev-dependencies" in pyproject.get("tool", {}).get("uv", {}) else set()
-    return set(pyproject.get("dependency-groups", {})) | old_fashioned
+def _choose_groups(spec: BaseSpec, pyproject: dict[str, Any]) -> tuple[str, ...]:
+    """Return the groups to install, the default ones included."""
+    uv = pyproject.get("tool", {}).get("uv", {})
+    known = {*pyproject.get("dependency-groups", {}), *(["dev"] if "dev-dependencies" in uv else [])}
+    _check_names("group", spec.groups, known, spec.project)
+    defaults = uv.get("default-groups", ["dev"]) if spec.default_groups else []
+    chosen = {*spec.groups, *(known if defaults == "all" else known & set(defaults))}
+    return tuple(sorted(chosen - set(spec.no_groups)))
 
 
-def _default_groups(pyproject: dict[str, Any], known: set[str]) -> Iterable[str]:
-    defaults = pyproject.get("tool", {}).get("uv", {}).get("default-groups", ["dev"])
-    return known if defaults == "all" else known & set(defaults)
-
-
-def _check_names(what: str, wanted: Iterable[str], known: Iterable[str], folder: Path) -> None:
+def _check_names(what: str, wanted: Iterable[str], known: Iterable[str], folder: str | Path | None) -> None:
     there = {canonicalize_name(name) for name in known}
     if unknown := [name for name in wanted if canonicalize_name(name) not in there]:
         found = ", ".join(sorted(known)) or "none"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements in one spelling, so that equal requirements are equal strings, and the versions they are resolved to.
-
-The driver resolves them once, so that every node installs the same versions whenever it joins.
-"""
+"""Requirements in one spelling, and the versions that the driver resolves them to, once for all nodes."""
 
 import contextlib
 import os
@@ -18,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from .._build.build import LINES, choose_interpreter, lay_out
+from .._build.build import LINES, choose_interpreter, lay_out, lay_out_requirements
 from .._build.permissions import find_fault, share
 from .._build.publish import make_once
 from .._build.recipe import File, Recipe
@@ -53,10 +50,7 @@ def applies(marker: Marker | str | None, python: str) -> bool:
 
 
 def find_excluded_version(requirements: Iterable[str], name: str, version: str, python: str) -> str | None:
-    """Find a requirement that excludes a version of a distribution; None if nothing excludes it.
-
-    Return the first specifier that excludes it, such as "==2.59", or the other version that a wheel has.
-    """
+    """Return a specifier that excludes a version, such as "==2.59", or the other version of a wheel; else None."""
     excluding = (_read_excluding(requirement, name, version, python) for requirement in requirements)
     return next((one for one in excluding if one is not None), None)
 
@@ -150,10 +144,7 @@ def resolve(
 
 def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -> str:
     """Return uv's list of everything to install. This machine need not have an interpreter of the requested version."""
-    # An empty uv.toml ends the search for settings in the folders above.
-    (aside / "uv.toml").touch()
-    # In a folder that only this user can enter: a requirement may be a URL with credentials.
-    (aside / LINES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lay_out_requirements(lines, aside)
     ours = choose_interpreter(draft.python, draft.implementation) == sys.executable
     runner.uv(
         *("pip", "compile", "--python", sys.executable, *([] if ours else ["--python-version", draft.python])),

@@ -7,19 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._build import uv
 from .._build.redact import ambient_secrets, find_secrets, is_secret_name, redact
-from .._build.uv import (
-    DEFAULT_INDEXES,
-    FILES,
-    INDEXES,
-    REFUSED,
-    Deadline,
-    Runner,
-    Session,
-    is_deciding,
-    is_index_credential,
-    is_neutral,
-)
+from .._build.uv import Deadline, Runner, Session
 from .spec import BaseSpec, resolve_link
 
 # The time limit in seconds of a caller that gives none.
@@ -52,23 +42,23 @@ def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, pr
     ambient = _select_ambient(spec, os.environ if variables is None else variables)
     links = tuple(resolve_link(link) for link in ambient.pop("UV_FIND_LINKS", "").split(",") if link)
     merged = {**ambient, **spec.env}
-    if refused := [name for name in REFUSED if merged.get(name)]:
+    if refused := [name for name in uv.REFUSED if merged.get(name)]:
         raise ValueError(
             f"{refused[0]} names a file that the nodes may lack. Unset it, and put its settings into env as variables "
             "of uv, or into the project."
         )
     secrets = {value for name, value in merged.items() if is_secret_name(name) and len(value) > 3}
     secrets |= find_secrets([*merged.values(), *links])
-    plain = {name: value for name, value in merged.items() if name not in FILES}
+    plain = {name: value for name, value in merged.items() if name not in uv.FILES}
     here: dict[str, str] = {}
     texts: dict[str, list[str]] = {}
-    for name in FILES:
+    for name in uv.FILES:
         if paths := [resolve_link(path) for path in merged.get(name, "").split()]:
             here[name] = " ".join(paths)
             texts[name] = [path if "://" in path else _read_file(name, path) for path in paths]
             secrets |= find_secrets(texts[name])
     hidden = frozenset(secrets)
-    plainly = [name for name in plain if not is_secret_name(name) and not is_neutral(name)]
+    plainly = [name for name in plain if not is_secret_name(name) and not uv.is_neutral(name)]
     counted = {name: redact(plain[name], hidden) for name in plainly}
     # By a hash, as the text of a file may be long.
     for name, content in texts.items():
@@ -93,14 +83,14 @@ def _select_ambient(spec: BaseSpec, variables: Mapping[str, str]) -> dict[str, s
     """Return the driver's settings, without those that the spec replaces."""
     replaced = set(spec.env)
     if spec.no_index:
-        replaced |= set(INDEXES)
-    if spec.index is not None or not replaced.isdisjoint(DEFAULT_INDEXES):
-        replaced |= set(DEFAULT_INDEXES)
+        replaced |= set(uv.INDEXES)
+    if spec.index is not None or not replaced.isdisjoint(uv.DEFAULT_INDEXES):
+        replaced |= set(uv.DEFAULT_INDEXES)
     if spec.find_links:
         replaced.add("UV_FIND_LINKS")
     # The values of all others need not be decoded.
     names = [name for name in variables if name.startswith("UV_") and name not in replaced]
-    settings = {name: variables[name] for name in names if is_deciding(name) or is_index_credential(name)}
+    settings = {name: variables[name] for name in names if uv.is_deciding(name) or uv.is_index_credential(name)}
     return {name: value for name, value in settings.items() if value}
 
 

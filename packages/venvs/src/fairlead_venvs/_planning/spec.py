@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a request for an environment, checked once; also those that a command of uv stands for.
-
-`VenvSpec` is the public class of them.
-"""
+"""The fields of a request for an environment, checked once; also those that a command of uv stands for."""
 
 import argparse
 import dataclasses

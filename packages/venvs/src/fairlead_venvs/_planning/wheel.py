@@ -89,12 +89,10 @@ def _hash_bytes(path: str, *_seen: int) -> str:
 
 
 def hash_source(folder: Path, *more: str) -> str:
-    """Return a hash of names, sizes and times of all files below a folder, and of other facts that decide its wheel.
-
-    The time of change is among them. No program can set it back, so every edit is seen.
-    """
+    """Return a hash of names, sizes and times of all files below a folder, and of other facts that decide its wheel."""
     hashed = hashlib.sha256(repr((str(folder), more)).encode())
     for name, seen in sorted(_list_files(str(folder), "", set())):
+        # No program can set the time of change back, so every edit is seen.
         hashed.update(
             f"{name}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0".encode(errors="surrogateescape")
         )
