@@ -7,7 +7,6 @@ This module is shipped by value, so that hosts need nothing but Ray. It imports 
 
 import contextlib
 import fcntl
-import glob
 import logging
 import os
 import stat
@@ -169,29 +168,14 @@ def clear_lock_file(path: str) -> str:
         # Both kinds of locks: libtpu uses one, tools may use the other. Closing the file releases them.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if users := _find_users(file):
-            return f"{path} stays: it is open in process(es) {', '.join(map(str, users))}."
         os.unlink(path)
     except BlockingIOError:
-        users = _find_users(file)
-        by = f"process(es) {', '.join(map(str, users))}" if users else "a process that is not visible from here"
-        return f"{path} stays: {by} locked it. If an accelerator does not start, it is in use there."
+        return f"{path} stays: another process locked it. If an accelerator does not start, it is in use there."
     except OSError as error:
         return f"{path} stays: it cannot be removed ({error.strerror})."
     finally:
         os.close(file)
     return ""
-
-
-def _find_users(file: int) -> list[int]:
-    """Return the other processes that have a file open, among those that this process may inspect."""
-    wanted = os.fstat(file)
-    users = set()
-    for path in glob.iglob("/proc/[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has ended or closed it meanwhile
-            if os.path.samestat(os.stat(path), wanted):
-                users.add(int(path.split("/")[2]))
-    return sorted(users - {os.getpid()})
 
 
 def call_method(

@@ -18,10 +18,10 @@ from fairlead_placement.spi import SlotClaim, claim_slots, group_pairs, release_
 
 from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo
-from ._health import gone_nodes, silent_nodes
+from ._health import gone_nodes
 from ._reserve.leases import Held
 from ._reserve.reservation import Reservation
-from ._run.attempt import run_once
+from ._run.attempt import RunScope, run_once
 from ._run.retry import Backoff, RetryBudget, retry
 from ._run.targets import Target, cancel_task, make_slots, make_targets, start_actor, submit
 from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, StartFailures, judge
@@ -45,16 +45,6 @@ class PoolStatistics:
     failures: int = 0
     preemptions: int = 0
     reservations: int = 0
-
-
-@dataclass(frozen=True)
-class RunScope:
-    """What all attempts of a run have in common. Closing the pool ends the epoch, and with it the run."""
-
-    work: Work
-    payload: Any
-    epoch: int
-    first_hosts: bool
 
 
 class ClosesOnExit:
@@ -292,31 +282,30 @@ class SlicePool(ClosesOnExit):
         config = self.config
         healthy_s = math.inf if config.healthy_after_s is None else config.healthy_after_s
         budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
-        with self._begin_run(function, args, kwargs, first_hosts=first_hosts) as scope:
+        with self._begin_run(function, args, kwargs) as scope:
+            scope = replace(scope, first_hosts=first_hosts, crash_grace_s=config.crash_grace_s)
             attempt = functools.partial(self._attempt, scope)
-            find_lost = functools.partial(self._find_lost_slices, scope)
-            return list(retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s, find_lost=find_lost).result)
+            return list(retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s).result)
 
     @contextlib.contextmanager
-    def _begin_run(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
-    ) -> Iterator[RunScope]:
+    def _begin_run(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[RunScope]:
         """Check a function, and wait for its turn."""
         work = self.checked(function)
         with self._take_turn(work.name):
-            yield RunScope(work, work.put(args, kwargs), self._reservation.epoch, first_hosts)
+            payload = work.put(args, kwargs)
+            yield RunScope(work, payload, self._reservation, self._reservation.epoch, self.config.grace_s)
 
     def _attempt(self, scope: RunScope, number: int) -> JobStatus:
         config, reservation, name = self.config, self._reservation, scope.work.name
-        reservation.check_open(scope.epoch, f"{name} ran")
+        scope.check_open()
         held = reservation.ensure(scope.epoch)
         claim = claim_slots(held.slots, f"run of {name}")
         began = time.monotonic()
         try:
             targets = make_targets(scope.work, config, held, first_hosts=scope.first_hosts)
-            reservation.check_open(scope.epoch, f"{name} started")
+            scope.check_open()
             self._counts["attempts"] += 1
-            calls, errors = run_once(targets, scope.payload, reservation.head, grace_s=config.grace_s)
+            calls, errors = run_once(targets, scope)
         finally:
             claim.release()
         info = JobInfo(name, "succeeded", config.kind, held.slices, number, time.monotonic() - began)
@@ -330,15 +319,6 @@ class SlicePool(ClosesOnExit):
         reservation.quarantine(verdict.quarantine)
         self._counts["preemptions" if verdict.kind == "infrastructure" else "failures"] += 1
         return verdict.status(info)
-
-    def _find_lost_slices(self, scope: RunScope, slices: Sequence[SliceInfo]) -> list[SliceInfo]:
-        """Return those slices that have lost a host. The next attempt does not use them."""
-        self._reservation.check_open(scope.epoch)
-        nodes = frozenset(node_id for one in slices for node_id in one.node_ids)
-        gone, silent = self._reservation.head.call(lambda: (gone_nodes(nodes), silent_nodes(nodes)))
-        # For some time Ray still regards a silent host as alive.
-        self._reservation.quarantine(dict.fromkeys(silent - gone, "silent"))
-        return [one for one in slices if not (gone | silent).isdisjoint(one.node_ids)]
 
     def _reserve(self) -> Held:
         with self._take_turn("reserve"):

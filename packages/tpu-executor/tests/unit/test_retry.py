@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.exceptions import WorkerCrashedError
 
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
@@ -22,7 +21,6 @@ from fairlead_tpu_executor import (
     SliceLostError,
 )
 from fairlead_tpu_executor._run.retry import Backoff, RetryBudget, retry
-from fairlead_tpu_executor._run.verdicts import make_preempted
 
 INFO = JobInfo("train")
 
@@ -94,7 +92,9 @@ def test_an_accelerator_that_did_not_start_is_raised(ends):
     def attempt(number):
         if number == 2:
             raise InsufficientSlicesError("v4-16", (1,), 0, (), 5.0)
-        return make_preempted(INFO, ("a",), "worker 0 of a", own)
+        loss = SliceLostError(("a",), "worker 0 of a")
+        loss.__cause__ = own
+        return JobPreempted(INFO, loss)
 
     with pytest.raises(RuntimeError) as caught:
         retry(attempt, RetryBudget(5, 0 if ends == "budget" else 5), Backoff(), sleep=lambda _: None)
@@ -149,9 +149,9 @@ def test_a_healthy_period_resets_failures():
 SLICES = {name: SliceInfo(name, "v4-16", "", (f"{name}0", f"{name}1"), ("1", "2"), 4) for name in "abc"}
 
 
-def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
-    """Run attempts, each (its slices, seconds, error or None); return (the result or error, budget, clock)."""
-    clock, budget = Clock(), RetryBudget(failures, 100)
+def play_slices(attempts, *, grace_s=60.0):
+    """Run attempts, each (its slices, seconds, error or None), and return the budget of one failure after them."""
+    clock, budget = Clock(), RetryBudget(1, 100)
 
     def attempt(number):
         names, seconds, error = attempts[number - 1]
@@ -161,38 +161,17 @@ def unsteady(attempts, failures, *, grace_s=60.0, lost=lambda now, slices: ()):
             return JobSucceeded(info, [number])
         return (JobPreempted if isinstance(error, SliceLostError) else JobFailed)(info, error)
 
-    crashes = {"grace_s": grace_s, "find_lost": lambda slices: lost(clock.now, slices)} if grace_s else {}
-    try:
-        came = retry(attempt, budget, Backoff(base_s=0.1), **crashes, sleep=clock.sleep, clock=clock)
-    except Exception as error:  # noqa: BLE001 - the tests look at it
-        came = error
-    return came, budget, clock
+    assert retry(attempt, budget, Backoff(base_s=0.1), grace_s=grace_s, sleep=clock.sleep, clock=clock).result == [3]
+    return budget
 
 
 def test_a_failure_before_a_preemption_is_refunded():
-    """If a slice is lost soon after its process died, the failure is refunded."""
-    crash, gone = WorkerCrashedError(), SliceLostError(("b",), "its node is dead")
+    """If a slice is lost soon after its function raised, the failure is refunded."""
+    first, gone, last = ("ab", 5.0, ValueError("mine")), SliceLostError(("b",), "its node is dead"), ("ac", 1.0, None)
     # The next attempt sees the loss while it runs, or before it starts, when the slice is replaced.
-    for second in (("ab", 30.0, gone), ("ac", 500.0, ValueError("mine"))):
-        came, budget, _ = unsteady([("ab", 5.0, crash), second, ("ac", 1.0, None)], 1)
-        assert came.result == [3]
-        assert budget.failures == (0 if second[2] is gone else 1)
+    assert play_slices([first, ("ab", 30.0, gone), last]).failures == 0
+    assert play_slices([first, ("ac", 500.0, ValueError("mine")), last]).failures == 1
     # If the slice is lost too late, or another one is lost, the failure counts.
     for second in (("ab", 90.0, gone), ("ab", 30.0, SliceLostError(("c",), ""))):
-        _, budget, _ = unsteady([("ab", 5.0, crash), second, ("ac", 1.0, None)], 1)
-        assert budget.failures == 1
-    assert unsteady([("ab", 5.0, crash), ("ab", 30.0, gone), ("ac", 1.0, None)], 1, grace_s=0)[1].failures == 1
-
-
-def test_hosts_are_watched_after_the_last_crash():
-    """With no retry left, the hosts of a dead process are watched until the grace period is over."""
-    attempts = [("ab", 5.0, WorkerCrashedError()), ("ac", 1.0, None)]
-    came, budget, clock = unsteady(attempts, 0, lost=lambda now, slices: slices[1:] if now > 45 else ())
-    assert (came.result, budget.failures, budget.preemptions) == ([2], 0, 1)
-    assert 40 <= clock.now < 50
-    came, budget, clock = unsteady(attempts, 0)
-    assert (type(came), budget.failures) == (WorkerCrashedError, 1)
-    assert 65 <= clock.now < 67
-    # The function's own exception is not a crash, so there is no wait.
-    came, _, clock = unsteady([("ab", 5.0, ValueError("mine"))], 0, lost=lambda *_: pytest.fail("looked"))
-    assert (type(came), clock.now) == (ValueError, 5.0)
+        assert play_slices([first, second, last]).failures == 1
+    assert play_slices([first, ("ab", 30.0, gone), last], grace_s=0.0).failures == 1

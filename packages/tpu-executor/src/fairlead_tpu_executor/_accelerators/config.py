@@ -95,8 +95,8 @@ class TpuAcceleratorConfig(_RunOptions):
         resources: further resources to reserve on each host, such as `{"memory": 2e9}` (bytes).
         scale_timeout_s: seconds to wait for the first slices, and for the largest allowed number of them.
         replace_timeout_s: seconds to wait for the replacement of a lost slice, while the healthy slices stay reserved.
-        crash_grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption. When a
-            process dies and no retry is left, `run` waits this long for such a loss before it raises.
+        crash_grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption. After
+            the death of a process, `run` waits this long for such a loss.
         healthy_after_s: seconds of running without a failure after which `max_retries_failure` is available in full
             again; None for never.
         head_timeout_s: seconds for which Ray's head may not answer before `HeadUnreachableError` ends a run or a call.

@@ -90,12 +90,7 @@ def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
 
 
 def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> list[tuple[SliceInfo | SliceLack, list[Node]]]:
-    """Return each slice of a type, or what is wrong with it, with its hosts."""
-    return [(_assess(name, hosts, wanted), hosts) for name, hosts in _group_by_slice(nodes, wanted).items()]
-
-
-def _group_by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list[Node]]:
-    """Return the hosts of each slice with at least one host of the type, in the order of the names."""
+    """Return each slice with at least one host of the type, or what is wrong with it, with its hosts, by name."""
     named = group_pairs((node.labels.get(SLICE_NAME, ""), node) for node in nodes if TYPE in node.labels)
     chosen: dict[str, list[Node]] = {}
     for name, hosts in named.items():
@@ -107,7 +102,7 @@ def _group_by_slice(nodes: Sequence[Node], wanted: TpuType) -> Mapping[str, list
                 chosen[f"{name}/{node.node_id[:8]}" if name else node.node_id[:8]] = [node]
         else:
             chosen[name or f"hosts without the label {SLICE_NAME}"] = hosts
-    return {name: chosen[name] for name in sorted(chosen, key=_natural_key)}
+    return [(_assess(name, chosen[name], wanted), chosen[name]) for name in sorted(chosen, key=_natural_key)]
 
 
 def _natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
@@ -125,7 +120,8 @@ def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | Sl
         return SliceLack(name, f"its hosts have different labels: {', '.join(types if len(types) > 1 else topologies)}")
     if wanted.topology and topologies[0] != wanted.topology:
         return SliceLack(name, f"its topology is {topologies[0] or 'unknown'}, not {wanted.topology}")
-    ids = [_worker_id(node, wanted) for node in hosts]
+    texts = [node.labels.get(WORKER_ID, "0" if wanted.hosts == 1 else "") for node in hosts]
+    ids = [int(text) if text.isdigit() else None for text in texts]
     if problem := _check_worker_ids(ids, wanted.hosts):
         return SliceLack(name, problem)
     amounts = sorted({int(node.total.get("TPU", 0)) for node in hosts})
@@ -145,11 +141,6 @@ def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | Sl
         head_resource=next((one for one in sorted(first.total) if re.fullmatch("TPU-.*-head", one)), ""),
         zone=first.labels.get(_ZONE, ""),
     )
-
-
-def _worker_id(node: Node, wanted: TpuType) -> int | None:
-    text = node.labels.get(WORKER_ID, "0" if wanted.hosts == 1 else "")
-    return int(text) if text.isdigit() else None
 
 
 def _check_worker_ids(ids: Sequence[int | None], expected: int) -> str:

@@ -138,7 +138,7 @@ def hold_ports(held: Held, megascale: int | None) -> Held:
     needed += [] if megascale is None else [(held.leases[0], megascale)]
     ports = {key: held.ports[key] for key in needed if key in held.ports}
     try:
-        _release(port for key, port in held.ports.items() if key not in ports)
+        release(port for key, port in held.ports.items() if key not in ports)
         first_hosts = [held.slots[at] for at in held.first_hosts[:-1]]
         new = [at for at, lease in enumerate(held.leases) if (lease, None) not in ports]
         for at, (port,) in zip(new, lease_ports([first_hosts[at] for at in new]), strict=True):
@@ -146,25 +146,21 @@ def hold_ports(held: Held, megascale: int | None) -> Held:
         if megascale is not None and needed[-1] not in ports:
             ports[needed[-1]] = _lease_port(first_hosts[0], megascale)
     except BaseException:
-        _release(ports.values())
+        release(ports.values())
         raise
     return Held(held.leases, ports)
-
-
-def release_ports_of(held: Held) -> None:
-    _release(held.ports.values())
 
 
 def give_back_all(held: Held) -> bool:
     """Release all ports and return all slices; False if Ray did not have the resources in time."""
     try:
-        release_ports_of(held)
+        release(held.ports.values())
     finally:
         returned = give_back(held.leases)
     return returned
 
 
-def _release(ports: Iterable[PortLease]) -> None:
+def release(ports: Iterable[PortLease]) -> None:
     # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
     with contextlib.suppress(PlacementError):
         release_ports(list(ports), timeout_s=_RELEASE_S)

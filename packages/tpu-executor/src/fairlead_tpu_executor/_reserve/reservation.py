@@ -16,7 +16,7 @@ from fairlead_placement.spi import Waiting, connection
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from .._health import Head
 from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
-from .leases import Held, find_lost, give_back, give_back_all, hold_ports, megascale_port, release_ports_of, take
+from .leases import Held, find_lost, give_back, give_back_all, hold_ports, megascale_port, release, take
 from .scaling import choose_size, choose_waits, show_missing, survey, withdraw
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class Reservation:
                 self.held = replace(self.held, leases=tuple(lease for lease in before if lease not in lost))
                 self.head.call(give_back, lost)
             try:
-                self._scale(len(lost), epoch)
+                if len(self.held.leases) != self.sizes[-1]:
+                    self._scale(len(lost), epoch)
                 self._hold_ports()
             except BaseException:
                 self.give_back()
@@ -104,7 +105,7 @@ class Reservation:
         if isinstance(self.config, TpuAcceleratorConfig) and len(held.leases) > 1:
             port = megascale_port(self.config, os.environ)
         try:
-            self.held = self.head.call(hold_ports, held, port, undo=release_ports_of)
+            self.held = self.head.call(hold_ports, held, port, undo=lambda new: release(new.ports.values()))
         except HeadUnreachableError:
             self.held = Held(held.leases)  # The unfinished request owns the ports.
             raise

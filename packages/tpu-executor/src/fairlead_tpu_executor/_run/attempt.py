@@ -15,9 +15,11 @@ from fairlead_placement.spi import group_pairs, run_on_nodes
 
 from .. import _host
 from .._health import Head, dead_nodes, gone_nodes, silent_nodes
+from .._reserve.reservation import Reservation
 from ..exceptions import HeadUnreachableError
 from .targets import Target, cancel_task, submit
-from .verdicts import HostError, NodeSilentError, judge_one
+from .verdicts import HostError, NodeSilentError, judge_one, process_died
+from .work import Work
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -25,6 +27,22 @@ _GRACE_POLL_S = 0.1
 _CHECK_S = 1.0
 # A killed process ends within seconds; one that is stuck in the kernel may never end.
 _CANCEL_S = 10.0
+
+
+@dataclass(frozen=True)
+class RunScope:
+    """What all attempts of a run have in common. Closing the pool ends the epoch, and with it the run."""
+
+    work: Work
+    payload: Any
+    reservation: Reservation
+    epoch: int
+    grace_s: float
+    crash_grace_s: float = 0.0  # in the place of `grace_s` after the death of a process, if it is longer
+    first_hosts: bool = False
+
+    def check_open(self) -> None:
+        self.reservation.check_open(self.epoch, f"{self.work.name} ran")
 
 
 @dataclass
@@ -41,32 +59,33 @@ class HostCall:
         return HostError(self.target.slice, self.target.worker, error)
 
 
-def run_once(
-    targets: Sequence[Target], payload: Any, head: Head, *, grace_s: float
-) -> tuple[list[HostCall], list[HostError]]:
+def run_once(targets: Sequence[Target], scope: RunScope) -> tuple[list[HostCall], list[HostError]]:
     """Call a function on every host until its outcome is clear, end what still runs, and return calls and errors."""
     calls: list[HostCall] = []
+    head = scope.reservation.head
 
     def start() -> None:
         for target in targets:
-            calls.append(HostCall(target, submit(target, payload)))
+            calls.append(HostCall(target, submit(target, scope.payload)))
 
     try:
         head.call(start, undo=lambda _: [cancel_task(call.ref) for call in calls])
-        return calls, watch(calls, payload, head, grace_s=grace_s)
+        return calls, watch(calls, scope)
     finally:
         cancel(calls, head)
 
 
-def watch(calls: Sequence[HostCall], payload: Any, head: Head, *, grace_s: float) -> list[HostError]:
+def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
     """Wait until every call is done, or the reason why not is clear; return the errors in the order of arrival."""
+    head = scope.reservation.head
     nodes = frozenset(call.target.node_id for call in calls)
     request: Future[Collection[str]] | None = None
     pending = {call.ref: call for call in calls}
     errors: list[HostError] = []
     first_at = checked_at = time.monotonic()
     while pending or errors:
-        for ref in _wait_for_any(pending, grace=bool(errors)):
+        soon = bool(errors) and time.monotonic() - first_at < scope.grace_s
+        for ref in _wait_for_any(pending, _GRACE_POLL_S if soon else _POLL_S):
             call = pending.pop(ref)
             try:
                 call.done, call.value = ray.get(ref)
@@ -75,7 +94,7 @@ def watch(calls: Sequence[HostCall], payload: Any, head: Head, *, grace_s: float
                 first_at = first_at if errors else time.monotonic()
                 errors.append(call.blame(error))
             if not call.done:  # It came to a process in which something else ran before.
-                again = functools.partial(submit, call.target, payload, dedicated=True)
+                again = functools.partial(submit, call.target, scope.payload, dedicated=True)
                 call.ref = head.call(again, undo=cancel_task)
                 pending[call.ref] = call
         now = time.monotonic()
@@ -88,17 +107,19 @@ def watch(calls: Sequence[HostCall], payload: Any, head: Head, *, grace_s: float
             head.check()
             if request is None and head.silent_s == 0:
                 request = head.start(dead_nodes, nodes)
-        if errors and _is_clear(errors, calls, head, now - first_at >= grace_s):
-            break
+        if errors:
+            scope.check_open()
+            if _is_clear(errors, calls, scope, now - first_at):
+                break
     return errors
 
 
-def _wait_for_any(pending: Mapping[Any, HostCall], *, grace: bool) -> list[Any]:
+def _wait_for_any(pending: Mapping[Any, HostCall], timeout_s: float) -> list[Any]:
     """Return the references that are done, after a short wait for the first one."""
     if not pending:
-        time.sleep(_GRACE_POLL_S)
+        time.sleep(timeout_s)
         return []
-    done, _ = ray.wait(list(pending), num_returns=1, timeout=_GRACE_POLL_S if grace else _POLL_S)
+    done, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
     if done and len(pending) > 1:
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
     return list(done)
@@ -113,8 +134,9 @@ def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) ->
     ]
 
 
-def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, over: bool) -> bool:
+def _is_clear(errors: list[HostError], calls: Sequence[HostCall], scope: RunScope, waited_s: float) -> bool:
     """Return whether no further event can change the verdict; add an error for each node that is dead or silent."""
+    head = scope.reservation.head
     nodes = {call.target.node_id for call in calls}
     gone = head.call(gone_nodes, nodes)
     # If an accelerator did not start, other hosts may show soon whether that is the failure of its host.
@@ -124,14 +146,15 @@ def _is_clear(errors: list[HostError], calls: Sequence[HostCall], head: Head, ov
         errors += lost
         return True
     if silent := head.call(silent_nodes, nodes):
-        if over:
+        if waited_s >= scope.grace_s:
             errors += _blame_nodes(silent, calls, "its raylet does not answer")
-        return over
-    # If the function raised on every host, the failure is the function's. A process that died, or a host that raised
-    # while others still run, may be the first sign of a preemption.
-    everywhere = all(call.done for call in calls)
-    raised = all(isinstance(one.error, ray.exceptions.RayTaskError) for one in errors)
-    return over or (everywhere and raised)
+        return waited_s >= scope.grace_s
+    # If the function raised on every host, the failure is the function's. A host that raised while others still run may
+    # be the first sign of a preemption. A cloud provider ends the processes of a host up to a minute before the host.
+    if all(call.done and isinstance(call.error, ray.exceptions.RayTaskError | None) for call in calls):
+        return True
+    crashed = any(process_died(one.error) for one in errors)
+    return waited_s >= (max(scope.grace_s, scope.crash_grace_s) if crashed else scope.grace_s)
 
 
 def cancel(calls: Sequence[HostCall], head: Head) -> None:

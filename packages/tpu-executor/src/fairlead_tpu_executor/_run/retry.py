@@ -6,24 +6,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from .._accelerators.slices import SliceInfo
 from ..exceptions import InsufficientSlicesError, PreemptedTooOftenError
-from .verdicts import (
-    JobError,
-    JobFailed,
-    JobInfo,
-    JobPreempted,
-    JobStatus,
-    JobSucceeded,
-    failed_start,
-    make_preempted,
-    process_died,
-)
+from .verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, failed_start
 
 logger = logging.getLogger(__name__)
-_LOOK_S = 1.0
 
 
 @dataclass
@@ -85,11 +73,13 @@ def retry(
     backoff: Backoff,
     *,
     grace_s: float = 0.0,
-    find_lost: Callable[[Sequence[SliceInfo]], Sequence[SliceInfo]] = lambda slices: (),
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobSucceeded:
-    """Repeat attempts, which get their number from 1, and return the first success."""
+    """Repeat attempts, which get their number from 1, and return the first success.
+
+    A failure is refunded if one of its slices is lost within `grace_s`.
+    """
     number = 0
     stuck: BaseException | None = None
     recent: list[tuple[float, JobInfo]] = []
@@ -109,13 +99,6 @@ def retry(
         seen = clock()
         budget.add_running(status.info.seconds)
         recent = _refund(recent, status, began, seen, budget)
-        is_last = budget.failures >= budget.max_failures
-        if isinstance(status, JobFailed) and is_last and process_died(status.error):
-            while isinstance(status, JobFailed) and (left := seen + grace_s - clock()) > 0:
-                if lost := find_lost(status.info.slices):
-                    status = _as_preempted(status, lost)
-                else:
-                    sleep(min(_LOOK_S, left))
         error, name = status.error, status.info.name
         preempted = isinstance(status, JobPreempted)
         stuck = failed_start(error.__cause__) if preempted and error.__cause__ else None
@@ -133,7 +116,7 @@ def retry(
             raise error
         wait = backoff.after(ran_s=status.info.seconds)
         if not preempted and grace_s > 0:
-            # A cloud provider ends the processes of a host first, and nothing watches the hosts during the back-off.
+            # Nothing watches the hosts during the back-off.
             recent.append((seen + max(grace_s, wait), status.info))
         kind = "preemption" if preempted else "failure"
         logger.warning("Attempt %d of %s ended in a %s. It is repeated in %.1f s. %s", number, name, kind, wait, error)
@@ -155,9 +138,3 @@ def _refund(
         elif seen <= until:
             left.append((until, info))
     return left
-
-
-def _as_preempted(status: JobFailed, lost: Sequence[SliceInfo]) -> JobPreempted:
-    names = tuple(one.slice_name for one in lost)
-    reason = f"first seen as {type(status.error).__name__}: {status.error}"
-    return make_preempted(replace(status.info, state="preempted"), names, reason, status.error)

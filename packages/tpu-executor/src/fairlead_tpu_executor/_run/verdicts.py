@@ -187,13 +187,11 @@ class Verdict:
 def _make_status(kind: Kind, info: JobInfo, error: BaseException, lost: tuple[str, ...], reason: str) -> JobStatus:
     if kind == "user":
         return JobFailed(info, as_raised(error))
-    return JobError(info, error) if kind == "system" else make_preempted(info, lost, reason, error)
-
-
-def make_preempted(info: JobInfo, lost: tuple[str, ...], reason: str, cause: BaseException) -> JobPreempted:
-    error = SliceLostError(lost, reason)
-    error.__cause__ = cause
-    return JobPreempted(info, error)
+    if kind == "system":
+        return JobError(info, error)
+    loss = SliceLostError(lost, reason)
+    loss.__cause__ = error
+    return JobPreempted(info, loss)
 
 
 def judge(
