@@ -32,6 +32,7 @@ from fairlead_workergroup import (
     MultiWorkerFuture,
     Outcome,
     PerWorker,
+    Place,
     RayWorkerBuilder,
     RayWorkerGroup,
     RemoteError,
@@ -101,6 +102,14 @@ class Worker:
         assert_type(destroy(), None)
 
 
+def variables(place: Place) -> dict[str, str]:
+    assert_type((place.rank, place.node_rank, place.local_rank, place.local_world_size), tuple[int, int, int, int])
+    assert_type((place.tied_group, place.tied_rank), tuple[int, int])
+    assert_type(place.tied_bundles, tuple[int, list[int]])
+    assert_type(place.slot, Slot)
+    return {"NAME": place.name}
+
+
 def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     axes = NamedSharding.from_shape(dp=2, tp=4)
     builder = RayWorkerBuilder(Worker, 1, key="value")
@@ -133,6 +142,7 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
         env_vars={"A": "1"},
     )
     RayWorkerGroup(slots, Worker, bundle_indices_list=[(0, [0, 1])], load_balancing_strategy=lambda loads: loads[0])
+    RayWorkerGroup(slots, Worker, async_communication="auto", env_vars=variables)
     RayWorkerGroup(slots, Worker, async_communication=True, enable_gradient_compression="bf16")
     RayWorkerGroup(slots, Worker, restart=Restart(on_failure=True, scope="group", method="load"), memory_limit="8GB")
     restart = Restart(max_restarts=5, scope="group")
@@ -159,6 +169,8 @@ def build(group: PlacementGroup) -> None:
     assert_type(builder.ray_actor_class_fqn, str)
     assert_type(builder.args, tuple[Any, ...])
     assert_type(builder.kwargs, dict[str, Any])
+    assert_type(builder.with_methods("_step", "_save"), RayWorkerBuilder)
+    assert_type(builder.methods, tuple[str, ...])
     assert_type(RayWorkerBuilder(builder.worker), RayWorkerBuilder)
     assert_type(builder(group, 0, num_gpus=0.5), Any)
     assert_type(builder.create_worker_async(group, 0, 1, (0, [0]), max_concurrency=2), tuple[ObjectRef[Any], Any])

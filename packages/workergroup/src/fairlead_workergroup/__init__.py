@@ -25,6 +25,7 @@ from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle, attach
+from ._membership.model import Place
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
@@ -67,6 +68,7 @@ __all__ = [
     "MultiWorkerFuture",
     "Outcome",
     "PerWorker",
+    "Place",
     "RayWorkerBuilder",
     "RayWorkerGroup",
     "RemoteError",

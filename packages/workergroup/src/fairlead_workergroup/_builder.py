@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of a worker: a user's class with its constructor arguments."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -39,6 +40,7 @@ class RayWorkerBuilder:
         worker: the class as it was given.
         args: the positional arguments.
         kwargs: the keyword arguments.
+        methods: the names that `with_methods` has added.
 
     >>> RayWorkerBuilder("collections.Counter", "abc").ray_actor_class_fqn
     'collections.Counter'
@@ -49,6 +51,20 @@ class RayWorkerBuilder:
         self.worker: ClassLike = ray_actor_class_fqn
         self.args = args
         self.kwargs = kwargs
+        self.methods: tuple[str, ...] = ()
+
+    def with_methods(self, *names: str) -> "RayWorkerBuilder":
+        """Return a builder of the same worker with more methods, whose names begin with an underscore.
+
+        Args:
+            names: the methods of the class that can be called beside its public ones.
+        """
+        for name in names:
+            if not name.startswith("_") or name.startswith(("__", "_fairlead_")):
+                raise ValueError(f"with_methods names methods with one leading underscore, got {name!r}")
+        builder = copy.copy(self)
+        builder.methods = (*self.methods, *names)
+        return builder
 
     def __repr__(self) -> str:
         return f"RayWorkerBuilder({self.ray_actor_class_fqn!r})"
@@ -86,7 +102,12 @@ class RayWorkerBuilder:
             "num_gpus_per_node": sum(one == node_id for one in node_ids.values()),
         }
         described = describe_class(
-            self.worker, asks=[ask], node_id=node_id, runtime_env=extra_options.get("runtime_env"), timeout_s=START_S
+            self.worker,
+            self.methods,
+            asks=[ask],
+            node_id=node_id,
+            runtime_env=extra_options.get("runtime_env"),
+            timeout_s=START_S,
         )
         resources, env_vars, init_kwargs, overrides = described.configuration(0)
         options = dict(described.options)

@@ -2,9 +2,9 @@
 """A group of workers: one process in each slot, called by rank or along named axes."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Unpack
+from typing import Any, Literal, NoReturn, Unpack
 
 import ray
 
@@ -39,6 +39,7 @@ from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
 from ._membership.judge import Judge
 from ._membership.machine import Membership
+from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
@@ -68,7 +69,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         bundle_indices_list: instead of `workers_per_node`, `(node_idx, [Ray's bundle indices])` for each *tied group*,
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
-        env_vars: environment variables of the workers. The driver's environment is not copied to them.
+        env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`. The
+            driver's environment is not copied to them.
         python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
@@ -80,7 +82,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
         async_communication: let the async methods of a worker overlap on one event loop, which its other methods
-            block. Otherwise a worker runs one method at a time.
+            block. "auto" does so for a class with async methods, as Ray does. Otherwise a worker runs one method at a
+            time.
         timeouts: of the start and of calls; None for `Timeouts()`.
         flat: `restart_on_failure` and `max_restarts`, which stand for `restart`; `enable_load_balancing` and
             `load_balancing_strategy`, the defaults of `move_items` and `strategy` of `map`; and
@@ -109,22 +112,21 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         name_prefix: str = "",
         bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
         sharding_annotations: NamedSharding | None = None,
-        env_vars: Mapping[str, str] | None = None,
+        env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
         *,
         python: str | VenvSpec | None = None,
         restart: Restart | None = None,
         elastic: Elastic | None = None,
         worker: WorkerOptions | None = None,
         memory_limit: int | str | None = None,
-        async_communication: bool = False,
+        async_communication: bool | Literal["auto"] = False,
         timeouts: Timeouts | None = None,
         **flat: Unpack[FlatOptions],
     ) -> None:
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
-        env_vars = dict(env_vars or {})
-        check_env_vars(env_vars)
+        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
         elastic = read_option("elastic", elastic, Elastic)
         timeouts = read_option("timeouts", timeouts, Timeouts)
@@ -155,6 +157,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         spec = GroupSpec(
             cluster=cluster,
             worker=builder.worker,
+            methods=builder.methods,
             args=builder.args,
             kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),

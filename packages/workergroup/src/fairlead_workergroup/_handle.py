@@ -22,7 +22,7 @@ from ._calls.view import Target, TypedCalls
 from ._deadline import Deadline
 from ._membership.gate import Gate
 from ._membership.judge import Evidence, Judge, decide
-from ._membership.model import Member, Place, Snapshot
+from ._membership.model import Member, Place, Snapshot, make_process
 from ._membership.operations import RestartPolicy
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
@@ -340,7 +340,7 @@ def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> P
 
 def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, handle: Any) -> Member:
     place = _place(group, rank, row)
-    process = place.process(group.sharding.get_worker_coords(rank))
+    process = make_process(place, group.sharding.get_worker_coords(rank))
     if row is None:
         gone = Evidence("node", "gone", "node-lost", "no node agent knows it: its node is lost, or its agent has ended")
         return Member(place, process, failure=decide(process, [gone]).failure())

@@ -2,6 +2,7 @@
 """Groups grow and shrink along their slowest-varying axis while calls go on."""
 
 import asyncio
+import copy
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from fairlead_workergroup import (
     Elastic,
     EpochError,
     PerWorker,
+    RayWorkerBuilder,
     RayWorkerGroup,
     ResizeTimeoutError,
     Restart,
@@ -546,3 +548,35 @@ def test_overlapping_calls_end_in_their_epoch(cluster):
         assert group.call("epoch_after", 0.0).result() == [1] * 3
         assert group.resize(dp=1) == 2
         assert group.call("epoch_after", 0.0).result() == [2]
+
+
+class Described:
+    """A worker with a method that is called although its name has an underscore."""
+
+    def _variable(self, name):
+        return os.environ[name]
+
+    async def nothing(self):
+        return None
+
+
+def test_variables_of_each_place(cluster):
+    """A function's variables follow a resize. Hidden methods are called by name, by handles too, and traced by it."""
+    builder = RayWorkerBuilder(Described).with_methods("_variable")
+    with RayWorkerGroup(
+        cluster,
+        builder,
+        workers_per_node=[2],
+        sharding_annotations=AXES,
+        env_vars=lambda place: {"RAY_LOCAL_WORLD_SIZE": str(place.local_world_size)},
+        async_communication="auto",
+    ) as group:
+        assert group.call("_variable", "RAY_LOCAL_WORLD_SIZE").result() == ["2", "2"]
+        group.resize(dp=3)
+        assert group.handle().call("_variable", "RAY_LOCAL_WORLD_SIZE").result() == ["3"] * 3
+        assert ray.get(group.workers[2]._variable.remote("RANK")) == "2"
+        assert group.call("nothing").result() == [None] * 3
+        view = group.at(dp=0)
+        held = copy.deepcopy({"group": group, "view": view})
+        assert held["group"] is group
+        assert held["view"] is view

@@ -13,7 +13,7 @@ from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.judge import Judge
 from fairlead_workergroup._membership.machine import Membership
-from fairlead_workergroup._membership.model import Place, Started
+from fairlead_workergroup._membership.model import Place, Started, make_process
 from fairlead_workergroup._membership.operations import RestartPolicy
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.evidence import RayWitnesses
@@ -52,7 +52,7 @@ def start(world: SimulatedWorld, ray: PretendedRay, places: list[Place], epoch: 
     started = []
     for handle, place, answer in zip(handles, places, world.get(refs, timeout=None), strict=True):
         known = {"pid": answer["pid"], "started": answer["started"], "actor_id": actor_id_of(handle)}
-        started.append(Started(handle, place, replace(place.process({"dp": place.rank}), **known)))
+        started.append(Started(handle, place, replace(make_process(place, {"dp": place.rank}), **known)))
     return started
 
 

@@ -11,6 +11,7 @@ from fairlead_workergroup import WorkerStartError
 from fairlead_workergroup._lifecycle import launcher
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.shutdown import RunningWorker
+from fairlead_workergroup._membership.model import make_process
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.report import StartClock
 
@@ -84,7 +85,7 @@ def test_starts():
     """Actors start in their slots; a constructor that raises or hangs is a WorkerStartError that names the rank."""
 
     def script(world, ray, placement, places):
-        plans = [SimpleNamespace(place=place, process=place.process({"dp": place.rank})) for place in places]
+        plans = [SimpleNamespace(place=place, process=make_process(place, {"dp": place.rank})) for place in places]
         made = {}
         launcher.create_actors(
             plans, None, [], name="a", clock=StartClock(), add=lambda plan, actor: made.update({plan.place.rank: actor})

@@ -6,7 +6,9 @@ import functools
 import pytest
 import ray
 
+from fairlead_workergroup import RayWorkerBuilder
 from fairlead_workergroup._remote.describe import describe
+from fairlead_workergroup._start.worker_class import describe_class
 
 
 def timed(function):
@@ -122,3 +124,42 @@ def test_default_options():
     described = describe(Worker)
     assert described["refused"] == []
     assert described["backpressure"] == {"limited": 3}
+
+
+class Hidden:
+    def public(self):
+        return 1
+
+    def _step(self):
+        return 2
+
+    async def _later(self):
+        return 3
+
+
+def test_methods_with_an_underscore():
+    """They are described if they are named; an async one makes the methods of the class overlap, named or not."""
+    assert [*describe(Hidden)["methods"]] == ["public"]
+    assert [*describe(Hidden, more=["_step"])["methods"]] == ["_step", "public"]
+    assert [describe(one)["is_async"] for one in (Hidden, Kinds, str)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("concurrent", "cls", "overlaps"), [("auto", Hidden, True), ("auto", str, False), (False, Hidden, False)]
+)
+def test_auto(concurrent, cls, overlaps):
+    """Methods of a group with async_communication="auto" overlap if the class has async methods."""
+    described = describe_class(cls, asks=[], node_id="", runtime_env=None, timeout_s=1.0, concurrent=concurrent)
+    assert described.concurrent is overlaps
+
+
+def test_named_methods():
+    """A builder adds methods with one leading underscore, which the class must have."""
+    builder = RayWorkerBuilder(Hidden)
+    assert builder.with_methods("_step").with_methods("_later").methods == ("_step", "_later")
+    assert builder.methods == ()
+    for name in ("public", "__init__", "_fairlead_start"):
+        with pytest.raises(ValueError, match=f"one leading underscore, got '{name}'"):
+            builder.with_methods(name)
+    with pytest.raises(AttributeError, match="Hidden has no method _no, which its builder names"):
+        describe_class(Hidden, ["_no"], asks=[], node_id="", runtime_env=None, timeout_s=1.0)

@@ -93,7 +93,16 @@ def test_the_environment_is_filtered_once(monkeypatch):
     monkeypatch.setattr(environment.fnmatch, "fnmatchcase", count)
     environment._matches.cache_clear()
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    group = SimpleNamespace(id="group", bundle_specs=[{"CPU": 1.0}] * 64)
+    plans = make_plans(64, {"A": "1"})
+    assert [plan.environment.variables["RANK"] for plan in plans] == [str(rank) for rank in range(64)]
+    assert all(plan.environment.variables["NCCL_DEBUG"] == "INFO" for plan in plans)
+    # Once against the variables that are forwarded, once against those that a new process needs.
+    assert max(matched.values()) <= 2
+
+
+def make_plans(count, env_vars):
+    """Return the plans of workers on one node."""
+    group = SimpleNamespace(id="group", bundle_specs=[{"CPU": 1.0}] * count)
     slots = [
         Slot(
             placement_group=group,
@@ -105,16 +114,29 @@ def test_the_environment_is_filtered_once(monkeypatch):
             local_rank=at,
             worker_resources={"CPU": 1.0},
         )
-        for at in range(64)
+        for at in range(count)
     ]
-    plans = plan_workers(
+    return plan_workers(
         lay_out(slots, prefix="p"),
         WorkerClass("a.B", "B", {}),
-        sharding=NamedSharding.from_shape(dp=64),
-        env_vars={"A": "1"},
+        sharding=NamedSharding.from_shape(dp=count),
+        env_vars=env_vars,
         python=WorkerPython(),
     )
-    assert [plan.environment.variables["RANK"] for plan in plans] == [str(rank) for rank in range(64)]
-    assert all(plan.environment.variables["NCCL_DEBUG"] == "INFO" for plan in plans)
-    # Once against the variables that are forwarded, once against those that a new process needs.
-    assert max(matched.values()) <= 2
+
+
+class TestEachPlace:
+    def test_values(self):
+        """A function gives each worker its own variables, which a change of the group may change."""
+        plans = make_plans(2, lambda place: {"RAY_LOCAL_WORLD_SIZE": str(place.local_world_size), "ME": place.name})
+        assert [plan.environment.variables["RAY_LOCAL_WORLD_SIZE"] for plan in plans] == ["2", "2"]
+        assert [plan.environment.variables["ME"] for plan in plans] == ["p-0-0", "p-0-1"]
+        assert plans[0].of_rank == {*RANK_VARIABLES, "RAY_LOCAL_WORLD_SIZE", "ME"}
+        assert make_plans(1, {"ME": "1"})[0].of_rank == {*RANK_VARIABLES}
+
+    def test_refusals(self):
+        """The names and values are checked as those of a mapping are."""
+        with pytest.raises(ValueError, match="env_vars may not name 'RANK'"):
+            make_plans(1, lambda place: {"RANK": "1"})
+        with pytest.raises(TypeError, match="env_vars must map names to strings"):
+            make_plans(1, lambda place: {"ME": place.rank})

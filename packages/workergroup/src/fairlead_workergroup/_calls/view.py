@@ -4,7 +4,7 @@
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
@@ -136,6 +136,10 @@ class AddressedWorkers:
     @property
     def _owner(self) -> object:
         """The group."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the same object: a copy of what holds a group refers to the same workers."""
         return self
 
     def at(self, /, **coords: int | slice) -> "GroupView":

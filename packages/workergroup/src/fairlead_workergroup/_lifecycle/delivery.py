@@ -78,7 +78,7 @@ class Delivery:
     def send_facts(self, member: Member, changes: Mapping[str, Any], deadline: Deadline, *, alone: bool) -> ObjectRef:
         """Send a worker the facts that change, through the queue of its calls; return a future."""
         layout = self._launcher.layout() if "world_size" in changes else None
-        concurrent = alone and self._launcher.spec.concurrent
+        concurrent = alone and self._launcher.worker_class.concurrent
         return _send(member, apply_facts, changes, layout, concurrent=concurrent, deadline=deadline)
 
     def drain(self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None]) -> Sequence[int]:
@@ -88,7 +88,7 @@ class Delivery:
 
     def _drain(self, members: Sequence[Member], deadline: Deadline) -> dict[int, ObjectRef]:
         """Return a reference for each worker that is ready when everything sent to it before has ended, by rank."""
-        concurrent = self._launcher.spec.concurrent
+        concurrent = self._launcher.worker_class.concurrent
         return {one.rank: _send(one, do_nothing, concurrent=concurrent, deadline=deadline) for one in members}
 
     def explain(self, member: Member, error: Exception, what: str) -> WorkerFailure:

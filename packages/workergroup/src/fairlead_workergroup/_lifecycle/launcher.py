@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
 from fairlead_placement.spi import group_pairs, head_deadline
@@ -14,14 +14,14 @@ from fairlead_venvs import VenvSpec
 from .._arguments import Arguments, NotPicklableError
 from .._deadline import NEVER, Deadline
 from .._membership.facts import WorkerFacts
-from .._membership.model import Place, Started
+from .._membership.model import Place, Started, configure_ask
 from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration, actor_name
 from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.devices import WorkerOptions, device_facts
-from .._start.environment import RANK_VARIABLES, WorkerPython, prepare_python, start_variables
+from .._start.environment import EnvVars, WorkerPython, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
 from .._start.report import StartClock
@@ -36,15 +36,16 @@ class GroupSpec:
 
     cluster: RayVirtualCluster | Sequence[Slot]
     worker: Any
+    methods: Sequence[str]  # with a leading underscore, beside the public ones
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     python: str | VenvSpec | None
-    env_vars: Mapping[str, str]
+    env_vars: EnvVars
     options: WorkerOptions
     facts: Mapping[str, Any]  # that `current_worker` returns in every worker
     memory_limit: MemoryLimit | None
     token: str  # identifies the group among all groups of all drivers
-    concurrent: bool  # whether async methods overlap
+    concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
 
     def slots(self) -> Sequence[Slot]:
@@ -81,11 +82,12 @@ class Launcher:
             python = prepare_python(spec.python, nodes, timeout_s=self._time_left(deadline))
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
-        variables = start_variables(spec.env_vars)
+        variables = start_variables(variables_at(spec.env_vars, places[0]))
         with self._clock.phase("describe"):
             described = describe_class(
                 spec.worker,
-                asks=[place.configure_ask(per_node) for place in places],
+                spec.methods,
+                asks=[configure_ask(place, per_node) for place in places],
                 node_id=nodes[0],
                 runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
                 timeout_s=self._time_left(deadline),
@@ -178,7 +180,7 @@ class Launcher:
                 worker.place.name,
                 worker.process.coords,
                 {
-                    **{name: value for name, value in worker.environment.variables.items() if name in RANK_VARIABLES},
+                    **{name: value for name, value in worker.environment.variables.items() if name in worker.of_rank},
                     "MASTER_PORT": str(port),
                 },
             )

@@ -15,44 +15,29 @@ from .facts import WorkerFacts
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one rank."""
+    """The place of one rank.
+
+    Attributes:
+        rank: the rank of the worker.
+        slot: the slot that it runs in.
+        name: the name of the worker.
+        tied_group: the number of its tied group (workers that share one model copy).
+        tied_rank: its number in the tied group.
+        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
+        node_rank: the number of its physical node among the nodes of the group, in the order of the ranks.
+        local_rank: its number among the group's workers on that node.
+        local_world_size: the number of the group's workers on that node.
+    """
 
     rank: int
     slot: Slot
-    name: str  # as users see it
-    tied_group: int  # the number of its tied group (workers that share one model copy)
-    tied_rank: int  # its number in the tied group
-    tied_bundles: tuple[int, list[int]]  # `(node_idx, [bundle indices])` of its tied group
-    node_rank: int  # of its physical node among the nodes of the group, in the order of the ranks
-    local_rank: int  # its number among the group's workers on that node
-    local_world_size: int  # the number of the group's workers on that node
-
-    def configure_ask(self, num_gpus_per_node: int | None) -> dict[str, Any]:
-        """Return the arguments of the class's `configure_worker` for this worker."""
-        return {
-            "num_gpus": self.slot.worker_resources.get("GPU", 0),
-            # Only the first worker of a tied group gets its bundles.
-            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
-            "num_gpus_per_node": self.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
-        }
-
-    def process(self, coords: Mapping[str, int]) -> "WorkerProcess":
-        """Return the identity of a worker here that has not started yet."""
-        return WorkerProcess(self.rank, coords, self.slot.node_id, self.slot.node_ip)
-
-    def metadata(self) -> dict[str, Any]:
-        """Return the worker's entry in `worker_metadata`."""
-        return {
-            "node_idx": self.slot.node_idx,
-            "local_rank": self.tied_rank,
-            "global_rank": self.rank,
-            "name": self.name,
-            "bundle_indices": self.tied_bundles if self.tied_rank == 0 else None,
-            "dp_shard_idx": self.tied_group,
-            "bundle_index": self.slot.bundle_index,
-            "node_id": self.slot.node_id,
-            "state": "alive",
-        }
+    name: str
+    tied_group: int
+    tied_rank: int
+    tied_bundles: tuple[int, list[int]]
+    node_rank: int
+    local_rank: int
+    local_world_size: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +75,36 @@ class WorkerProcess:
         return (
             f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
         )
+
+
+def configure_ask(place: Place, num_gpus_per_node: int | None) -> dict[str, Any]:
+    """Return the arguments of the class's `configure_worker` for this worker."""
+    return {
+        "num_gpus": place.slot.worker_resources.get("GPU", 0),
+        # Only the first worker of a tied group gets its bundles.
+        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
+        "num_gpus_per_node": place.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
+    }
+
+
+def make_process(place: Place, coords: Mapping[str, int]) -> WorkerProcess:
+    """Return the identity of a worker here that has not started yet."""
+    return WorkerProcess(place.rank, coords, place.slot.node_id, place.slot.node_ip)
+
+
+def describe_place(place: Place) -> dict[str, Any]:
+    """Return the worker's entry in `worker_metadata`."""
+    return {
+        "node_idx": place.slot.node_idx,
+        "local_rank": place.tied_rank,
+        "global_rank": place.rank,
+        "name": place.name,
+        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
+        "dp_shard_idx": place.tied_group,
+        "bundle_index": place.slot.bundle_index,
+        "node_id": place.slot.node_id,
+        "state": "alive",
+    }
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .._world import Event, world
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
-from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess
+from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Roster:
         # Users may hold these lists, so they change in place.
         self.handles[:] = [member.handle for member in self.now.members]
         shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
-        shown |= {rank: member.place.metadata() for rank, member in changed.items()}
+        shown |= {rank: describe_place(member.place) for rank, member in changed.items()}
         self.worker_metadata[:] = [shown[rank] for rank in sorted(shown) if rank < len(self.now.members)]
         self._show_changed()
 
@@ -282,7 +282,7 @@ class Roster:
 
 def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:
     """Return a member that has not started."""
-    return Member(place, place.process(sharding.get_worker_coords(place.rank)), incarnation=incarnation)
+    return Member(place, make_process(place, sharding.get_worker_coords(place.rank)), incarnation=incarnation)
 
 
 _rosters: weakref.WeakSet[Roster] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import ray
 
 from fairlead_placement.spi import publish, withdraw
 
-from .._membership.model import Member, Place
+from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of, start_tick
@@ -81,7 +81,9 @@ class Registration:
         publish(self.key, self._version, self.published)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
-        process = member.place.process(member.coords) if actor is not None or member.handle is None else member.process
+        process = (
+            make_process(member.place, member.coords) if actor is not None or member.handle is None else member.process
+        )
         handle = member.handle if actor is None else actor
         actor_id = "" if handle is None else actor_id_of(handle)
         return {

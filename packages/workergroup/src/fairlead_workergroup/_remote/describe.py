@@ -10,19 +10,26 @@ from typing import Any
 import ray
 
 
-def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Describe a class that the driver may not be able to import as plain data; `asks` are for `configure_worker`."""
+def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[str] = ()) -> dict[str, Any]:
+    """Describe a class that the driver may not be able to import as plain data.
+
+    `asks` are for `configure_worker`, and `more` are methods with a leading underscore.
+    """
     decorated = resolve(target)
     cls = undecorate(decorated)
     methods: dict[str, tuple[str, Any]] = {}
     full_names: dict[str, str] = {}
     backpressure: dict[str, int] = {}
     refused: list[str] = []
+    is_async = False  # as Ray decides whether methods overlap
     for name in dir(cls):
         member = inspect.getattr_static(cls, name)
         bound = isinstance(member, (staticmethod, classmethod))
         function = member.__func__ if bound else member
-        if name.startswith("_") or not inspect.isroutine(function):
+        if not inspect.isroutine(function):
+            continue
+        is_async = is_async or "async" in _kind_of_code(function)
+        if name.startswith("_") and name not in more:
             continue
         kind = kind_of(function)
         methods[name] = kind, _parameters(getattr(cls, name), bound=bound)
@@ -41,6 +48,7 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]
         "backpressure": backpressure,
         "options": options,
         "refused": refused,
+        "is_async": is_async,
         "configurations": None if configure is None else [_configure(configure, ask) for ask in asks],
     }
 

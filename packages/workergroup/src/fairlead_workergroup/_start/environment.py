@@ -10,21 +10,26 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_env, known_actor_environments
 
+from .._membership.model import Place
 from ..exceptions import WorkerStartError
 
 logger = logging.getLogger(__name__)
+
+EnvVars: TypeAlias = Mapping[str, str] | Callable[[Place], Mapping[str, str]]
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Settings of communication libraries, and locations of data that all processes share.
 FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_NCCL_*", "CUDA_DEVICE_ORDER", "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME")
 # Ray chooses the devices, and its own settings belong to a process.
 NEVER = ("*_VISIBLE_DEVICES", "*_VISIBLE_CHIPS", "*_VISIBLE_CORES", "*_VISIBLE_MODULES", "RAY_*", *RANK_VARIABLES)
+# Frameworks set these for each rank, and Ray does not read them.
+OF_FRAMEWORKS = ("RAY_LOCAL_WORLD_SIZE",)
 # The loader, the C library or the interpreter reads these before any of our code runs, so they need a new process.
 # Libraries that the user's class imports later read the variables of OpenMP and CUDA.
 LOADER = (
@@ -54,16 +59,22 @@ class WorkerEnvironment:
     path: tuple[str, ...] = ()
 
 
-def check_env_vars(env_vars: Mapping[str, str]) -> None:
-    """Refuse variables that are not text, and names that Ray or the group sets."""
+def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
+    """Return the user's variables of the worker at a place."""
+    return check_env_vars(env_vars(place)) if callable(env_vars) else env_vars
+
+
+def check_env_vars(env_vars: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy; refuse variables that are not text, and names that Ray or the group sets."""
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
-        if _matches(name, NEVER):
+        if _matches(name, NEVER) and name not in OF_FRAMEWORKS:
             raise ValueError(
                 f"env_vars may not name {name!r}: Ray chooses the devices, the group sets "
                 f"{', '.join(RANK_VARIABLES)}, and RAY_* belongs to each process. Remove it."
             )
+    return dict(env_vars)
 
 
 def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:

@@ -20,11 +20,19 @@ from fairlead_placement.spi import ask_head, never_connect
 from fairlead_sharding import NamedSharding
 
 from .._display import Bar
-from .._membership.model import Place, WorkerProcess
+from .._membership.model import Place, WorkerProcess, make_process
 from .._observe.evidence import judge_error
 from .._observe.remote_errors import remote_traceback
 from ..exceptions import WorkerStartError
-from .environment import WorkerEnvironment, WorkerPython, forwarded_variables, worker_environment
+from .environment import (
+    RANK_VARIABLES,
+    EnvVars,
+    WorkerEnvironment,
+    WorkerPython,
+    forwarded_variables,
+    variables_at,
+    worker_environment,
+)
 from .options import actor_options, recursive_merge_options
 from .report import StartClock
 from .worker_class import WorkerClass
@@ -47,6 +55,7 @@ class WorkerPlan:
     options: Mapping[str, Any]
     environment: WorkerEnvironment
     init_kwargs: Mapping[str, Any]
+    of_rank: frozenset[str]  # the names of its variables that a change of the group may change
 
 
 def plan_workers(
@@ -54,7 +63,7 @@ def plan_workers(
     described: WorkerClass,
     *,
     sharding: NamedSharding,
-    env_vars: Mapping[str, str],
+    env_vars: EnvVars,
     python: WorkerPython,
 ) -> list[WorkerPlan]:
     """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
@@ -65,11 +74,12 @@ def plan_workers(
     plans = []
     for place in places:
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
+        of_user = variables_at(env_vars, place)
         environment = worker_environment(
             driver=forwarded,
             of_class=of_class,
             of_slot=place.slot.env,
-            of_user=env_vars,
+            of_user=of_user,
             of_rank=_rank_variables(place, len(places), places[0].slot.node_ip),
             configured={**overrides.get("env_vars", {}), **configured_env},
         )
@@ -83,8 +93,9 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        process = place.process(sharding.get_worker_coords(place.rank))
-        plans.append(WorkerPlan(place, process, options, environment, init_kwargs))
+        process = make_process(place, sharding.get_worker_coords(place.rank))
+        of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
+        plans.append(WorkerPlan(place, process, options, environment, init_kwargs, of_rank))
     return plans
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.actor import ActorClass
@@ -177,14 +177,18 @@ def make_target(worker: Any) -> str | bytes:
 
 def describe_class(
     worker: Any,
+    methods: Sequence[str] = (),
     *,
     asks: Sequence[dict[str, Any]],
     node_id: str,
     runtime_env: Mapping[str, Any] | None,
     timeout_s: float,
-    concurrent: bool = False,
+    concurrent: bool | Literal["auto"] = False,
 ) -> WorkerClass:
-    """Describe a class in this process, or in one short task on the node if only its name is given."""
+    """Describe a class in this process, or in one short task on the node if only its name is given.
+
+    `methods` are described beside the public ones.
+    """
     target = make_target(worker)
     if isinstance(worker, str):
         task = ray.remote(describe).options(
@@ -193,7 +197,7 @@ def describe_class(
             runtime_env=dict(runtime_env or {}) or None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        ref = task.remote(target, list(asks))
+        ref = task.remote(target, list(asks), list(methods))
         try:
             answer = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
@@ -210,8 +214,12 @@ def describe_class(
         except ray.exceptions.RayError as error:
             raise WorkerStartError(f"{worker!r} cannot be described on node {node_id[:8]}: {error}") from error
     else:
-        answer = describe(worker, list(asks))
-    refused, backpressure, methods = (answer.pop(key) for key in ("refused", "backpressure", "methods"))
+        answer = describe(worker, list(asks), methods)
+    refused, backpressure, kinds, is_async = (
+        answer.pop(key) for key in ("refused", "backpressure", "methods", "is_async")
+    )
+    if missing := [name for name in methods if name not in kinds]:
+        raise AttributeError(f"{answer['name']} has no method {', '.join(missing)}, which its builder names")
     if refused:
         raise ValueError(
             f"{answer['name']}: {'; '.join(refused)}: a worker of a group cannot have this option of a method. "
@@ -221,9 +229,9 @@ def describe_class(
         target,
         methods={
             name: Method(name, kind, _signature(parameters), backpressure=backpressure.get(name))
-            for name, (kind, parameters) in methods.items()
+            for name, (kind, parameters) in kinds.items()
         },
-        concurrent=concurrent,
+        concurrent=is_async if concurrent == "auto" else concurrent,
         cls=None if isinstance(worker, str) else undecorate(worker),
         **answer,
     )
