@@ -107,6 +107,11 @@ def reserve() -> None:
     assert_type(cluster.shutdown(), bool)
 
 
+def adopt(groups: list[PlacementGroup]) -> None:
+    assert_type(RayVirtualCluster.of(groups), RayVirtualCluster)
+    assert_type(RayVirtualCluster.of(groups, 2, name="theirs", timeout_s=5), RayVirtualCluster)
+
+
 def configure(config: ClusterConfig) -> None:
     cluster = RayVirtualCluster.from_config(config, use_gpus=False)
     assert_type(cluster, RayVirtualCluster)

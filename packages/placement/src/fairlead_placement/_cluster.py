@@ -158,6 +158,45 @@ class RayVirtualCluster:
         counts, given = _model.read_config(config)
         return cls(counts, **{**given, **options})
 
+    @classmethod
+    def of(
+        cls,
+        placement_groups: Sequence[PlacementGroup],
+        max_colocated_worker_groups: int = 1,
+        *,
+        name: str = "",
+        timeout_s: float = 180.0,
+    ) -> "RayVirtualCluster":
+        """Return a cluster over placement groups that others have made, each of which is one logical node.
+
+        It owns none of them. Its `shutdown` releases the ports that were leased through it, and nothing else; nor can
+        it be extended, or reserved again.
+
+        Args:
+            placement_groups: Ray's placement groups. All bundles of a group hold the same.
+            max_colocated_worker_groups: how many worker groups may share the slots.
+            name: appears in messages.
+            timeout_s: seconds to wait until Ray has placed the groups and until their accelerators, whose ids are read,
+                are free.
+
+        Raises:
+            ValueError: there is no group, or the bundles of one differ.
+            PlacementTimeoutError: a group was not placed, or its accelerators were not free, in time.
+        """
+        for group in placement_groups:
+            if any(bundle != group.bundle_specs[0] for bundle in group.bundle_specs):
+                raise ValueError(f"the bundles of a placement group must hold the same, got {group.bundle_specs}")
+        bundles = [group.bundle_specs[0] for group in placement_groups]
+        accelerators = _model.find_accelerators(bundles[0]) if bundles else {}
+        cluster = cls(
+            [group.bundle_count for group in placement_groups],
+            max_colocated_worker_groups=max_colocated_worker_groups,
+            name=name,
+            accelerators=accelerators,
+        )
+        cluster._holding.adopt(placement_groups, timeout_s=check_seconds("timeout_s", timeout_s))
+        return cluster
+
     @property
     def _counts(self) -> tuple[int, ...]:
         """The number of bundles of each logical node, also of those that have been added."""
@@ -242,6 +281,8 @@ class RayVirtualCluster:
             return self
         if self._parent is not None:
             raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
+        if self._holding.is_adopted:
+            raise PlacementError(f"{self!r} was made from placement groups of others: make another one from them")
         self._check_running()
         self._holding.reserve(unified=unified)
         return self
@@ -292,6 +333,7 @@ class RayVirtualCluster:
             ResourceInsufficientError, PlacementTimeoutError: there was no room. Nothing has changed.
         """
         check_seconds("timeout_s", timeout_s)
+        self._check_owner("replace_lost_nodes")
         self.slots()
         new = self._holding.replace_lost(timeout_s=timeout_s)
         mine = set(self.slots())
@@ -355,7 +397,12 @@ class RayVirtualCluster:
         if not self._holding.release(wanted):
             raise not_returned(f"logical node(s) {sorted(wanted)} of {self!r}")
 
+    def _check_owner(self, method: str) -> None:
+        if self._holding.is_adopted:
+            raise ValueError(f"{self!r} does not own its placement groups, so it has no {method}()")
+
     def _check_no_view(self, method: str) -> None:
+        self._check_owner(method)
         if self._parent is not None:
             raise ValueError(
                 f"{self!r} holds no nodes of its own: call {method}() of the cluster that it was taken from"

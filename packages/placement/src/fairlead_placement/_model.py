@@ -207,6 +207,11 @@ def check_segments(size: Any, counts: Sequence[int], strategy: str) -> int | Non
     return int(size)
 
 
+def find_accelerators(bundle: Mapping[str, float]) -> dict[str, float]:
+    """Return the accelerators among what a bundle holds."""
+    return {name: amount for name, amount in bundle.items() if name in accelerator_names() and amount > 0}
+
+
 def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
     """Return the accelerators that a bundle holds, of which each of `capacity` workers gets the same part."""
     if accelerators is None:

@@ -6,8 +6,9 @@ import time
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from fairlead_placement import PlacementError, RayVirtualCluster
+from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
 from fairlead_placement.spi import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -206,3 +207,34 @@ def wait_for(event):
     deadline = time.monotonic() + 150
     while not ray.get(event.is_set.remote()) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+class TestAdopted:
+    def test_groups_of_others(self):
+        """Their bundles are slots in physical order; they stay reserved, and only their owner changes them."""
+        groups = [placement_group([{"CPU": 1}] * count) for count in (2, 1)]
+        cluster = RayVirtualCluster.of(groups, name="theirs")
+        assert [slot.node_idx for slot in cluster.slots()] == [0, 0, 1]
+        assert [slot.worker_resources for slot in cluster.slots()] == [{"CPU": 1.0}] * 3
+        assert [group.id for group in cluster.get_placement_groups()] == [group.id for group in groups]
+        assert cluster.explain().verdict == "reserved"
+        assert cluster.get_master_address_and_port()[1] > 0
+        for change in (lambda: cluster.extend([1]), lambda: cluster.release_nodes([0]), cluster.replace_lost_nodes):
+            with pytest.raises(ValueError, match="does not own its placement groups"):
+                change()
+        assert cluster.shutdown()
+        assert {placement_group_table(group)["state"] for group in groups} == {"CREATED"}
+        with pytest.raises(PlacementError, match="make another one from them"):
+            cluster.slots()
+        for group in groups:
+            remove_placement_group(group)
+
+    def test_unusable_groups(self):
+        """A group that Ray has not placed, or whose bundles differ, is refused."""
+        pending, uneven = placement_group([{"CPU": 99}], name="large"), placement_group([{"CPU": 1}, {"CPU": 2}])
+        with pytest.raises(PlacementTimeoutError, match="large: PENDING"):
+            RayVirtualCluster.of([pending], timeout_s=0.2)
+        with pytest.raises(ValueError, match="must hold the same"):
+            RayVirtualCluster.of([uneven])
+        for group in (pending, uneven):
+            remove_placement_group(group)

@@ -178,6 +178,28 @@ def wait_placed(
     return [group for group in groups if group.id in placed]
 
 
+def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
+    """Return placement groups of others, in order, once Ray has placed all of them."""
+    rows: list[dict[str, Any]] = []
+
+    def are_placed() -> bool:
+        rows[:] = ask_head("look at placement groups", lambda: [placement_group_table(group) for group in groups])
+        return all(row.get("state") == "CREATED" for row in rows)
+
+    if not wait_until(are_placed, deadline):
+        states = ", ".join(f"{row.get('name') or 'without a name'}: {row.get('state', 'unknown')}" for row in rows)
+        raise PlacementTimeoutError(f"Ray has not placed all placement groups in time. Their states are: {states}.")
+    return tuple(
+        Reserved(
+            group,
+            (at,) * group.bundle_count,
+            tuple(row["bundles_to_node_id"][index] for index in range(group.bundle_count)),
+            tuple(group.bundle_specs),
+        )
+        for at, (group, row) in enumerate(zip(groups, rows, strict=True))
+    )
+
+
 def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]:
     """Create one unpinned group that shows a request to an autoscaler, for removal before anything is placed.
 

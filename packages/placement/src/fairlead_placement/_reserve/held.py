@@ -23,7 +23,7 @@ from .._ray_private import connection, draining_nodes
 from .._slot import Slot
 from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError
 from .claims import close_slots
-from .groups import Reserved, remove, remove_on_error
+from .groups import Reserved, read_placed, remove, remove_on_error
 from .slots import number_slots, slots_of
 from .wait import reserve
 
@@ -72,6 +72,7 @@ class Holding:
         self.counts = tuple(counts)
         self.monitor_memory = monitor_memory
         self.held: Held | None = None
+        self.is_adopted = False  # whether others own what is held
         self._reservations = 0
         # The threads that reserve, release or replace ("change"), and that extend.
         self._busy: dict[str, int] = {}
@@ -145,6 +146,17 @@ class Holding:
                 except BaseException:
                     self.give_back()
                     raise
+
+    def adopt(self, groups: Sequence[PlacementGroup], *, timeout_s: float) -> None:
+        """Hold placement groups of others, which are not removed, once Ray has placed them."""
+        deadline = time.monotonic() + timeout_s
+        with head_deadline(timeout_s):
+            placed = read_placed(groups, deadline=deadline)
+            places = dict(enumerate(slots_of(placed, self.request.capacity, deadline=deadline)))
+        asks = [replace(ask, bundle=one.bundles[0]) for ask, one in zip(self.request.asks, placed, strict=True)]
+        self.request = replace(self.request, asks=tuple(asks))
+        self.held = Held(number=0, on=connection(), at=time.time(), places=places, next_place=len(places))
+        self.is_adopted = True
 
     def extend(
         self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
@@ -358,18 +370,20 @@ class Holding:
                 if held.monitor is not None:
                     held.monitor.stop()
             finally:
-                returned = remove(held.groups_of(held.slots), timeout_s=GIVE_BACK_S)
+                groups = [] if self.is_adopted else held.groups_of(held.slots)
+                returned = remove(groups, timeout_s=GIVE_BACK_S)
             dismiss_agents(held.node_ids)
         return returned
 
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
         held = self.held
-        if held is None or held.on != connection() or not (held.places or held.leases):
+        if held is None or held.on != connection() or not (held.leases or (held.places and not self.is_adopted)):
             return ""
         return (
             f"The virtual cluster {self.request.name!r} was dropped without shutdown() while it held "
-            f"{len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} port(s). They are returned "
+            f"{0 if self.is_adopted else len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} "
+            "port(s). They are returned "
             "in the background. Use the cluster in a with statement, or call shutdown()."
         )
 
