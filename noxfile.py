@@ -4,6 +4,7 @@
 `nox -s demo` shows the main job.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
 from nox.command import CommandFailed
@@ -377,6 +379,59 @@ def tpu_psum(session: nox.Session) -> None:
 
 
 @nox.session
+def verl(session: nox.Session) -> None:
+    """Run verl's own tests on Fairlead and on verl's own groups, on CPUs; `nox -s verl -- tests`. Not part of `ci`.
+
+    They are the tests of its worker groups, in its distribution; `--source PATH` takes them, and verl, from a checkout.
+    """
+    options = argparse.ArgumentParser(prog="nox -s verl --")
+    options.add_argument("what", choices=["tests"], nargs="?", default="tests")
+    options.add_argument("--source", type=Path, help="a checkout of verl, instead of the version in its constraints")
+    given = options.parse_args(session.posargs)
+    groups = map(package, [*SIBLINGS["verl"], "verl", *SIBLINGS["inspect"], "inspect"])
+    session.install("-c", "constraints-verl.txt", "-r", "constraints-verl.txt", *groups, env=UV_ENV)
+    inside = "import pathlib, verl; print(pathlib.Path(verl.__file__).parent.parent)"
+    found = session.run("python", "-c", inside, env={"VERL_USE_EXTERNAL_PLUGINS": "none"}, silent=True)
+    source = given.source or Path(str(found).splitlines()[-1])
+    logs = make_folder(session, "logs")
+    here = ROOT / "packages/verl/tests"
+    # Workers import the helpers and the tests too.
+    path = os.pathsep.join(map(str, (here / "logical_gpus", here / "verl", source)))
+    results: dict[str, dict[str, str]] = {}
+    for name, choice in (("Fairlead", "1"), ("verl", "0")):
+        began, log = time.monotonic(), logs / f"{name}.xml"
+        env = {**RAY_ENV, "PYTHONPATH": path, "FAIRLEAD_VERL": choice}
+        tests = [str(source / "tests/single_controller"), str(here / "verl")]
+        pytest = ["pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(source), "--import-mode=prepend"]
+        pytest += ["-p", "fairlead_logical_gpus_pytest", "-p", "no:cacheprovider", "--asyncio-mode=auto", "--tb=short"]
+        pytest += ["-W", "ignore", "--timeout=150", f"--junitxml={log}"]
+        with session.chdir(logs):
+            session.run(*pytest, *tests, env=env, success_codes=[0, 1])
+        results[name] = read_outcomes(log)
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    ours, theirs = results["Fairlead"], results["verl"]
+    for test in ours:
+        print(f"{ours[test]:8} {theirs.get(test, 'missing'):8} {test}")
+    own = [test for test in ours if test.startswith("tests.single_controller")]
+    counts = {name: sum(result[test] == "passed" for test in own) for name, result in results.items()}
+    print(f"of {len(own)} tests of verl pass with Fairlead {counts['Fairlead']}, with its own groups {counts['verl']}")
+    # Those that need NCCL fail with both.
+    if worse := [test for test in ours if ours[test] == "failed" and theirs[test] != "failed"]:
+        session.error(f"only with Fairlead: {worse}")
+    if not counts["Fairlead"] or (lost := [test for test in ours if test not in own and ours[test] == "failed"]):
+        session.error(f"the tests of this package failed: {lost}")
+
+
+def read_outcomes(log: Path) -> dict[str, str]:
+    """Return "passed", "failed" or "skipped" for each test of a log that pytest has written."""
+    words = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    return {
+        f"{case.get('classname')}.{case.get('name')}": next((words[e.tag] for e in case if e.tag in words), "passed")
+        for case in ElementTree.parse(log).iter("testcase")
+    }
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check the formatting, the rules of ruff, and which module may import which."""
     install(session, "ruff", "import-linter")
@@ -565,6 +620,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "wheels(batching)": [],
     "wheels(sharding)": [],
     "wheels(rollouts)": [],
+    "wheels(verl)": [],
     "vendor": [],
     "build": [],
     "workflows": [],

@@ -98,6 +98,7 @@ RUN_ELSEWHERE = {
     "packages/tpu-executor/README.md": "packages/tpu-executor/tests/ray/test_docs.py",
     "packages/transfer/README.md": "packages/transfer/tests/ray/test_readme.py",
     "packages/venvs/README.md": "packages/venvs/tests/ray/test_docs.py",
+    "packages/verl/README.md": "packages/verl/tests/unit/test_docs.py",
     "packages/workergroup/README.md": "packages/workergroup/tests/ray/test_package.py",
 }
 ONE_BLOCK = [page for page in RUN_ELSEWHERE if not re.search(r"/(?:batching|sharding|workergroup)/", page)]

@@ -165,7 +165,7 @@ def test_version_outside_range_fails_dependents(tree):
     """A version outside the range that a dependent declares fails the test of that dependent."""
     tree.bump("placement", "99.0.0")
     assert tree.list_changed_files() == PLACEMENT
-    dependents = "inspect", "lane", "tpu-executor", "transfer", "workergroup"
+    dependents = "inspect", "lane", "tpu-executor", "transfer", "verl", "workergroup"
     assert tree.run_version_tests() == [f"test_ranges[{one}]" for one in dependents]
 
 

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's worker groups over groups of Fairlead.
+
+verl's `@register`, its dispatch functions, `Worker`, `FusedWorker` and `WorkerDict` are used as they are. Only the
+start of workers and the calls of actors are replaced.
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.single_controller.ray import base
+
+from fairlead_workergroup import GroupHandle, PerWorker, RayWorkerBuilder, WorkerFailureError, attach
+from fairlead_workergroup import RayWorkerGroup as Group
+
+from ._pools import refuse_detached, slots_of
+
+# The group chooses these, and restarts no worker by itself, as verl.
+OURS = ("lifetime", "name", "num_cpus", "num_gpus", "scheduling_strategy")
+PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The groups of this process by their id, for verl's names of workers.
+_made: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+# The last call of each thread, which can tell why it failed.
+_last = threading.local()
+
+
+def make_builder(described: Any, runtime_env: Mapping[str, Any] | None) -> RayWorkerBuilder:
+    """Return the builder for verl's description of a class, with the methods that verl calls."""
+    cls = getattr(described.cls, "__ray_actor_class__", described.cls)
+    options = {**described._options, **({"runtime_env": runtime_env} if runtime_env else {})}  # noqa: SLF001
+    if len(described._additional_resource) > 1:  # noqa: SLF001  verl ignores a single one
+        options |= described._additional_resource  # noqa: SLF001
+    options = {name: value for name, value in options.items() if name not in OURS}
+    worker = described.cls
+    if options:
+        worker = ray.remote(**{**(getattr(worker, "_default_options", None) or {}), **options})(cls)
+    called = (name for name, value in inspect.getmembers(cls, inspect.isfunction) if is_called(name, value))
+    return RayWorkerBuilder(worker, *described.args, **described.kwargs).with_methods(*called)
+
+
+def is_called(name: str, function: Any) -> bool:
+    """Return whether verl calls a method that is not public."""
+    named = name == base.RayWorkerGroup.fused_worker_execute_fn_name or hasattr(function, MAGIC_ATTR)
+    return named and name.startswith("_") and not name.startswith("__")
+
+
+def fetch(group: Any, output: Any) -> Any:
+    """Return the values of the last call's references; raise the loss of a worker as Fairlead explains it."""
+    try:
+        return ray.get(output)
+    except ray.exceptions.RayError as error:
+        if group.fairlead_group is None:
+            raise
+        try:
+            _last.call.result()
+        except WorkerFailureError:
+            raise
+        except Exception:  # noqa: BLE001  a worker's own exception, which verl raises with Ray's type
+            raise error from None
+        raise
+
+
+def explain_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return verl's maker of methods with another way to wait for the results."""
+
+    def make(
+        group: Any, method_name: str, dispatch_fn: Any, collect_fn: Any, execute_fn: Callable[..., Any], blocking: bool
+    ) -> Any:
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            return fetch(group, execute_fn(*args, **kwargs))
+
+        return generate(
+            group, method_name, dispatch_fn, collect_fn, execute if blocking else execute_fn, blocking=False
+        )
+
+    return make
+
+
+class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
+    """verl's worker group. Its workers run in a group of Fairlead, which `fairlead_group` is.
+
+    Attributes:
+        fairlead_group: the group, its handle in another process, or None for workers that were given as handles.
+    """
+
+    fairlead_group: Group | GroupHandle | None = None
+
+    def _init_with_resource_pool(
+        self,
+        resource_pool: Any,
+        ray_cls_with_init: Any,
+        bin_pack: bool,
+        detached: bool,
+        worker_env: Mapping[str, str] | None = None,
+    ) -> None:
+        if detached:
+            refuse_detached("detached worker groups")
+        if self._master_addr or self._master_port or self._ray_master_port_range:
+            raise NotImplementedError(
+                "fairlead-verl leases the master port, so master_addr, master_port and master_port_range cannot be "
+                "given. Set FAIRLEAD_VERL=0 to use verl's own classes."
+            )
+        if self.use_gpu and not resource_pool.use_gpu:
+            raise ValueError("use_gpu is True but resource_pool.use_gpu is False")
+        if taken := {*PROTECTED} & {*(worker_env or {})}:
+            raise ValueError(f"Cannot override protected system env: {taken}")
+        self.resource_pool = resource_pool
+        strategy = "STRICT_PACK" if bin_pack else "PACK"
+        resource_pool.get_placement_groups(strategy=strategy, device_name=self.device_name)
+        slots = slots_of(resource_pool)
+        if not self.use_gpu:
+            slots = [replace(slot, accelerators={}, worker_resources={"CPU": 1.0}) for slot in slots]
+        profiled = self.profile_steps and self.device_name == "cuda"
+        builder = make_builder(ray_cls_with_init, {"nsight": self.worker_nsight_options} if profiled else None)
+        group = Group(
+            slots,
+            builder,
+            name_prefix=f"{self.name_prefix}{builder.ray_actor_class_fqn.rpartition('.')[2]}",
+            env_vars={
+                **(worker_env or {}),
+                "WG_PREFIX": self.name_prefix,
+                "WG_BACKEND": "ray",
+                "RAY_LOCAL_WORLD_SIZE": str(resource_pool.store[0]),
+            },
+            async_communication="auto",
+        )
+        _made[group.handle().group_id] = group
+        self._use(group)
+
+    _init_with_subresource_pool = _init_with_resource_pool
+
+    def _init_with_detached_workers(self, worker_names: Sequence[str] | None, worker_handles: Any) -> None:
+        group_id, found, _ = worker_names[0].partition("/") if worker_names else ("", "", "")
+        if found:
+            self._use(_made.get(group_id) or attach(group_id))
+        else:
+            super()._init_with_detached_workers(worker_names, worker_handles)
+
+    def _use(self, group: Group | GroupHandle) -> None:
+        """Take the workers of a group. verl's names of them are the id of the group and the rank."""
+        self.fairlead_group = group
+        self._workers = group.at().workers
+        self._world_size = len(self._workers)
+        group_id = group.group_id if isinstance(group, GroupHandle) else group.handle().group_id
+        self._worker_names = [f"{group_id}/{rank}" for rank in range(self._world_size)]
+        if isinstance(group, Group):
+            self._master_addr, self._master_port = group.master_address, str(group.master_port)
+
+    def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> Any:
+        return super()._bind_worker_method(user_defined_cls, explain_failures(func_generator))
+
+    def _is_worker_alive(self, worker: Any) -> bool:
+        if (group := self.fairlead_group) is None:
+            return bool(super()._is_worker_alive(worker))
+        statuses = group.status() if isinstance(group, GroupHandle) else group.get_worker_status()
+        return statuses[self._workers.index(worker)].state not in ("dead", "starting", "restarting")
+
+    def _send(self, target: Any, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call the workers of a view, as verl's `_execute_remote_single_worker` calls one."""
+        if self.fused_worker_used and method_name not in self.method_names:
+            args = (f"{self.sub_cls_name}_fwmn_{method_name}", *args)
+            method_name = self.fused_worker_execute_fn_name
+        _last.call = target.with_options().call(method_name, *args, **kwargs)
+        refs: list[Any] = _last.call.refs
+        return refs
+
+    def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.fairlead_group is None:
+            return super()._execute_remote_single_worker(worker, method_name, *args, **kwargs)
+        view = self.fairlead_group.at(worker=self._workers.index(worker))
+        return self._send(view, method_name, args, kwargs)[0]
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of all workers, with one element for each if all arguments are lists of that length."""
+        if self.fairlead_group is None:
+            return super().execute_all_async(method_name, *args, **kwargs)
+        if all(isinstance(one, list) and len(one) == self._world_size for one in (*args, *kwargs.values())):
+            args = tuple(map(PerWorker, args))
+            kwargs = {name: PerWorker(value) for name, value in kwargs.items()}
+        return self._send(self.fairlead_group, method_name, args, kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Do the same, and return the results."""
+        return fetch(self, self.execute_all_async(method_name, *args, **kwargs))
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of rank 0, and return its result."""
+        return fetch(self, self.execute_rank_zero_async(method_name, *args, **kwargs))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With verl installed: whose classes are in use, in the driver and in a worker, and what they do about failures."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+if importlib.util.find_spec("verl") is None:
+    pytest.skip("verl is not installed; run `nox -s verl`", allow_module_level=True)
+
+import ray
+from verl.single_controller import ray as verl_ray
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+
+from fairlead_workergroup import WorkerFailureError
+
+VERLS = "verl.single_controller.ray.base"
+OURS = {"RayWorkerGroup": "fairlead_verl._groups"} | dict.fromkeys(
+    ["RayResourcePool", "SubRayResourcePool"], "fairlead_verl._pools"
+)
+IS_ON = os.environ.get("FAIRLEAD_VERL") != "0"
+only_on = pytest.mark.skipif(not IS_ON, reason="verl's own groups")
+PROGRAM = "from verl.single_controller import ray, ray as r; print([getattr(r, name).__module__ for name in {names}])"
+
+
+def name_modules():
+    """Return the module of each of verl's names."""
+    return {name: getattr(verl_ray, name).__module__ for name in OURS}
+
+
+class Named(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def modules(self):
+        return name_modules(), os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait(self, seconds):
+        time.sleep(seconds)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise KeyError("of the worker")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self, *names):
+        return [os.environ.get(name) for name in names]
+
+
+@pytest.fixture
+def make_group():
+    ray.init()
+
+    def make(**options):
+        pool = verl_ray.RayResourcePool([2], use_gpu=True, max_colocate_count=2)
+        described = verl_ray.RayClassWithInitArgs(ray.remote(Named))
+        return verl_ray.RayWorkerGroup(pool, described, device_name="cpu", **options)
+
+    return make
+
+
+def test_classes(make_group):
+    """Pools and groups are those of this package in the driver and in workers, or verl's own in both."""
+    wanted = OURS if IS_ON else dict.fromkeys(OURS, VERLS)
+    assert name_modules() == wanted
+    assert [modules for modules, _ in make_group().modules()] == [wanted] * 2
+
+
+@pytest.mark.parametrize("off", [{"FAIRLEAD_VERL": "0"}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}], ids=repr)
+def test_off(off):
+    """Two variables leave verl as it is."""
+    program = PROGRAM.format(names=[*OURS])
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **off}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == str([VERLS] * 3)
+
+
+@only_on
+def test_environment(make_group):
+    """A worker sees its own GPU as number 0, as with verl, and has verl's variables."""
+    group = make_group(worker_env={"MINE": "1"})
+    names = "LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "WG_BACKEND", "MINE"
+    assert group.environment(*names) == [["0", "2", "ray", "1"]] * 2
+    assert sorted(device for (device,) in group.environment("CUDA_VISIBLE_DEVICES")) == ["0", "1"]
+
+
+@only_on
+def test_lost_worker(make_group):
+    """A killed worker is named with its rank within seconds, while the other one goes on."""
+    group = make_group()
+    pids = [pid for _, pid in group.modules()]
+    references = group.execute_all_async("wait", 60)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailureError, match="rank 1"):
+        group.wait(60)
+    assert time.monotonic() - began < 5
+    assert len(references) == 2
+
+
+@only_on
+def test_own_exception(make_group):
+    """An exception of a worker has the type that verl raises."""
+    group = make_group()
+    with pytest.raises(KeyError, match="of the worker") as caught:
+        group.fail()
+    assert isinstance(caught.value, ray.exceptions.RayTaskError)
+
+
+@only_on
+def test_attached(make_group):
+    """A group made from the names of another one has the same workers."""
+    group = make_group()
+    again = verl_ray.RayWorkerGroup.from_detached(
+        worker_names=group.worker_names, ray_cls_with_init=group.ray_cls_with_init
+    )
+    assert again.modules() == group.modules()
+    assert again.workers == group.workers
+
+
+@only_on
+@pytest.mark.parametrize("option", [{"detached": True}, {"master_port_range": [1, 2]}], ids=repr)
+def test_refused(make_group, option):
+    """Options that cannot be honoured are refused with the way back."""
+    with pytest.raises(NotImplementedError, match="FAIRLEAD_VERL=0"):
+        make_group(**option)
