@@ -7,7 +7,7 @@ import sys
 
 import ray
 
-# The versions of verl that the tests of this package cover.
+#: The versions of verl that the tests of this package cover.
 VERSIONS: tuple[str, ...] = ("0.9.1",)
 
 
