@@ -9,7 +9,6 @@ import subprocess
 import threading
 
 import pytest
-import ray
 
 from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent_process import AgentProcess
@@ -69,19 +68,6 @@ def process():
     process = AgentProcess()
     yield process
     process.release(list(process._held))
-
-
-def test_known_functions(process, monkeypatch):
-    """A function is sent once and then called by its hash; the oldest are forgotten, and then asked for again."""
-    monkeypatch.setattr(agent_process, "FUNCTIONS_KEPT", 2)
-    assert process.run_known("max", None, 1, 2) is None
-    assert process.run_known("max", ray.cloudpickle.dumps(max), 1, 2) == (2,)
-    assert process.run_known("max", None, 3, 4) == (4,)
-    for function in (min, sum):
-        process.run_known(function.__name__, ray.cloudpickle.dumps(function), [1, 2])
-    assert process.run_known("max", None, 3, 4) is None
-    assert process.run_known("sum", None, [3, 4]) == (7,)
-    assert process.requests() == {"run": 5}
 
 
 @needs_ipv6

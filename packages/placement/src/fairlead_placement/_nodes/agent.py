@@ -4,7 +4,6 @@
 import contextlib
 import contextvars
 import functools
-import hashlib
 import threading
 import time
 import types
@@ -53,9 +52,7 @@ for _module in (agent_process, board, meters, _ray_private):
 
 # By session, job and node.
 _handles: dict[tuple[str, str, str], Any] = {}
-# By the same: the functions that the agent has, by the hash of their code.
-_known: dict[tuple[str, str, str], set[str]] = {}
-# Guards these, so that one agent takes the place of a dead one. Reentrant: a signal handler may shut a cluster down.
+# Guards them, so that one agent takes the place of a dead one. Reentrant: a signal handler may shut a cluster down.
 _lock = threading.RLock()
 
 
@@ -70,7 +67,6 @@ def _handle(node_id: str, *, instead_of: Any = None) -> Any:
     with _lock:
         # Several threads may have met the dead agent. Only the first creates a new one.
         if _handles.get(key) is instead_of:
-            _known.pop(key, None)
             _handles[key] = _create(key)
         return _handles[key]
 
@@ -263,22 +259,8 @@ def run_on_nodes(
     # Anything else may hold references to objects, which only Ray itself can send.
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
-    deadline = time.monotonic() + timeout_s
-    code = ray.cloudpickle.dumps(function)
-    digest = hashlib.sha256(code).hexdigest()[:32]
-    asked = {
-        node_id: (digest, None if digest in _known.get(_key(node_id), ()) else code, *args)
-        for node_id, args in arguments.items()
-    }
-    answers = ask_nodes("run_known", asked, timeout_s)
-    # An agent that has taken the place of a dead one, or that has run many other functions since.
-    unknown = {node_id: (digest, code, *arguments[node_id]) for node_id, answer in answers.items() if answer is None}
-    if unknown:
-        answers |= ask_nodes("run_known", unknown, max(0.1, deadline - time.monotonic()))
-    for node_id, answer in answers.items():
-        if isinstance(answer, tuple):
-            _known.setdefault(_key(node_id), set()).add(digest)
-    return {node_id: answer[0] if isinstance(answer, tuple) else answer for node_id, answer in answers.items()}
+    code = ray.cloudpickle.dumps(function)  # once for all nodes
+    return ask_nodes("run_pickled", {node_id: (code, *args) for node_id, args in arguments.items()}, timeout_s)
 
 
 def usage_on_nodes(

@@ -23,8 +23,6 @@ from .._ray_private import autoscaler_is_there, driver_of, worker_is_alive
 from .board import Board
 from .meters import Gpus, MemoryMeter, ProcessMeter
 
-# How many functions an agent keeps.
-FUNCTIONS_KEPT = 256
 # How long it stays for further requests when nothing keeps it. A process of its own starts in about half a second.
 IDLE_S = 5.0
 # How often it looks for an autoscaler, while there is none for which it would leave. The answer lists all nodes.
@@ -49,7 +47,6 @@ class AgentProcess(Board):
         self._processes = ProcessMeter(gpus)
         self._memory = MemoryMeter(gpus)
         self._requests: Counter[str] = Counter()
-        self._functions: dict[str, Callable[..., Any]] = {}
         self._held: dict[str, tuple[int, socket.socket]] = {}
         self._unwanted: dict[str, None] = {}
         # The processes that hold a lease or watch the memory: worker ids by lease id and by watcher.
@@ -225,23 +222,9 @@ class AgentProcess(Board):
                 self._threads += [one for one in new if not one.name.startswith("Dummy-")]
                 self._threads = [one for one in self._threads if one.is_alive()]
 
-    def run_known(self, digest: str, code: bytes | None, *args: Any) -> tuple[Any] | None:
-        """Call a function that is sent once, and then known by the hash of its code.
-
-        Return its result in a tuple; None if the agent does not have the function.
-        """
-        if code is not None:
-            function = ray.cloudpickle.loads(code)
-            with self._lock:
-                self._functions[digest] = function
-                while len(self._functions) > FUNCTIONS_KEPT:
-                    del self._functions[next(iter(self._functions))]
-        else:
-            with self._lock:
-                function = self._functions.get(digest)
-            if function is None:
-                return None
-        return (self.run(function, *args),)
+    def run_pickled(self, code: bytes, *args: Any) -> Any:
+        """Call a function that the driver has pickled, once for all nodes."""
+        return self.run(ray.cloudpickle.loads(code), *args)
 
     def _count(self, method: str) -> None:
         with self._lock:
