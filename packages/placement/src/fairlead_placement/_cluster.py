@@ -12,7 +12,6 @@ from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from . import _model
-from ._discovery import refuse_client
 from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
 from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
@@ -271,8 +270,8 @@ class RayVirtualCluster:
             PlacementError: it is reserved already with another `unified`, or on a Ray that has been shut down; Ray is
                 not running; or this is a view of a cluster that has been shut down.
         """
-        self._check_its_ray()
         if self._holding.held is not None:
+            self._check_its_ray()
             if unified != self._holding.request.unified:
                 raise PlacementError(
                     f"{self!r} is reserved with unified={not unified}; shutdown() it before it is reserved with "
@@ -292,7 +291,6 @@ class RayVirtualCluster:
             raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
 
     def _check_running(self) -> None:
-        refuse_client()
         if not ray.is_initialized():
             raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
 

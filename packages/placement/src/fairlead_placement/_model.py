@@ -50,9 +50,6 @@ class Ask:
     strategy: Strategy = "STRICT_PACK"
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_selector(self.labels)
-
     @property
     def shape(self) -> tuple[object, ...]:
         """Asks of one shape are interchangeable."""
@@ -235,22 +232,6 @@ def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict
     return {name: float(amount) for name, amount in accelerators.items()}
 
 
-def check_constraints(extras: Sequence[Mapping[str, float]] | None, nodes: int) -> tuple[dict[str, float], ...]:
-    """Return what each bundle of each logical node holds besides CPUs and GPUs."""
-    if extras is None:
-        return ({},) * nodes
-    if len(extras) != nodes:
-        raise ValueError(f"node_resource_constraints has {len(extras)} entries for {nodes} logical nodes")
-    for extra in extras:
-        for name, amount in extra.items():
-            if name in ("CPU", "GPU") or not 0 < amount < math.inf:
-                raise ValueError(
-                    f"node_resource_constraints may hold positive, finite amounts of resources other than CPU and GPU, "
-                    f"got {name!r}: {amount!r}"
-                )
-    return tuple(dict(extra) for extra in extras)
-
-
 def read_config(config: ClusterConfig) -> tuple[list[int], dict[str, Any]]:
     """Return the numbers of bundles and the options that a config gives."""
     if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
@@ -280,10 +261,19 @@ def make_asks(
     bundle = {"CPU": float(capacity), **accelerators}
     if model:
         bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
-    return [
-        Ask(node_idx, count, {**bundle, **extra}, strategy, dict(labels or {}))
-        for node_idx, (count, extra) in enumerate(zip(counts, check_constraints(constraints, len(counts)), strict=True))
-    ]
+    selector = dict(labels or {})
+    check_selector(selector)
+    extras = [{}] * len(counts) if constraints is None else constraints
+    if len(extras) != len(counts):
+        raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")
+    for name, amount in (item for extra in extras for item in extra.items()):
+        if name in ("CPU", "GPU") or not 0 < amount < math.inf:
+            raise ValueError(
+                f"node_resource_constraints may hold positive, finite amounts of resources other than CPU and GPU, "
+                f"got {name!r}: {amount!r}"
+            )
+    numbered = enumerate(zip(counts, extras, strict=True))
+    return [Ask(at, count, {**bundle, **extra}, strategy, selector) for at, (count, extra) in numbered]
 
 
 def find_model(request: Request, asks: Sequence[Ask]) -> Ask:

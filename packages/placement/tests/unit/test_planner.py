@@ -359,12 +359,6 @@ def test_a_domain_for_each_segment():
     assert never_fits(asks + [Ask(240 + at, 1, {"CPU": 1}) for at in range(4)], nodes, segment_size=4)
 
 
-def test_bad_labels():
-    """An ask with a selector that Ray refuses cannot be constructed."""
-    with pytest.raises(ValueError, match="label 'zone': a label selector must be"):
-        Ask(0, 1, {"CPU": 1}, labels={"zone": "in()"})
-
-
 @pytest.mark.parametrize(
     ("counts", "cpus", "expected"),
     [

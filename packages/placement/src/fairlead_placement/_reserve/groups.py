@@ -95,13 +95,15 @@ def place_pinned(
     Returns:
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
+    pinned = [(unique_name(name), bundles) for name, bundles in wanted.items()]
     made: list[PlacementGroup] = []
-    with remove_on_error(lambda: made):
-        pinned = [(unique_name(name), bundles) for name, bundles in wanted.items()]
-        if len(create_pinned(pinned, made, deadline=deadline)) == len(made):
-            return tuple(made)
-    remove(made)
-    return None
+    placed: list[PlacementGroup] = []
+    try:
+        placed = create_pinned(pinned, made, deadline=deadline)
+    finally:
+        if len(placed) < len(pinned):
+            remove(made)
+    return tuple(placed) if len(placed) == len(pinned) else None
 
 
 def create_pinned(
