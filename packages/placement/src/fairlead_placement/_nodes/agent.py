@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends requests to node agents: one detached actor per job and node, created when it is needed."""
 
-import contextlib
 import contextvars
 import functools
 import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -353,43 +352,21 @@ def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> P
     return error
 
 
-class Monitor:
-    """Has the agents of some nodes sample memory from the first `read` until `stop`."""
+def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
+    """Return the memory of each node that is alive, in the order given, with one request to each, all at once.
 
-    def __init__(self, node_ids: Sequence[str]) -> None:
-        self._node_ids = tuple(node_ids)
-        self._watcher = uuid.uuid4().hex
-
-    def watch(self, node_ids: Sequence[str]) -> None:
-        """Watch these nodes from now on, and no others."""
-        before, now = frozenset(self._node_ids), frozenset(node_ids)
-        new = [node_id for node_id in node_ids if node_id not in before]
-        left = [node_id for node_id in self._node_ids if node_id not in now]
-        self._node_ids = tuple(node_ids)
-        self._stop(left)
-        # A new node whose agent does not answer now is watched from the next `read` on.
-        with contextlib.suppress(PlacementError):
-            read_usage(new, watcher=self._watcher)
-
-    def read(self) -> tuple[NodeUsage, ...]:
-        """Return a sample of each node, with the peaks since the first call or the last replacement of the agent."""
-        return read_usage(self._node_ids, watcher=self._watcher)
-
-    def stop(self) -> None:
-        """Have no more samples taken. Can be repeated. A silent agent is left alone."""
-        self._stop(self._node_ids)
-
-    def _stop(self, node_ids: Sequence[str]) -> None:
-        if node_ids:
-            ask_nodes("unwatch", dict.fromkeys(choose_alive(node_ids), (self._watcher,)), 10.0)
-
-
-def read_usage(node_ids: Sequence[str], *, watcher: str | None = None) -> tuple[NodeUsage, ...]:
-    """Return the memory of each node that is alive, in the order given, with one request to each, all at once."""
+    With a watcher, as for `NodeAgent.memory`, the agents take further samples until `unwatch`.
+    """
     with head_deadline():
         alive = alive_nodes()
     asked = {node_id: (watcher, this_process()) for node_id in node_ids if node_id in alive}
     return tuple(_read_row(node_id, row) for node_id, row in ask_living("memory", asked, ANSWER_S).items())
+
+
+def unwatch(node_ids: Collection[str], watcher: str) -> None:
+    """Have no more samples taken for a watcher on some nodes. Can be repeated. A silent agent is left alone."""
+    if node_ids:
+        ask_nodes("unwatch", dict.fromkeys(choose_alive(node_ids), (watcher,)), 10.0)
 
 
 def _read_row(node_id: str, row: Sequence[Any]) -> NodeUsage:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,7 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from .._model import Ask, Node, Request, group_pairs
-from .._nodes.agent import Monitor, dismiss_agents, read_usage
+from .._nodes.agent import dismiss_agents, read_usage, unwatch
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
 from .._nodes.usage import NodeUsage
@@ -46,7 +47,7 @@ class Held:
     next_place: int
     replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
     leases: tuple[PortLease, ...] = ()
-    monitor: Monitor | None = None
+    watcher: str | None = None  # for which the agents of the nodes sample memory
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -127,22 +128,20 @@ class Holding:
                 return
             on = connection()
             places = dict(enumerate(_take(request)))
-            nodes = list(dict.fromkeys(slot.node_id for slot in places.values()))
-            monitor = Monitor(nodes) if self.monitor_memory else None
             with self._lock:
                 self._reservations += 1
                 self.request = request
-                self.held = Held(
+                held = self.held = Held(
                     number=self._reservations,
                     on=on,
                     at=time.time(),
                     places=places,
                     next_place=len(places),
-                    monitor=monitor,
+                    watcher=uuid.uuid4().hex if self.monitor_memory else None,
                 )
-            if monitor is not None:
+            if held.watcher is not None:
                 try:
-                    monitor.read()
+                    read_usage(held.node_ids, held.watcher)
                 except BaseException:
                     self.give_back()
                     raise
@@ -190,7 +189,7 @@ class Holding:
                     self.request = replace(self.request, asks=(*self.request.asks, *asks))
                     self.counts = (*self.counts, *counts)
                     self.held = replace(held, places=places, next_place=held.next_place + len(slots))
-                self._watch()
+                self._watch(held)
             return tuple(ask.node_idx for ask in asks)
 
     def _amounts(self) -> dict[str, dict[str, float]]:
@@ -231,7 +230,7 @@ class Holding:
                 leases = tuple(lease for lease in before.leases if lease.node_id in staying)
                 self.held = replace(before, places=places, leases=leases)
             try:
-                self._watch()
+                self._watch(before)
                 release_ports([lease for lease in before.leases if lease.node_id not in staying])
             finally:
                 returned = remove(before.groups_of(gone), timeout_s=GIVE_BACK_S)
@@ -248,9 +247,14 @@ class Holding:
                 why = "one placement group" if self.request.unified else "one segment"
                 raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
 
-    def _watch(self) -> None:
-        if (held := self.held) is not None and held.monitor is not None:
-            held.monitor.watch(held.node_ids)
+    def _watch(self, before: Held) -> None:
+        """Have the memory of the present nodes sampled, instead of those that were held before."""
+        if (held := self.held) is None or held.watcher is None:
+            return
+        unwatch(set(before.node_ids).difference(held.node_ids), held.watcher)
+        # A new node whose agent does not answer now is watched from the next `usage` on.
+        with contextlib.suppress(PlacementError):
+            read_usage([node_id for node_id in held.node_ids if node_id not in before.node_ids], held.watcher)
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
@@ -293,16 +297,13 @@ class Holding:
             # Groups that have lost all their bundles: no slot is in them.
             kept = {slot.placement_group.id for slot in held.slots}
             remove([group for group in before.groups_of(before.slots) if group.id not in kept])
-            self._watch()
+            self._watch(before)
             return tuple(held.places[place] for place in lost)
 
     def usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
         """Return the memory of some of its nodes, with the peaks since it was reserved if that is monitored."""
         held = self.held
-        if held is None or held.monitor is None:
-            return read_usage(node_ids)
-        wanted = frozenset(node_ids)
-        return tuple(usage for usage in held.monitor.read() if usage.node_id in wanted)
+        return read_usage(node_ids, held.watcher if held else None)
 
     def _batches(self, asks: Sequence[Ask], survivors: Sequence[Slot]) -> list[tuple[list[Ask], int | None]]:
         """Return what is reserved in one step, with its segment size: the asks one by one, the most demanding first.
@@ -367,8 +368,8 @@ class Holding:
         with head_deadline(GIVE_BACK_S):
             try:
                 release_ports(held.leases)
-                if held.monitor is not None:
-                    held.monitor.stop()
+                if held.watcher is not None:
+                    unwatch(held.node_ids, held.watcher)
             finally:
                 groups = [] if self.is_adopted else held.groups_of(held.slots)
                 returned = remove(groups, timeout_s=GIVE_BACK_S)
