@@ -68,6 +68,7 @@ def init_ray(
     records in it that a local cluster uses token authentication.)
     """
     refuse_client()
+    context: Any = None
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
@@ -79,13 +80,11 @@ def init_ray(
             context = ray.init(ignore_reinit_error=True, logging_level="error")
         finally:
             rays.setLevel(level)
+    elif address != "local":
+        context = attach_to(address)
+    if context is not None:
         _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
         return context
-    if address != "local":
-        context = attach_to(address)
-        if context is not None:
-            _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
-            return context
     options: dict[str, Any] = {}
     if log_dir is not None:
         Path(log_dir).mkdir(parents=True, exist_ok=True)

@@ -105,12 +105,10 @@ def list_raylets() -> list[Raylet]:
     """Return the raylets of this user on this machine.
 
     Reason: Ray reports only that a cluster runs, for all users, and what it is only to a process that joins it.
-    Fallback: no raylet. Each `init_ray` without an address then starts a cluster of its own.
+    Fallback: a raylet whose arguments are not as expected is left out. `init_ray` then starts a cluster of its own.
     """
-    try:
-        import psutil  # Ray brings it along
-    except ImportError:
-        return []
+    import psutil  # Ray brings it along
+
     found = []
     for process in psutil.process_iter():
         # The process may exit, or belong to another user who hides it.
@@ -223,7 +221,6 @@ class LiveActor:
     name: str
     job_id: str
     node_id: str
-    group_id: str
     resources: Mapping[str, float]
 
 
@@ -250,7 +247,6 @@ def _live_actor(row: Any) -> LiveActor:
         name=row.name,
         job_id=row.job_id.hex(),
         node_id=row.address.node_id.hex().replace("f" * 56, ""),
-        group_id=row.placement_group_id.hex(),
         resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
     )
 

@@ -99,8 +99,6 @@ def test_raylets(monkeypatch):
 
     monkeypatch.setattr(psutil, "process_iter", lambda: [Process()])
     assert private.list_raylets() == []
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert private.list_raylets() == []
 
 
 def test_client(monkeypatch):

@@ -136,7 +136,7 @@ def _facts(row: dict[str, Any], leaving: bool, found: Any, clock: tuple[float, f
 
 def _compare_clock(node_id: str, timeout_s: float) -> tuple[float, float] | None:
     ask = {node_id: ()}
-    return compare_clocks(lambda: run_on_nodes(probe.read_clock, ask, timeout_s=timeout_s)[node_id], time.time)
+    return compare_clocks(lambda: run_on_nodes(time.time, ask, timeout_s=timeout_s)[node_id], time.time)
 
 
 def _spread(node_ids: Sequence[str], count: int) -> list[str]:

@@ -29,11 +29,6 @@ def look_at_node() -> dict[str, Any]:
     }
 
 
-def read_clock() -> float:
-    """Return this node's time of day, in seconds since the epoch."""
-    return time.time()
-
-
 def listen(port: int, seconds: float) -> None:
     """Accept and close connections at a port of this node for some seconds, without blocking.
 

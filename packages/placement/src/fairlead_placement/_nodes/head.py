@@ -98,9 +98,10 @@ def ask_head(
         job = start(function, *args)
         try:
             return job.result(max(0.0, timeout_s), undo)
-        finally:
+        except BaseException:
             if not job.over.is_set():
                 _late[request] = connection(), job
+            raise
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
     except (TimeoutError, ray.exceptions.RpcError) as error:

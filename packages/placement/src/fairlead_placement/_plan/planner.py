@@ -77,19 +77,20 @@ class Site:
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
         asks = sorted(asks, key=lambda ask: ask.node_idx)
         self.asks, self.nodes, self.own_nodes = asks, nodes, own_nodes
-        by_shape: dict[object, int] = {}
-        number_of = {ask.node_idx: by_shape.setdefault(ask.shape, len(by_shape)) for ask in asks}
-        examples = {number_of[ask.node_idx]: ask for ask in reversed(asks)}
-        bundles = [ask.bundle for ask in examples.values()]
-        names = sorted({name for bundle in bundles for name, amount in bundle.items() if round(amount * PRECISION)})
-        selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask in examples.values()}.values())
-        self.shapes = []
-        for s, ask in sorted(examples.items()):
+        alike = list(group_pairs((ask.shape, ask) for ask in asks).values())
+        held = [item for ask, *_ in alike for item in ask.bundle.items()]
+        names = sorted({name for name, amount in held if round(amount * PRECISION)})
+        selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask, *_ in alike}.values())
+        self.shapes: list[Shape] = []
+        self.shape_of: dict[int, Shape] = {}
+        for s, members in enumerate(alike):
+            ask = members[0]
             amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
             least = ask.count if ask.strategy == "STRICT_PACK" else 1
             unit = tuple(n * least for n in amounts)
-            self.shapes.append(Shape(s, ask.count, amounts, selectors.index(ask.labels), ask.strategy, least, unit))
-        self.shape_of = {node_idx: self.shapes[s] for node_idx, s in number_of.items()}
+            shape = Shape(s, ask.count, amounts, selectors.index(ask.labels), ask.strategy, least, unit)
+            self.shapes.append(shape)
+            self.shape_of.update((one.node_idx, shape) for one in members)
         numbers: dict[object, int] = {}
         self.rooms: list[Room] = []
         self.kind_of: list[int] = []
