@@ -93,7 +93,7 @@ def test_a_creation_fails(monkeypatch):
     """The error is raised, no further group is created, and those that exist are removed once they are placed."""
     created, removed = [], []
 
-    def create(at):
+    def create(name, at):
         if at == 20:
             raise RuntimeError("the head is gone")
         created.append(SimpleNamespace(id=bytes([at])))
@@ -104,7 +104,7 @@ def test_a_creation_fails(monkeypatch):
     monkeypatch.setattr(groups, "connection", lambda: "Ray")
     monkeypatch.setattr(groups, "_remove", lambda made, *_: removed.extend(made))
     with pytest.raises(RuntimeError, match="the head is gone"):
-        create_groups([{"at": at} for at in range(1000)])
+        create_groups([{"name": "", "at": at} for at in range(1000)])
     assert removed == created
     assert len(created) == 20
 

@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -95,23 +95,23 @@ def place_pinned(
     Returns:
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
-    pinned = [(unique_name(name), bundles) for name, bundles in wanted.items()]
     made: list[PlacementGroup] = []
     placed: list[PlacementGroup] = []
     try:
-        placed = create_pinned(pinned, made, deadline=deadline)
+        placed = create_pinned(wanted.items(), made, deadline=deadline)
     finally:
-        if len(placed) < len(pinned):
+        if len(placed) < len(wanted):
             remove(made)
-    return tuple(placed) if len(placed) == len(pinned) else None
+    return tuple(placed) if len(placed) == len(wanted) else None
 
 
 def create_pinned(
-    wanted: Sequence[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
+    wanted: Collection[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
 ) -> list[PlacementGroup]:
     """Create groups whose bundles are pinned to nodes, and return those that Ray places before the deadline.
 
-    `made` gets all groups in order, including those that exist when one cannot be created. See `wait_placed`.
+    `wanted` has a prefix of the name, or "", and the bundles of each group. `made` gets all groups in order, including
+    those that exist when one cannot be created. See `wait_placed`.
     """
     options = [
         {
@@ -127,7 +127,10 @@ def create_pinned(
 
 
 def create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
-    """Create placement groups from Ray's options, all or none, without waiting until they are placed."""
+    """Create placement groups from Ray's options, all or none, without waiting until they are placed.
+
+    Their names are made unique.
+    """
     return ask_head("create placement groups", _create_groups, options, undo=_remove_late)
 
 
@@ -135,7 +138,9 @@ def _create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]
     made: list[PlacementGroup] = []
     try:
         for one in options:
-            made.append(placement_group(**one))
+            # Ray refuses a second group of one name.
+            name = one["name"] and f"{one['name']}-{uuid.uuid4().hex[:8]}"
+            made.append(placement_group(**{**one, "name": name}))
     except BaseException:
         _remove_late(made)
         raise
@@ -220,7 +225,7 @@ def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]
         bundles += parts
         selectors += [{**(new if pack or part == 0 else {}), **labels} for part in range(len(parts))]
     strategy = asks[0].strategy if len(asks) == 1 else "STRICT_SPREAD" if own else "PACK"
-    name = unique_name(f"{request.name or 'fairlead'}-{asks[0].node_idx}")
+    name = f"{request.name or 'fairlead'}-{asks[0].node_idx}"
     shown = {"name": name, "bundles": bundles, "strategy": strategy, "bundle_label_selector": selectors}
     return create_groups([shown])
 
@@ -272,11 +277,6 @@ def remove_on_error(groups: Callable[[], Sequence[PlacementGroup]]) -> Iterator[
     except BaseException:
         remove(groups())
         raise
-
-
-def unique_name(name: str) -> str:
-    """Return a name that no other group has, as Ray requires."""
-    return f"{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
