@@ -105,13 +105,20 @@ def refuse_client() -> None:
         )
 
 
+def _split(address: str) -> tuple[str, int] | None:
+    """Return the host and the port of an address, or None if it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not host.isprintable() or not port.isdecimal() or int(port) > 65535:
+        return None
+    return host.strip("[]"), int(port)
+
+
 def answers(address: str) -> bool:
     """Return whether anything listens at an address; a ValueError if it is none. Ray itself tries for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if (place := _split(address)) is None:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
+        with socket.create_connection(place, timeout=5.0):
             return True
     except OSError:
         return False
@@ -125,10 +132,7 @@ def read_announcement() -> Announcement | None:
             uid, address = os.fstat(opened.fileno()).st_uid, opened.read(300).strip()
     except (OSError, UnicodeDecodeError):
         return None
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not host.isprintable():
-        return None
-    return Announcement(address, file or "", uid)
+    return Announcement(address, file or "", uid) if _split(address) else None
 
 
 def describe_foreign_announcement() -> str:

@@ -131,7 +131,7 @@ def test_another_users_announcement(listening, announce, caplog, monkeypatch):
         init_ray(address="auto")
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "host:", "two\nlines:1", "x" * 400])
+@pytest.mark.parametrize("text", ["", "nonsense", "host:", "host:65536", "two\nlines:1", "x" * 400])
 def test_an_announcement_that_is_no_address(text, announce):
     announce(text)
     assert find_target(None) is None
