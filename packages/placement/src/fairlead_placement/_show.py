@@ -229,20 +229,20 @@ def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dic
     return {name: amount for name, amount in rest.items() if amount > 1e-4}
 
 
-def as_text(renderable: RenderableType, *, width: int = 110) -> str:
+def as_text(renderable: RenderableType) -> str:
     """Render without colours and control codes, for messages and logs."""
-    text = _record(renderable, width, force_terminal=False, color_system=None).export_text()
+    text = _record(renderable, force_terminal=False, color_system=None).export_text()
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
-def as_html(renderable: RenderableType, *, width: int = 110) -> str:
+def as_html(renderable: RenderableType) -> str:
     """Render as a `<pre>` with inline styles, for `_repr_html_`."""
     code_format = '<pre style="line-height:1.2">{code}</pre>'
-    return _record(renderable, width).export_html(inline_styles=True, code_format=code_format)
+    return _record(renderable).export_html(inline_styles=True, code_format=code_format)
 
 
-def _record(renderable: RenderableType, width: int, **options: Any) -> Console:
-    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False, **options)
+def _record(renderable: RenderableType, **options: Any) -> Console:
+    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False, **options)
     console.print(renderable)
     return console
 

@@ -32,9 +32,9 @@ def test_a_release_that_overtakes_its_lease():
     """A release may arrive before its lease. Then no port stays held, and others can use it."""
     agent = AgentProcess()
     agent.release(["late"])
-    assert agent.lease(["late"], LOW, LOW) == ([], 0, 0)
+    assert agent.lease(["late"], LOW, LOW, "me") == ([], 0, 0)
     assert agent.leased() == []
-    assert agent.lease(["other"], LOW, LOW) == ([LOW], 0, 0)
+    assert agent.lease(["other"], LOW, LOW, "me") == ([LOW], 0, 0)
     agent.release(["other"])
     assert agent.leased() == []
 
@@ -83,7 +83,7 @@ def process():
 )
 def test_a_port_is_held_on_both_families(process, family, address, only_ipv6):
     """No other process can bind a leased port on IPv4, IPv6 or both. The server that it is for can listen on it."""
-    assert process.lease(["mine"], LOW, LOW) == ([LOW], 0, 0)
+    assert process.lease(["mine"], LOW, LOW, "me") == ([LOW], 0, 0)
     with pytest.raises(OSError, match="Address already in use"):
         serve(family, address, LOW, reuse=False, only_ipv6=only_ipv6)
     serve(family, address, LOW, reuse=True, only_ipv6=only_ipv6)
@@ -92,7 +92,7 @@ def test_a_port_is_held_on_both_families(process, family, address, only_ipv6):
         if family == socket.AF_INET6:
             other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only_ipv6)
         other.bind((address, LOW))
-        assert process.lease(["late"], LOW, LOW) == ([], 0, 1)
+        assert process.lease(["late"], LOW, LOW, "me") == ([], 0, 1)
 
 
 @pytest.mark.parametrize("missing", ["the family", "its addresses"])
@@ -111,11 +111,11 @@ def test_a_machine_without_ipv6(process, monkeypatch, missing, bind):
             super().bind(address)
 
     monkeypatch.setattr(socket, "socket", Socket)
-    assert process.lease(["mine"], LOW, LOW) == ([LOW], 0, 0)
+    assert process.lease(["mine"], LOW, LOW, "me") == ([LOW], 0, 0)
     with pytest.raises(OSError, match="Address already in use"):
         bind(LOW)
     bind(LOW, reuse=True)
-    assert process.lease(["other"], LOW, LOW) == ([], 1, 0)
+    assert process.lease(["other"], LOW, LOW, "me") == ([], 1, 0)
 
 
 def test_ended_processes(process):
@@ -153,7 +153,7 @@ class TestLeaving:
     @pytest.mark.parametrize(
         ("take", "give_back"),
         [
-            (("lease", ["mine"], LOW, LOW), ("release", ["mine"])),
+            (("lease", ["mine"], LOW, LOW, "owner"), ("release", ["mine"])),
             (("memory", "watcher", "owner"), ("unwatch", "watcher")),
             (("publish", "key", 1, "value", "owner"), ("withdraw", "key")),
             (("publish", "key", 1, "value", "owner"), ("release_of_ended", lambda owner: owner != "owner")),

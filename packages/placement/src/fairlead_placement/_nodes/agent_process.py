@@ -132,7 +132,7 @@ class AgentProcess(Board):
         if ended:
             self.leave()
 
-    def lease(self, lease_ids: list[str], low: int, high: int, owner: str = "") -> tuple[list[int], int, int]:
+    def lease(self, lease_ids: list[str], low: int, high: int, owner: str) -> tuple[list[int], int, int]:
         """Hold a port in low..high (both included) for each id, or none, until it is released or its owner has ended.
 
         The driver chooses the ids and releases a lease by its id: a port number may belong to another lease by then,
@@ -162,8 +162,7 @@ class AgentProcess(Board):
                     held.close()
                 return [], sum(low <= port <= high for port in mine), in_use
             self._held.update(zip(lease_ids, found.items(), strict=True))
-            if owner:
-                self._owner.update(dict.fromkeys(lease_ids, owner))
+            self._owner.update(dict.fromkeys(lease_ids, owner))
             ports = list(found)
             self._next = ports[-1] + 1
             return ports, 0, 0
@@ -194,9 +193,9 @@ class AgentProcess(Board):
         self._count("usage")
         return self._processes.read(pids)
 
-    def memory(self, watcher: str | None, owner: str = "") -> tuple[Any, ...]:
+    def memory(self, watcher: str | None, owner: str) -> tuple[Any, ...]:
         """Return a sample of `MemoryMeter.read`, and the time. Sampling for a watcher ends when its owner has ended."""
-        if watcher is not None and owner:
+        if watcher is not None:
             with self._lock:
                 self._owner[watcher] = owner
         return (*self._memory.read(watcher), time.time())
