@@ -248,7 +248,7 @@ def soak(session: nox.Session) -> None:
     """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds.
 
     With 300 seconds or more, the diagnosis, 1,000 random changes of a group, 20 kills and 200 interrupts of drivers,
-    stragglers, plans and faults of transfers are repeated too.
+    nodes of an autoscaler, two users of a cache, stragglers, plans and faults of transfers are repeated too.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
@@ -267,6 +267,10 @@ def soak(session: nox.Session) -> None:
         session.run("pytest", interrupted, "-s", "--timeout=3600", env={**RAY_ENV, "FAIRLEAD_INTERRUPTS": "200"})
         membership = f"{package('workergroup')}/tests/ray/test_membership.py"
         session.run("pytest", membership, "-s", env={**RAY_ENV, "FAIRLEAD_EVENTS": "1000"})
+        scaling = f"{package('placement')}/tests/ray/test_scaling.py"
+        session.run("pytest", scaling, "-s", "--timeout=600", env={**RAY_ENV, "FAIRLEAD_SCALING": "all"})
+        users = f"{package('venvs')}/tests/unit/test_hosts.py"
+        session.run("pytest", users, "-s", "-k", "builders", "--timeout=600", env={"FAIRLEAD_BUILDERS_S": "60"})
         session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
         with contextlib.suppress(CommandFailed):  # without a wheel of NIXL, the tests that need it are skipped
             install(session, package("transfer", "[nixl]"))

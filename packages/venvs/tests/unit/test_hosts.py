@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts and users that share a folder of environments."""
 
+import contextlib
 import json
 import os
 import platform
+import random
 import shutil
+import signal
 import sys
 import tempfile
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,6 +117,8 @@ def work(root, monkeypatch):
             (env / "lib" / "python3" / "site-packages").mkdir(parents=True)
             (env / "bin").mkdir()
             (env / "bin" / "python").write_text(user)
+        elif arguments[:3] == ("pip", "install", "--python"):
+            Path(arguments[3]).with_name("complete").write_text(user)
         elif arguments[:2] == ("pip", "compile"):
             (cwd / "pins.txt").write_text(f"alpha=={user}")
         elif arguments[0] == "build":
@@ -277,3 +284,58 @@ def test_two_users_share_a_folder(root, as_user, work, monkeypatch, umasks):
     os.chmod(folder, 0o700)
     assert as_user(BOB, lambda: prune(older_than=0)) == ""
     assert folder.exists()
+
+
+# `nox -s soak` takes a minute.
+BUILDERS_S = float(os.environ.get("FAIRLEAD_BUILDERS_S", "3"))
+
+
+def test_builders_that_are_killed(root, as_user, work, monkeypatch):
+    """While 8 builders of two users are killed at random moments, each uses complete environments of its own user."""
+    make_folder(root, 0o1777)
+    log = root.parent / "used"
+    log.touch()
+    log.chmod(0o666)
+    chance = random.Random(7)
+    write = Runner.uv
+
+    def slow(*arguments, **options):
+        write(*arguments, **options)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(Runner, "uv", slow)
+    end = time.monotonic() + BUILDERS_S
+
+    def build():
+        own = random.Random()
+        with log.open("a") as used:
+            used.write(f"{os.getpid()} begins\n")
+            used.flush()
+            while time.monotonic() < end:
+                spec = VenvSpec(requirements=["alpha"], setup=["true", str(own.randrange(5))])
+                python = Path(create_local_venv(spec, force_rebuild=own.random() < 0.3, timeout_s=60))
+                assert {python.read_text(), python.with_name("complete").read_text()} == {str(os.geteuid())}
+                used.write(f"{os.geteuid()}\n")
+                used.flush()
+
+    with ThreadPoolExecutor(8) as pool:
+
+        def keep_building(user):
+            killed = 0
+            while time.monotonic() < end:
+                assert as_user(user, build) == ""
+                killed += 1
+            return killed
+
+        builders = [pool.submit(keep_building, user) for user in (ANN, BOB) * 4]
+        while time.monotonic() < end:
+            time.sleep(0.3 if BUILDERS_S < 10 else 1.0)
+            pids = [int(line.split()[0]) for line in log.read_text().splitlines() if line.endswith("begins")]
+            if alive := [pid for pid in pids[-8:] if os.path.exists(f"/proc/{pid}")]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(alive), signal.SIGKILL)
+        killed = sum(builder.result() for builder in builders) - 8
+    used = [line for line in log.read_text().splitlines() if not line.endswith("begins")]
+    sys.stdout.write(f"{len(used)} environments used, {killed} builders killed\n")
+    assert killed > 0
+    assert {str(ANN), str(BOB)} <= set(used)
