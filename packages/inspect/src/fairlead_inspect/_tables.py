@@ -34,7 +34,7 @@ def draw_groups(groups: Sequence[SeenGroup]) -> RenderableType:
     for seen in groups:
         group, driver = seen.group, seen.group.driver
         orphaned = "orphaned: its driver is gone" if seen.driver == "gone" else ""
-        who = f"pid {driver['pid']} on {driver['host']}"
+        who = f"pid {driver['pid']} on {driver['host']}, job {driver['job_id']}"
         table.add_row(
             Text(group.label),
             Text(" ".join(f"{axis}={size}" for axis, size in group.shape.items())),
