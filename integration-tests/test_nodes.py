@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from fairlead_inspect import WorkerEvent, watch
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import alive_nodes
 from fairlead_sharding import NamedSharding
@@ -136,23 +137,30 @@ def test_restart_on_a_cluster_that_has_changed(three_nodes):
         assert [node_id for _, node_id, *_ in call_where(group)] == [slot.node_id for slot in slots[:2]]
 
 
-def test_environments_skip_draining_nodes(
-    three_nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_draining_node(
+    three_nodes: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Callable[..., bool],
 ) -> None:
-    """An environment is not built on a draining node. A warning names the node."""
+    """The watch of a group reports it with the time that is left; no environment is built there, as a warning says."""
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path))
-    leaving, staying = (node.node_id for node in three_nodes.worker_nodes)
-    # An idle node ends as soon as it is drained.
-    strategy = NodeAffinitySchedulingStrategy(leaving, soft=False)
-    busy = ray.remote(num_cpus=1)(Worker).options(scheduling_strategy=strategy).remote()
-    ray.get(busy.__ray_ready__.remote(), timeout=60)
-    client = ray._private.worker.global_worker.gcs_client
-    assert client.drain_node(leaving, 2, "maintenance", int((time.time() + 120) * 1000))[0]
+    events: list[WorkerEvent] = []
+    with RayVirtualCluster([1, 1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+        leaving, staying = (node_id for _, node_id, *_ in call_where(group))
+        with watch(group, 0.2, on_event=events.append):
+            client = ray._private.worker.global_worker.gcs_client
+            assert client.drain_node(leaving, 2, "maintenance", int((time.time() + 120) * 1000))[0]
+            assert eventually(lambda: "node-draining" in [event.kind for event in events], 20)
+        ((rank, node_id, message),) = [(e.rank, e.node_id, e.message) for e in events if e.kind == "node-draining"]
+        assert (rank, node_id) == (0, leaving)
+        assert re.search(r"of rank 0, which ends in 1[012]\d s$", message)
 
-    python = create_local_venv_on_each_node(VenvSpec(requirements=[]))
-    assert Path(python).exists()
-    assert [leaving[:8] in record.message for record in caplog.records if "draining" in record.message] == [True]
-    assert create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[staying]) == python
-    with pytest.raises(ValueError, match=f"{leaving[:8]}.*a draining node starts no tasks"):
-        create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[leaving])
-    ray.kill(busy)
+        # An idle node ends as soon as it is drained, and this one has a worker.
+        python = create_local_venv_on_each_node(VenvSpec(requirements=[]))
+        assert Path(python).exists()
+        assert [leaving[:8] in record.message for record in caplog.records if "Skipped" in record.message] == [True]
+        assert create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[staying]) == python
+        with pytest.raises(ValueError, match=f"{leaving[:8]}.*a draining node starts no tasks"):
+            create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[leaving])

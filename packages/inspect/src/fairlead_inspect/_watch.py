@@ -3,6 +3,7 @@
 
 import atexit
 import logging
+import math
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ LEVELS = {
     "resized": logging.INFO,
     "replaced": logging.WARNING,
     "standby-ready": logging.INFO,
+    "node-draining": logging.WARNING,
     "worker-started": logging.INFO,
     "worker-restarted": logging.WARNING,
     "call-slow": logging.WARNING,
@@ -41,8 +43,8 @@ class WorkerEvent:
     """Something that happened to one worker.
 
     Attributes:
-        kind: "worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted" or "replaced"; or about
-            the group: "resized" or "standby-ready".
+        kind: "worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted", "replaced", or
+            "node-draining" if its node is about to end; or about the group: "resized" or "standby-ready".
         rank: its number in the group; -1 for an event of the group.
         coords: its coordinates, by axis.
         node_id: Ray's id of its node.
@@ -63,6 +65,7 @@ class WorkerEvent:
         "resized",
         "replaced",
         "standby-ready",
+        "node-draining",
     ]
     rank: int
     coords: Mapping[str, int] = field(hash=False)
@@ -91,6 +94,10 @@ class EventFilter:
         for event, rank in [key for key in self._reported if key[1] not in ranks]:
             del self._reported[event, rank]  # it has left the group; the next worker of this rank is a new one
         return [(kind, now) for now in statuses for kind in self._find_kinds(now)]
+
+    def find_drains(self, ends: Mapping[int, tuple[str, float]]) -> list[int]:
+        """Return the ranks whose nodes end, each with its node and time, that have not been reported with that time."""
+        return [rank for rank, end in ends.items() if self._is_new("drain", rank, end)]
 
     def forget_stuck(self, rank: int) -> None:
         """Note that a stuck worker makes progress again."""
@@ -181,8 +188,9 @@ class Watch(AbstractContextManager["Watch"]):
                 try:
                     if self._is_over():
                         return
-                    for event in self._find_events():
-                        self._report(event)
+                    for find in (self._find_drains, self._find_events):
+                        for event in find():
+                            self._report(event)
                 except WorkerGroupError:
                     return  # The group has been shut down.
                 except Exception:
@@ -229,6 +237,14 @@ class Watch(AbstractContextManager["Watch"]):
                 events.append(_event(kind, now, cause, details))
                 self._counter.inc(1, tags={"group": self._name, "event": kind})
         return events
+
+    def _find_drains(self) -> list[WorkerEvent]:
+        ends, now = self._observer.read_drains(), self._observer.members
+        new = self._filter.find_drains({rank: (now[rank].process.node_id, end) for rank, end in ends.items()})
+        return [
+            _event_of_change(spi.Notice("node-draining", rank, _describe_drain(now[rank], ends[rank])), now)
+            for rank in new
+        ]
 
     @cached_property
     def _counter(self) -> Any:
@@ -285,6 +301,11 @@ def watch(
     return Watch(
         group, interval_s=interval_s, stuck_after_s=stuck_after_s, slow_after_s=slow_after_s, on_event=on_event
     )
+
+
+def _describe_drain(member: spi.Member, end: float) -> str:
+    left = f"ends in {max(0.0, end - time.time()):.0f} s" if math.isfinite(end) else "ends when it is idle"
+    return f"Ray drains node {member.process.node_id[:8]} of rank {member.rank}, which {left}"
 
 
 def _event_of_change(change: spi.Notice, now: spi.Snapshot) -> WorkerEvent:
