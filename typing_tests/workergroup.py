@@ -629,6 +629,7 @@ def look_at_other_groups(handle: GroupHandle) -> None:
     verdict = spi.decide(spi.WorkerProcess(0), [evidence])
     assert_type((verdict.is_lost, verdict.cause), tuple[bool, str])
     assert_type(spi.alive_nodes(), frozenset[str])
+    assert_type(spi.drain_deadlines(), dict[str, float])
     assert_type(spi.process_is_alive("id"), bool | None)
     assert_type(spi.read_deaths(["01"]), dict[str, dict[str, str]])
 

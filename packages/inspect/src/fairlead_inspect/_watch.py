@@ -239,12 +239,9 @@ class Watch(AbstractContextManager["Watch"]):
         return events
 
     def _find_drains(self) -> list[WorkerEvent]:
-        ends, now = self._observer.read_drains(), self._observer.members
-        new = self._filter.find_drains({rank: (now[rank].process.node_id, end) for rank, end in ends.items()})
-        return [
-            _event_of_change(spi.Notice("node-draining", rank, _describe_drain(now[rank], ends[rank])), now)
-            for rank in new
-        ]
+        ends, now = spi.drain_deadlines(), self._observer.members
+        mine = {one.rank: (one.slot.node_id, ends[one.slot.node_id]) for one in now.members if one.slot.node_id in ends}
+        return [_event_of_drain(rank, *mine[rank], now) for rank in self._filter.find_drains(mine)]
 
     @cached_property
     def _counter(self) -> Any:
@@ -303,11 +300,6 @@ def watch(
     )
 
 
-def _describe_drain(member: spi.Member, end: float) -> str:
-    left = f"ends in {max(0.0, end - time.time()):.0f} s" if math.isfinite(end) else "ends when it is idle"
-    return f"Ray drains node {member.process.node_id[:8]} of rank {member.rank}, which {left}"
-
-
 def _event_of_change(change: spi.Notice, now: spi.Snapshot) -> WorkerEvent:
     # A change of the whole group names no rank.
     member = None if change.rank < 0 else now[change.rank]
@@ -317,6 +309,12 @@ def _event_of_change(change: spi.Notice, now: spi.Snapshot) -> WorkerEvent:
     return WorkerEvent(
         kind, change.rank, dict(who.coords), who.node_id, who.pid, incarnation, None, message, time.time()
     )
+
+
+def _event_of_drain(rank: int, node_id: str, end: float, now: spi.Snapshot) -> WorkerEvent:
+    left = f"ends in {max(0.0, end - time.time()):.0f} s" if math.isfinite(end) else "ends when it is idle"
+    text = f"Ray drains node {node_id[:8]} of rank {rank}, which {left}"
+    return _event_of_change(spi.Notice("node-draining", rank, text), now)
 
 
 def _event(kind: Any, now: WorkerStatus, cause: WorkerFailure | None, stuck: StuckWorker | None) -> WorkerEvent:

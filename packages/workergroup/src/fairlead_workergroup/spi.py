@@ -21,7 +21,7 @@ from ._calls.sender import Sender, find_sender
 from ._display import record_html
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle
-from ._head import alive_nodes, process_is_alive
+from ._head import alive_nodes, drain_deadlines, process_is_alive
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
@@ -69,6 +69,7 @@ __all__ = [
     "check_seconds",
     "collect",
     "decide",
+    "drain_deadlines",
     "dump",
     "find_group",
     "find_groups",

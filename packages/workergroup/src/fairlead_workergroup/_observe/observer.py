@@ -8,7 +8,6 @@ from typing import Any
 from fairlead_placement.spi import choose_alive, group_pairs, usage_on_nodes
 
 from .._display import Records
-from .._head import drain_deadlines
 from .._membership.model import Snapshot, WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
@@ -48,11 +47,6 @@ class Observer:
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
         return Records(self._look(check_seconds("stuck_after_s", stuck_after_s), dump=False)[0])
-
-    def read_drains(self) -> dict[int, float]:
-        """Return when the node of a rank ends, in seconds since the epoch, for each rank whose node Ray drains."""
-        ends = drain_deadlines()
-        return {one.rank: ends[one.slot.node_id] for one in self._roster.now.members if one.slot.node_id in ends}
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
