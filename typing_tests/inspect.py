@@ -26,6 +26,7 @@ def watching(group: RayWorkerGroup) -> None:
                 "resized",
                 "replaced",
                 "standby-ready",
+                "node-draining",
             ],
         )
         assert_type(event.rank, int)
