@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ._fleets import find_fleets
 from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, Waiting
-from ._verdict.positions import TICKS_PER_S, Position, find_own, locate
+from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import exit_status
 
 # Of the JSON; fields are added, and never renamed.
@@ -224,7 +224,8 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         row |= {"job": actor.job_id, "node": addresses.get(process.node_id, ""), "pid": process.pid}
         row |= {"state": process.states[1], "title": process.title, "does": position.kind, "motion": position.motion}
         row |= {"cpu": process.ticks / process.window_s / TICKS_PER_S, "last_ran_s": position.since_s}
-        row |= {"memory_bytes": process.memory_bytes, "where": list(map(asdict, position.where)), "note": process.note}
+        where = frames_of_code(position.thread.stack) if position.thread else position.where
+        row |= {"memory_bytes": process.memory_bytes, "where": list(map(asdict, where)), "note": process.note}
         rows.append((row, position))
     return sorted(rows, key=lambda one: (one[0]["job"], one[0]["fleet"], one[0]["rank"] or 0, one[0]["ordinal"] or 0))
 
@@ -241,7 +242,8 @@ def draw_processes(snapshot: Snapshot) -> RenderableType:
     rows = list_processes(snapshot)
     for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
-        where = write_stack((at.inner, *at.where) if at.inner else at.where) or row["note"] or row["title"]
+        stack = at.thread.stack if at.thread else at.where
+        where = write_stack(stack) or row["note"] or row["title"]
         cells = [row["fleet"] or row["class"], _rank(row), row["node"], str(row["pid"]), row["state"]]
         cells += [f"{at.kind}, {at.motion}", f"{row['cpu']:.0%}", ran, f"{row['memory_bytes'] / 2**20:.0f} MiB", where]
         table.add_row(*(Text(clean(cell)) for cell in cells))

@@ -65,7 +65,11 @@ def test_json(snapshot):
 
 def test_stacks(snapshot):
     """Equal positions are shown once, those of fewest processes first."""
-    assert [one["ranks"] for one in fold_stacks(snapshot)] == [[""], ["2"], ["0", "1"]]
+    folded = fold_stacks(snapshot)
+    assert [one["ranks"] for one in folded] == [[""], ["2"], ["0", "1"]]
+    # Positions in packages are compared by function, and shown with their lines.
+    assert "line 0 " not in drawn(draw_stacks(folded))
+    assert "all_reduce" in drawn(draw_stacks(folded))
 
 
 @pytest.mark.parametrize(

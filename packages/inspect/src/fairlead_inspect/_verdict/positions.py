@@ -147,9 +147,13 @@ def normalise(stack: Stack) -> Stack:
     """Return the frames by which positions are compared: the user's by line, those of packages by function."""
     return tuple(
         Frame(frame.file, frame.function, 0) if _PACKAGES.search(frame.file) else frame
-        for frame in stack
-        if not _STANDARD.search(frame.file) and not _RAY.search(frame.file)
+        for frame in frames_of_code(stack)
     )
+
+
+def frames_of_code(stack: Stack) -> Stack:
+    """Return the frames that are neither Ray's nor those of the standard library."""
+    return tuple(frame for frame in stack if not _STANDARD.search(frame.file) and not _RAY.search(frame.file))
 
 
 def find_own(stack: Iterable[Frame]) -> Frame | None:
