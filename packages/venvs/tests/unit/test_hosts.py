@@ -159,7 +159,7 @@ def make_folder(root, mode):
     os.chmod(root, mode)
 
 
-@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o3775])
+@pytest.mark.parametrize("mode", [0o1777, 0o3775])
 def test_two_users_of_one_cache(root, as_user, work, mode):
     """Of two users of a folder with the sticky bit, neither runs, can change or can block what the other made."""
     make_folder(root, mode)
@@ -182,6 +182,25 @@ def test_two_users_of_one_cache(root, as_user, work, mode):
         assert as_user(user, lambda: prune(older_than=0)) == ""
     for user in (ANN, BOB):
         assert as_user(user, make_own) == ""
+
+
+def test_no_sticky_bit(root, as_user, work):
+    """A folder in which anybody may replace anything is refused, also for reading, with the command that repairs it."""
+    make_folder(root, 0o777)
+
+    def refuse():
+        with pytest.raises(VenvBuildError, match=rf"`chmod \+t {root}`"):
+            work()
+
+    def make_own():
+        assert work() == {str(os.geteuid())}
+
+    assert as_user(ANN, refuse) == ""
+    assert list(root.iterdir()) == []
+    os.chmod(root, 0o1777)
+    assert as_user(ANN, make_own) == ""
+    os.chmod(root, 0o777)
+    assert as_user(ANN, refuse) == ""
 
 
 @pytest.mark.parametrize("linked", [False, True])

@@ -25,6 +25,11 @@ def choose_root(folder: Path) -> Path:
 
 def make_root(root: Path) -> None:
     """Create the folder of all environments, unless it exists. The umask says whether the group may write to it."""
+    if lacks_sticky_bit(base := _base_of(root)):
+        raise VenvBuildError(
+            f"Every user may replace what others have made in {base}, so it is not used. Its owner can change that: "
+            f"`chmod +t {base}`. Or choose another folder (FAIRLEAD_VENV_DIR)."
+        )
     root.mkdir(0o700 if re.fullmatch(OWN, root.name) else 0o775, parents=True, exist_ok=True)
     check_trusted(root, root)
 
@@ -60,9 +65,11 @@ def find_fault(root: Path, path: Path) -> str:
     Every folder on the way must belong to this user, to root, to the owner of that folder, or to its group if this may
     write there.
     """
-    base = root.parent if re.fullmatch(OWN, root.name) else root
+    base = _base_of(root)
     try:
         top = os.stat(base)
+        if lacks_sticky_bit(base):
+            return f"every user may replace what others have made in {base}"
         at = base
         for name in path.relative_to(base).parts:
             at = at / name
@@ -81,6 +88,20 @@ def find_fault(root: Path, path: Path) -> str:
     return ""
 
 
+def _base_of(root: Path) -> Path:
+    """Return the folder of the environments of all users."""
+    return root.parent if re.fullmatch(OWN, root.name) else root
+
+
+def lacks_sticky_bit(folder: Path) -> bool:
+    """Return whether every user may replace what others have made in a folder; False if it does not exist."""
+    try:
+        return os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    except OSError:
+        return False
+
+
 def check_trusted(root: Path, path: Path) -> None:
+    """Refuse a path whose content somebody else may decide."""
     if fault := find_fault(root, path):
         raise VenvBuildError(f"{fault}, so it is not used. Remove it, or choose another folder (FAIRLEAD_VENV_DIR).")
