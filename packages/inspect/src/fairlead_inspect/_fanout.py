@@ -110,7 +110,9 @@ def _probe(
         try:
             answers[sent[one]] = ray.get(one, timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            answers[sent[one]] = f"the probe failed: {type(error).__name__}"
+            # Of a traceback the last line says what went wrong.
+            reason = (str(error).strip().splitlines() or [""])[-1].strip()
+            answers[sent[one]] = f"the probe failed: {reason or type(error).__name__}"
     for one in late:
         ray.cancel(one, force=True)
         answers[sent[one]] = f"no answer within {timeout_s:.1f} s"

@@ -57,6 +57,21 @@ def large(monkeypatch):
     return tables
 
 
+def test_a_probe_that_fails(monkeypatch):
+    """The note of its node says what went wrong, in the last line of the traceback (seam: Ray's functions)."""
+    error = ray.exceptions.RayError("ray::_look_here()\n  File look.py\nModuleNotFoundError: No module named 'x'")
+
+    def get(ref, timeout):
+        raise error
+
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "ref"))
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray, "get", get)
+    answers = _fanout._probe({"a" * 56: ({1}, set())}, 1.0, 1.0)
+    assert answers == {"a" * 56: "the probe failed: ModuleNotFoundError: No module named 'x'"}
+
+
 def test_simulated_cluster(large):
     """Of 250 nodes 12 are silent: the verdict about a fleet without members there is the same, and they are listed."""
     began = time.process_time()

@@ -131,7 +131,7 @@ class _Judge:
                     )
                 )
             elif there and node.answer == "silent":
-                text, fact = f"is on node {node.address}, which did not answer", Evidence("probe", node.note)
+                text, fact = f"is on node {node.address}, which told nothing: {node.note}", Evidence("probe", node.note)
                 found.append(self._say("node-silent", there, text, wait, evidence=(fact,), moves=wait is None))
         return found
 
