@@ -188,7 +188,8 @@ class Watch(AbstractContextManager["Watch"]):
                 try:
                     if self._is_over():
                         return
-                    for find in (self._find_drains, self._find_events):
+                    # The head is asked last: the workers are looked at also while it is silent.
+                    for find in (self._find_events, self._find_drains):
                         for event in find():
                             self._report(event)
                 except WorkerGroupError:
@@ -241,7 +242,10 @@ class Watch(AbstractContextManager["Watch"]):
     def _find_drains(self) -> list[WorkerEvent]:
         ends, now = spi.drain_deadlines(), self._observer.members
         mine = {one.rank: (one.slot.node_id, ends[one.slot.node_id]) for one in now.members if one.slot.node_id in ends}
-        return [_event_of_drain(rank, *mine[rank], now) for rank in self._filter.find_drains(mine)]
+        events = [_event_of_drain(rank, *mine[rank], now) for rank in self._filter.find_drains(mine)]
+        for event in events:
+            self._counter.inc(1, tags={"group": self._name, "event": event.kind})
+        return events
 
     @cached_property
     def _counter(self) -> Any:

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from . import _model
 from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
-from ._nodes.head import head_deadline
+from ._nodes.head import ask_head, head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
 from ._reserve.claims import groups_on
@@ -182,10 +182,18 @@ class RayVirtualCluster:
             ValueError: there is no group, or the bundles of one differ.
             PlacementTimeoutError: a group was not placed, or its accelerators were not free, in time.
         """
-        for group in placement_groups:
-            if any(bundle != group.bundle_specs[0] for bundle in group.bundle_specs):
-                raise ValueError(f"the bundles of a placement group must hold the same, got {group.bundle_specs}")
-        bundles = [group.bundle_specs[0] for group in placement_groups]
+        check_seconds("timeout_s", timeout_s)
+        if len({group.id for group in placement_groups}) < len(placement_groups):
+            raise ValueError("a placement group is given twice")
+        with head_deadline(timeout_s):
+            specs = ask_head("read placement groups", lambda: [group.bundle_specs for group in placement_groups])
+        for bundles in specs:
+            if any(bundle != bundles[0] for bundle in bundles):
+                raise ValueError(f"the bundles of a placement group must hold the same, got {bundles}")
+            if bundles[0].get("CPU", 0) < max_colocated_worker_groups:
+                what = f"each of {max_colocated_worker_groups} worker groups needs a CPU of a bundle"
+                raise ValueError(f"{what}, and a bundle holds {bundles[0]}")
+        bundles = [one[0] for one in specs]
         accelerators = _model.find_accelerators(bundles[0]) if bundles else {}
         cluster = cls(
             [group.bundle_count for group in placement_groups],

@@ -236,5 +236,13 @@ class TestAdopted:
             RayVirtualCluster.of([pending], timeout_s=0.2)
         with pytest.raises(ValueError, match="must hold the same"):
             RayVirtualCluster.of([uneven])
+        with pytest.raises(ValueError, match="given twice"):
+            RayVirtualCluster.of([uneven, uneven])
+        with pytest.raises(ValueError, match="each of 100 worker groups needs a CPU"):
+            RayVirtualCluster.of([pending], 100)
+        removed = placement_group([{"CPU": 1}])
+        remove_placement_group(removed)
+        with pytest.raises(PlacementError, match="has been removed"):
+            RayVirtualCluster.of([removed])
         for group in (pending, uneven):
             remove_placement_group(group)

@@ -69,8 +69,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         bundle_indices_list: instead of `workers_per_node`, `(node_idx, [Ray's bundle indices])` for each *tied group*,
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
-        env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`. The
-            driver's environment is not copied to them.
+        env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`, of
+            the same names for all. The driver's environment is not copied to them.
         python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
@@ -127,6 +127,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
         env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
+        if async_communication not in (True, False, "auto"):
+            raise ValueError(f"async_communication must be True, False or 'auto', got {async_communication!r}")
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
         elastic = read_option("elastic", elastic, Elastic)
         timeouts = read_option("timeouts", timeouts, Timeouts)

@@ -140,3 +140,7 @@ class TestEachPlace:
             make_plans(1, lambda place: {"RANK": "1"})
         with pytest.raises(TypeError, match="env_vars must map names to strings"):
             make_plans(1, lambda place: {"ME": place.rank})
+        with pytest.raises(TypeError, match=r"env_vars must return a mapping .* got None"):
+            make_plans(1, lambda place: None)
+        with pytest.raises(ValueError, match=r"\['LEADER'\] are there for some only"):
+            make_plans(2, lambda place: {"LEADER": "1"} if place.rank == 0 else {})

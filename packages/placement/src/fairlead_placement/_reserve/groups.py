@@ -19,7 +19,7 @@ from .._model import Node, Request
 from .._nodes.head import ask_head, wait_until
 from .._plan.planner import decide
 from .._ray_private import connection, free_per_node
-from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
+from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 
 # Ray places groups one after the other, and a pinned group whose node has room within milliseconds. If it places none
 # for so many seconds, and so many more for each bundle that is not placed, those that are left have lost a race.
@@ -191,6 +191,8 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
 
     def are_placed() -> bool:
         rows[:] = ask_head("look at placement groups", lambda: [placement_group_table(group) for group in groups])
+        if any(row.get("state", "REMOVED") == "REMOVED" for row in rows):
+            raise PlacementError("A placement group has been removed, or is one of another cluster: create it again.")
         return all(row.get("state") == "CREATED" for row in rows)
 
     if not wait_until(are_placed, deadline):

@@ -95,8 +95,9 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
     except ray.exceptions.GetTimeoutError as error:
         raise PlacementTimeoutError(
             f"The accelerators are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
-            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly: wait longer (reserve_timeout_s, or "
-            "timeout_s of extend and replace_lost_nodes), or look at the nodes."
+            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement groups of "
+            "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of extend, replace_lost_nodes and of), or "
+            "look at the nodes."
         ) from error
     return [[ids.get((g, index), {}) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
 

@@ -61,7 +61,11 @@ class WorkerEnvironment:
 
 def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
     """Return the user's variables of the worker at a place."""
-    return check_env_vars(env_vars(place)) if callable(env_vars) else env_vars
+    if not callable(env_vars):
+        return env_vars
+    if not isinstance(given := env_vars(place), Mapping):
+        raise TypeError(f"env_vars must return a mapping from names to strings for each place, got {given!r}")
+    return check_env_vars(given)
 
 
 def check_env_vars(env_vars: Mapping[str, str]) -> dict[str, str]:

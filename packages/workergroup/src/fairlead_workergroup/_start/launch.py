@@ -72,9 +72,12 @@ def plan_workers(
     of_class = {**class_env.pop("env_vars", {}), **python.variables}
     shared = {**class_env, **python.runtime_env}
     plans = []
-    for place in places:
+    given = [variables_at(env_vars, place) for place in places]
+    # A worker that moves would keep a variable that its next place has no value for.
+    if some := {name for one in given for name in one.keys() ^ given[0].keys()}:
+        raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
+    for place, of_user in zip(places, given, strict=True):
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
-        of_user = variables_at(env_vars, place)
         environment = worker_environment(
             driver=forwarded,
             of_class=of_class,
