@@ -5,7 +5,7 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, assert_type
 
 import numpy as np
@@ -21,6 +21,7 @@ from fairlead_transfer import (
     Mismatch,
     Pieces,
     RankProblem,
+    StaleWeightsError,
     TransferError,
     TransferExplanation,
     TransferPlan,
@@ -108,6 +109,7 @@ def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
     assert_type(report.verified, bool)
     assert_type(link.sync([0, 1], timeout=60), TransferReport | None)
     assert_type(link.versions(), dict[int, int | Literal["torn", "committing"] | None])
+    assert_type(link.guard("generate"), Callable[[], None])
     explanation = link.explain(timeout=60)
     assert_type(explanation, TransferExplanation)
     assert_type(explanation.plan, TransferPlan)
@@ -142,3 +144,9 @@ def read_error(error: TransferError) -> None:
     for one in error.problems:
         assert_type(one.side, Literal["source", "target"])
         assert_type((one.rank, one.node_id, one.reason), tuple[int, str, str])
+
+
+def read_refusal(error: StaleWeightsError) -> None:
+    """Read why a call was refused."""
+    assert_type((error.method, error.needed), tuple[str, int | None])
+    assert_type(error.held, dict[int, int | Literal["torn", "committing"] | None])

@@ -521,6 +521,7 @@ def build_on_groups(group: RayWorkerGroup) -> None:
         assert_type(reply.late, LateWorker | None)
     spi.cancel(requests)
     assert_type(spi.check_calls(group, lambda method, ranks: (method, ranks)), Callable[[], None])
+    assert_type(spi.wait_for_turn(group, 1.0), bool)
     assert_type(spi.add_state(group, "versions", lambda: {0: 1}), Callable[[], None])
     assert_type(spi.stream_function(member, b"", 1), Any)
     assert_type(spi.actor_id_of(member.handle), str)

@@ -16,7 +16,7 @@ from ._local import LocalTensor
 from ._pieces import Pieces
 from ._plan import Family, TransferPlan, reshard
 from ._report import TransferExplanation, TransferReport
-from .exceptions import LayoutMismatchError, Mismatch, RankProblem, TransferError
+from .exceptions import LayoutMismatchError, Mismatch, RankProblem, StaleWeightsError, TransferError
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Mismatch",
     "Pieces",
     "RankProblem",
+    "StaleWeightsError",
     "TransferError",
     "TransferExplanation",
     "TransferPlan",

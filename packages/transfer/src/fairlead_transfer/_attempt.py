@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
+from fairlead_workergroup.spi import wait_for_turn
+
 from ._descriptions import check_replicas
 from ._orders import CommitOptions
 from ._remote.transport import explain_failure
@@ -31,12 +33,7 @@ Blamed = Literal["source", "target"]
 
 
 class _Repeat(Exception):
-    """The transfer has to begin again.
-
-    Args:
-        reasons: by source rank, why.
-        lost: whether these source ranks take no part any more.
-    """
+    """The transfer has to begin again: why, by source rank, and whether these ranks take no part any more."""
 
     def __init__(self, reasons: Mapping[int, str], *, lost: bool) -> None:
         super().__init__(reasons, lost)
@@ -62,6 +59,7 @@ class Attempt:
         deadline: float,
         verify: str,
         in_place: bool,
+        in_order: bool,
     ) -> None:
         self._source = source
         self._target = target
@@ -73,6 +71,7 @@ class Attempt:
         self._deadline = deadline
         self._verify = verify
         self._in_place = in_place
+        self._in_order = in_order
         self._verified = False
         self._rounds = 0
         self._route: Route | None = None
@@ -156,7 +155,10 @@ class Attempt:
 
     def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
         """Have target ranks put the staged version into place: this is after the decision."""
+        # From here on guards refuse calls; with `in_order` none comes before this on some ranks and after on others.
         self._states.decide(ranks)
+        if self._in_order and not wait_for_turn(self._target.group, self._left()):
+            raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
         left = self._left()
 
         def arguments(rank: int) -> tuple[Any, ...]:

@@ -65,11 +65,7 @@ def is_floating(dtype: str) -> bool:
 def read_side(
     side: str, described: Sequence[Sequence[Sequence[Any]] | None], selection: Selection, *, renamed: bool
 ) -> Tensors:
-    """Return the tensors of one side; `described` has what each rank says, and None for one that takes no part.
-
-    Raises:
-        LayoutMismatchError: ranks disagree about a tensor, or two names become one.
-    """
+    """Return the tensors of one side, on which ranks must agree; `described` has None for one that takes no part."""
     found: dict[str, dict[int, Described]] = {}
     own_names: dict[str, str] = {}
     wrong: list[Mismatch] = []
@@ -138,11 +134,7 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast
 
 
 def check_replicas(replies: Mapping[int, Any]) -> None:
-    """Refuse source ranks that hold the same box with other bytes.
-
-    Raises:
-        LayoutMismatchError: lists these tensors.
-    """
+    """Refuse source ranks that hold the same box with other bytes, by a LayoutMismatchError with these tensors."""
     seen: dict[Any, tuple[int, int]] = {}
     wrong: dict[str, Mismatch] = {}
     for rank, value in replies.items():

@@ -9,13 +9,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import add_state, record_span
+from fairlead_workergroup.spi import add_state, check_calls, record_span
 
 from ._attempt import Attempt
 from ._descriptions import TRAVELLING, Selection
@@ -24,7 +24,7 @@ from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Staged, Transport
 from ._side import Side
 from ._states import States
-from .exceptions import State, TransferError
+from .exceptions import StaleWeightsError, State, TransferError
 
 Verify = Literal["first", "always", "never"]
 Commit = Literal["staged", "in_place"]
@@ -130,6 +130,7 @@ class Link:
         self._version: int | None = None
         self._staged: Staged | None = None
         self._closed = False
+        self._guards: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         name = f"link from {source_group.name_prefix} ({self._id[:6]})"
         end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
@@ -242,6 +243,33 @@ class Link:
         """
         return self._states.read()
 
+    def guard(self, *methods: str) -> Callable[[], None]:
+        """Refuse calls of the target group whose ranks do not all hold the last version, until `close`.
+
+        A rank holds none before the first `send`, after a restart, and when it has joined or has taken over as a
+        standby; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes
+        comes before that on all ranks, or after it. Calls that other processes make are not refused, and a call with
+        `retries` is repeated on what its lost ranks hold then.
+
+        Args:
+            methods: the methods that need the weights; none given stands for all of the group.
+
+        Returns:
+            The function that ends it earlier.
+
+        Raises:
+            AttributeError: the target group has no such method.
+            ValueError: the link has been closed.
+        """
+        if self._closed:
+            raise ValueError(f"{self!r} has been closed; make a new link")
+        for method in methods:
+            with contextlib.suppress(TypeError):  # it takes arguments
+                self._target.group.at().explain(method)
+        check = functools.partial(_check_versions, weakref.ref(self), methods)
+        self._guards.append(check_calls(self._target.group, check))
+        return self._guards[-1]
+
     def explain(self, timeout: float = 600.0) -> TransferExplanation:
         """Return how the tensors travel: who sends what to whom, by which transport, and the bytes.
 
@@ -263,6 +291,8 @@ class Link:
             return
         self._closed = True
         self._end_showing()
+        for end_guard in self._guards:
+            end_guard()
         self._staged = None
         _release(self._source, self._target)
 
@@ -285,6 +315,7 @@ class Link:
             deadline=deadline,
             verify=self._verify,
             in_place=self._in_place,
+            in_order=bool(self._guards),
         )
 
     def _span(self, version: int) -> contextlib.AbstractContextManager[None]:
@@ -312,6 +343,18 @@ def _read_versions(reference: "weakref.ref[Link]") -> dict[int, State]:
     """Return what the target ranks of a link hold; nothing once it has been dropped."""
     link = reference()
     return {} if link is None else link.versions()
+
+
+def _check_versions(
+    reference: "weakref.ref[Link]", methods: Collection[str], method: str, ranks: Sequence[int]
+) -> None:
+    """Refuse a call of ranks that do not hold the last version of a link."""
+    link = reference()
+    if link is None or (methods and method not in methods):
+        return
+    held, needed = link.versions(), link.version
+    if stale := {rank: held.get(rank) for rank in ranks if needed is None or held.get(rank) != needed}:
+        raise StaleWeightsError(method, needed, stale)
 
 
 def _describe_leak(source: Side, target: Side) -> str:

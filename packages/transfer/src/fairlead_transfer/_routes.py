@@ -85,14 +85,7 @@ class Router:
         return self.transport == "auto"
 
     def make(self, without: Collection[int] = ()) -> Route:
-        """Make the route from the source to all target ranks, and keep it.
-
-        Args:
-            without: source ranks that take no part.
-
-        Raises:
-            LayoutMismatchError: the tensors do not fit.
-        """
+        """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""
         source, target = self._source, self._target
         sources = frozenset(range(len(source.members))) - frozenset(without)
         held = self._read(source, sources, renamed=True)
@@ -105,11 +98,7 @@ class Router:
         return route
 
     def make_from_replicas(self, replicas: Side, good: Collection[int], ranks: Collection[int]) -> Route:
-        """Make the route from target ranks that hold a version to others.
-
-        Raises:
-            LayoutMismatchError: nobody holds some of the tensors.
-        """
+        """Make the route from target ranks that hold a version to others; refuse tensors that nobody holds."""
         held = self._read(replicas, good)
         wanted = with_ranks(self._read(self._target, ranks), ranks)
         return self._route(replicas, held, wanted, good, ranks)

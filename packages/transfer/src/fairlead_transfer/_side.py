@@ -59,11 +59,7 @@ class Side:
     _code: Any = None
 
     def look(self) -> list[int]:
-        """Look at the members of the group; return the ranks whose process is another one than before.
-
-        Raises:
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
+        """Look at the members of a group that has not ended; return the ranks with another process than before."""
         now = read_members(self.group)
         if now.version == self.version:
             return []

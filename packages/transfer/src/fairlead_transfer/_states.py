@@ -15,11 +15,7 @@ _states: "weakref.WeakValueDictionary[str, States]" = weakref.WeakValueDictionar
 
 
 class States:
-    """The versions of the target ranks.
-
-    Args:
-        target: the side.
-    """
+    """The versions of the target ranks."""
 
     def __init__(self, target: Side) -> None:
         self._target = target

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ._display import table_text
 
-__all__ = ["LayoutMismatchError", "Mismatch", "RankProblem", "TransferError"]
+__all__ = ["LayoutMismatchError", "Mismatch", "RankProblem", "StaleWeightsError", "TransferError"]
 
 Phase = Literal["collect", "stage", "move", "verify", "commit"]
 # What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
@@ -69,6 +69,30 @@ class RankProblem:
 
     def __str__(self) -> str:
         return f"{self.side} rank {self.rank} on node {self.node_id[:8]}: {self.reason}"
+
+
+class StaleWeightsError(Exception):
+    """A call was refused, because some of its ranks do not hold the last version of a link that guards them.
+
+    Attributes:
+        method: the method that was called.
+        needed: the last version; None if nothing has been sent yet.
+        held: what each of these ranks holds, as of `Link.versions`.
+    """
+
+    def __init__(self, method: str, needed: int | None, held: Mapping[int, State]) -> None:
+        super().__init__(method, needed, held)
+        self.method = method
+        self.needed = needed
+        self.held: dict[int, State] = dict(held)
+
+    def __str__(self) -> str:
+        rows = [(str(rank), "nothing" if state is None else str(state)) for rank, state in self.held.items()]
+        advice = "Send a version first." if self.needed is None else "Bring them up with `sync()` of the link."
+        caption = (
+            f"{self.method!r} was not called: {len(self.held)} rank(s) do not hold version {self.needed}. {advice}"
+        )
+        return table_text(caption, ("rank", "holds"), rows)
 
 
 class TransferError(Exception):

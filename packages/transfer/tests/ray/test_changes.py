@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends while a group restarts, resizes, or is looked at from another process."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +16,8 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_transfer import Link, TransferError
-from fairlead_workergroup import Elastic, RayWorkerBuilder, RayWorkerGroup
+from fairlead_transfer import Link, StaleWeightsError, TransferError
+from fairlead_workergroup import Elastic, RayWorkerBuilder, RayWorkerGroup, spi
 from fairlead_workergroup.testing import kill
 
 from ..holders import Gated
@@ -229,4 +231,65 @@ def test_sync_beside_a_send(groups, tmp_path, eventually):
         assert send.result(60).version == 1
         assert sync.result(60) is None
         assert link.versions() == {0: 1, 1: 1}
+        assert target.call("holds").result() == [2.0, 2.0]
+
+
+def test_guard(groups):
+    """Calls of ranks that do not hold the last version are refused, with what they hold, until they are brought up."""
+    source, target = groups
+    with Link(source, target, source="weights", target="weights") as link:
+        with pytest.raises(AttributeError, match="no public method 'hold'"):
+            link.guard("hold")
+        link.guard("holds")
+        with pytest.raises(StaleWeightsError, match="Send a version first") as stale:
+            target.call("holds")
+        assert (stale.value.needed, stale.value.held) == (None, {0: None, 1: None})
+        source.call("fill", 1.0).result()
+        link.send(1, timeout=60)
+        assert target.call("holds").result() == [1.0, 1.0]
+        kill(target, 1)
+        target.restart_failed_workers()
+        with pytest.raises(StaleWeightsError, match="`sync\\(\\)`") as stale:
+            target.call("holds")
+        assert (stale.value.method, stale.value.needed, stale.value.held) == ("holds", 1, {1: None})
+        assert target.at(worker=0).call("holds", collect=()).result() == 1.0
+        target.call("fill", 5.0).result()  # it needs no weights
+        link.sync(timeout=60)
+        assert target.call("holds").result()[1] == 1.0
+        end = link.guard()
+        kill(target, 0)
+        target.restart_failed_workers()
+        with pytest.raises(StaleWeightsError):
+            target.call("fill", 5.0)
+        end()
+        target.call("fill", 5.0).result()
+    target.call("holds").result()
+
+
+def test_a_commit_waits_for_a_call_that_is_being_sent(groups):
+    """No call comes before a commit on one rank and after it on another one (seam: a check that waits)."""
+    source, target = groups
+    asked, going, goes = [], threading.Event(), threading.Event()
+
+    def wait(method, ranks):
+        asked.append(method)
+        if len(asked) == 2:  # the second time when it is sent
+            going.set()
+            goes.wait(60)
+
+    with Link(source, target, source="weights", target="weights") as link, ThreadPoolExecutor() as threads:
+        link.guard()
+        source.call("fill", 1.0).result()
+        link.send(1, timeout=60)
+        source.call("fill", 2.0).result()
+        end = spi.check_calls(target, wait)
+        call = threads.submit(lambda: target.call("holds").result())
+        assert going.wait(60)
+        send = threads.submit(link.send, 2, 60)
+        assert not concurrent.futures.wait([send], 3).done
+        assert link.versions() == {0: "committing", 1: "committing"}
+        end()
+        goes.set()
+        assert call.result(60) == [1.0, 1.0]
+        send.result(60)
         assert target.call("holds").result() == [2.0, 2.0]

@@ -18,6 +18,7 @@ import ray
 
 from ._calls.route import Site
 from ._calls.sender import Sender, find_sender
+from ._deadline import Deadline
 from ._display import record_html
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle
@@ -96,6 +97,7 @@ __all__ = [
     "stream_function",
     "subscribe",
     "task_of_future",
+    "wait_for_turn",
 ]
 
 _Entry = TypeVar("_Entry")
@@ -295,6 +297,14 @@ def check_calls(
     makes, such as `Restart.method`, are not checked.
     """
     return _add(_sender(group).checks, check)
+
+
+def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
+    """Wait until each call that this process has begun to send is sent to all its ranks; return whether it is in time.
+
+    While the group changes its members no call is sent, so this waits for the end of the change.
+    """
+    return _sender(group).membership.gate.run(lambda: True, Deadline.after(timeout_s)) is not None
 
 
 def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:

@@ -271,12 +271,7 @@ class Agent:
         return handles
 
     def read(self, handles: Sequence[Any], deadline: float) -> None:
-        """Do transfers; they can be repeated.
-
-        Raises:
-            Lost: the source is dead.
-            Late: the deadline has passed; some transfers may still be writing.
-        """
+        """Do transfers, which can be repeated; after Late some may still be writing."""
         running = []
         for handle, _, _ in handles:
             if time.monotonic() > deadline:

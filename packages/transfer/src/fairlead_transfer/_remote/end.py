@@ -375,11 +375,7 @@ class End:
     def _read_in_place(
         self, epoch: int, version: int, staged: Mapping[int, Any], verify: bool, within_s: float
     ) -> dict[str, Any]:
-        """Read what the orders say into the tensors of the target.
-
-        Raises:
-            RuntimeError: it did not work; says why. Some tensors may be overwritten.
-        """
+        """Read what the orders say into the tensors of the target; if this raises, some may be overwritten."""
         tools, tensors = self._tools(), [self._values.get(name) for name in self._orders["names"]]
         reply = self._fetch_all(epoch, version, staged, verify, time.monotonic() + within_s, tensors)
         if "bytes" not in reply:

@@ -24,11 +24,7 @@ HEAD = 64
 
 
 class Segment:
-    """The owner's side.
-
-    Args:
-        size: bytes of content.
-    """
+    """The owner's side, for `size` bytes of content."""
 
     def __init__(self, size: int) -> None:
         self.size = size

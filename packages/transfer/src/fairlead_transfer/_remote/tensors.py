@@ -220,11 +220,7 @@ def resolve(local: Any) -> Any:
 
 
 def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]:
-    """Return library, dtype, item size, global shape, offsets, sizes and device of a tensor.
-
-    Raises:
-        TypeError, ValueError: its box cannot be told; says why.
-    """
+    """Return library, dtype, item size, global shape, offsets, sizes, device of a tensor; refuse one without a box."""
     _, local = look(value)
     name = "numpy" if type(local).__module__.partition(".")[0] == "numpy" else "torch"
     device = "cpu" if name == "numpy" else str(local.device)
@@ -244,11 +240,7 @@ def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...
 
 
 def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the local part of a DTensor begins.
-
-    Raises:
-        ValueError: the local part is no box of the global tensor.
-    """
+    """Return where the local part of a DTensor begins; refuse one that is no box of the global tensor."""
     if any(hasattr(placement, "split_factor") for placement in value.placements):
         offsets, lengths = _strided_box(value)
     else:
@@ -266,10 +258,8 @@ def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of the local part of a DTensor with strided shards.
 
-    FSDP2 makes them: each splits what the shards to its right have split before, as tensor parallelism does.
-
-    Raises:
-        ValueError: the local part may consist of several boxes.
+    FSDP2 makes them: each splits what the shards to its right have split before, as tensor parallelism does. A local
+    part that may consist of several boxes is refused.
     """
     mesh, placements = value.device_mesh, value.placements
     order: list[int] = []

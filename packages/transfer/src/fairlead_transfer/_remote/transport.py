@@ -115,11 +115,7 @@ class Transport(Protocol):
 
 
 def fetch_value(ref: ray.ObjectRef[Any], deadline: float) -> Any:
-    """Return the value of a reference; without `ray.get`, of which Ray warns on every thread of an asyncio actor.
-
-    Raises:
-        Late: it has not arrived by the deadline, in `time.monotonic`.
-    """
+    """Return the value of a reference, or raise Late; Ray warns of `ray.get` on every thread of an asyncio actor."""
     future = ref.future()
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
