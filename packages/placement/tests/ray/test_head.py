@@ -136,6 +136,10 @@ USES = {
     "groups": (lambda cluster: cluster.groups(), None),
     "max_colocated_worker_groups": (lambda cluster: cluster.max_colocated_worker_groups, None),
     "node_count": (lambda cluster: cluster.node_count(), None),
+    "of": (
+        lambda cluster: RayVirtualCluster.of(cluster.get_placement_groups(), timeout_s=LIMIT_S),
+        HeadTimeoutError,
+    ),
     "port_range": (lambda cluster: cluster.port_range, None),
     "print_all_worker_groups": (lambda cluster: cluster.print_all_worker_groups(), None),
     "print_cluster_grid": (lambda cluster: cluster.print_cluster_grid(), None),
