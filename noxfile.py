@@ -270,7 +270,9 @@ def soak(session: nox.Session) -> None:
         scaling = f"{package('placement')}/tests/ray/test_scaling.py"
         session.run("pytest", scaling, "-s", "--timeout=600", env={**RAY_ENV, "FAIRLEAD_SCALING": "all"})
         users = f"{package('venvs')}/tests/unit/test_hosts.py"
-        session.run("pytest", users, "-s", "-k", "builders", "--timeout=600", env={"FAIRLEAD_BUILDERS_S": "60"})
+        session.run(
+            "pytest", users, "-s", "-k", "builders", "--timeout=600", env={**RAY_ENV, "FAIRLEAD_BUILDERS_S": "60"}
+        )
         session.run("pytest", "packages/transfer/tests/unit/test_planning.py", env={"FAIRLEAD_PAIRS": "10000"})
         with contextlib.suppress(CommandFailed):  # without a wheel of NIXL, the tests that need it are skipped
             install(session, package("transfer", "[nixl]"))
