@@ -36,6 +36,8 @@ def install() -> bool:
     exported, defined = (importlib.import_module(f"verl.single_controller.ray{name}") for name in ("", ".base"))
     pools, groups = (importlib.import_module(f"fairlead_verl.{name}") for name in ("_pools", "_groups"))
     for cls in (pools.RayResourcePool, pools.SubRayResourcePool, groups.RayWorkerGroup):
+        # A pickle then imports verl first, which installs this package, and it also loads where this package is off.
+        cls.__module__ = defined.__name__
         for module in (exported, defined):
             setattr(module, cls.__name__, cls)
     return True

@@ -52,6 +52,8 @@ def test_known_version(verl, version):
     assert install()
     for module in (base, sys.modules["verl.single_controller.ray"]):
         assert sorted(name for name in vars(module) if not name.startswith("__")) == sorted(CLASSES)
+        # Pickles name verl's module.
+        assert {getattr(module, name).__module__ for name in CLASSES} == {base.__name__}
 
 
 @pytest.mark.parametrize(("mode", "said"), [(ray.SCRIPT_MODE, 1), (ray.WORKER_MODE, 0)])

@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -26,12 +27,31 @@ OURS = {"RayWorkerGroup": "fairlead_verl._groups"} | dict.fromkeys(
 )
 IS_ON = os.environ.get("FAIRLEAD_VERL") != "0"
 only_on = pytest.mark.skipif(not IS_ON, reason="verl's own groups")
-PROGRAM = "from verl.single_controller import ray, ray as r; print([getattr(r, name).__module__ for name in {names}])"
+# A method that each class defines itself, here and in verl.
+METHODS = {
+    "RayWorkerGroup": "execute_all_sync",
+    "RayResourcePool": "get_placement_groups",
+    "SubRayResourcePool": "__init__",
+}
+PROGRAM = """
+import pickle
+pickle.loads(bytes.fromhex({pickled!r}))
+from verl.single_controller import ray
+print([getattr(getattr(ray, name), method).__module__ for name, method in {methods}.items()])
+"""
 
 
 def name_modules():
-    """Return the module of each of verl's names."""
-    return {name: getattr(verl_ray, name).__module__ for name in OURS}
+    """Return the module that implements each of verl's classes."""
+    return {name: getattr(getattr(verl_ray, name), method).__module__ for name, method in METHODS.items()}
+
+
+def run_program(pickled, **variables):
+    """Return the modules that implement verl's classes in a process that first loads a pickle."""
+    program = PROGRAM.format(pickled=pickled.hex(), methods=METHODS)
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()[-1]
 
 
 class Named(Worker):
@@ -73,12 +93,15 @@ def test_classes(make_group):
 
 @pytest.mark.parametrize("off", [{"FAIRLEAD_VERL": "0"}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}], ids=repr)
 def test_off(off):
-    """Two variables leave verl as it is."""
-    program = PROGRAM.format(names=[*OURS])
-    run = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **off}, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines()[-1] == str([VERLS] * 3)
+    """Two variables leave verl as it is, and pickles of this package's classes load there."""
+    pickled = pickle.dumps(verl_ray.RayResourcePool([2]))
+    assert run_program(pickled, **off) == str([VERLS] * 3)
+
+
+@only_on
+def test_unpickled_first():
+    """A process whose first import of verl comes from a pickle has the classes of this package."""
+    assert run_program(pickle.dumps(verl_ray.RayResourcePool([2]))) == str([OURS[name] for name in METHODS])
 
 
 @only_on
