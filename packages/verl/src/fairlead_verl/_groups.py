@@ -6,10 +6,11 @@ start of workers and the calls of actors are replaced.
 """
 
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,8 +27,8 @@ OURS = ("lifetime", "name", "num_cpus", "num_gpus", "scheduling_strategy")
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The groups of this process by their id, for verl's names of workers.
 _made: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-# The last call of each thread, which can tell why it failed.
-_last = threading.local()
+# The calls that the current `fetch` has made. They know why they failed, and keep their results and their group alive.
+_calls: ContextVar[list[Any] | None] = ContextVar("calls", default=None)
 
 
 def make_builder(described: Any, runtime_env: Mapping[str, Any] | None) -> RayWorkerBuilder:
@@ -50,20 +51,23 @@ def is_called(name: str, function: Any) -> bool:
     return named and name.startswith("_") and not name.startswith("__")
 
 
-def fetch(group: Any, output: Any) -> Any:
-    """Return the values of the last call's references; raise the loss of a worker as Fairlead explains it."""
+def fetch(execute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the values of the references that a call returns; raise the loss of a worker as Fairlead explains it."""
+    calls: list[Any] = []
+    token = _calls.set(calls)
     try:
-        return ray.get(output)
+        return ray.get(execute(*args, **kwargs))
     except ray.exceptions.RayError as error:
-        if group.fairlead_group is None:
-            raise
         try:
-            _last.call.result()
+            for call in calls:
+                call.result()
         except WorkerFailureError:
             raise
         except Exception:  # noqa: BLE001  a worker's own exception, which verl raises with Ray's type
             raise error from None
         raise
+    finally:
+        _calls.reset(token)
 
 
 def explain_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,12 +76,8 @@ def explain_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
     def make(
         group: Any, method_name: str, dispatch_fn: Any, collect_fn: Any, execute_fn: Callable[..., Any], blocking: bool
     ) -> Any:
-        def execute(*args: Any, **kwargs: Any) -> Any:
-            return fetch(group, execute_fn(*args, **kwargs))
-
-        return generate(
-            group, method_name, dispatch_fn, collect_fn, execute if blocking else execute_fn, blocking=False
-        )
+        execute = partial(fetch, execute_fn) if blocking else execute_fn
+        return generate(group, method_name, dispatch_fn, collect_fn, execute, blocking=False)
 
     return make
 
@@ -166,8 +166,10 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
         if self.fused_worker_used and method_name not in self.method_names:
             args = (f"{self.sub_cls_name}_fwmn_{method_name}", *args)
             method_name = self.fused_worker_execute_fn_name
-        _last.call = target.with_options().call(method_name, *args, **kwargs)
-        refs: list[Any] = _last.call.refs
+        call = target.with_options().call(method_name, *args, **kwargs)
+        if (calls := _calls.get()) is not None:
+            calls.append(call)
+        refs: list[Any] = call.refs
         return refs
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -187,8 +189,8 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Do the same, and return the results."""
-        return fetch(self, self.execute_all_async(method_name, *args, **kwargs))
+        return fetch(self.execute_all_async, method_name, *args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of rank 0, and return its result."""
-        return fetch(self, self.execute_rank_zero_async(method_name, *args, **kwargs))
+        return fetch(self.execute_rank_zero_async, method_name, *args, **kwargs)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With verl installed: whose classes are in use, in the driver and in a worker, and what they do about failures."""
 
+import gc
 import importlib.util
 import os
 import pickle
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
@@ -134,6 +136,19 @@ def test_own_exception(make_group):
     with pytest.raises(KeyError, match="of the worker") as caught:
         group.fail()
     assert isinstance(caught.value, ray.exceptions.RayTaskError)
+
+
+@only_on
+def test_calls_are_released(make_group):
+    """No call keeps its group alive after its results have been taken, or without anybody who waits for it."""
+    group = make_group()
+    group.modules()
+    group.execute_all_sync("modules")
+    ray.get(group.execute_all_async("modules"))
+    kept = weakref.ref(group.fairlead_group)
+    del group
+    gc.collect()
+    assert kept() is None
 
 
 @only_on
