@@ -139,6 +139,11 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
         group_id, found, _ = worker_names[0].partition("/") if worker_names else ("", "", "")
         if found:
             self._use(_made.get(group_id) or attach(group_id))
+            if self._worker_names != list(worker_names or ()):
+                raise ValueError(
+                    "fairlead-verl attaches to all workers of a group, in the order of their ranks, but worker_names "
+                    f"is {worker_names!r}. Give {self._worker_names!r}."
+                )
         else:
             super()._init_with_detached_workers(worker_names, worker_handles)
 

@@ -160,6 +160,9 @@ def test_attached(make_group):
     )
     assert again.modules() == group.modules()
     assert again.workers == group.workers
+    for names in (group.worker_names[1:], group.worker_names[::-1]):
+        with pytest.raises(ValueError, match="all workers of a group, in the order of their ranks"):
+            verl_ray.RayWorkerGroup.from_detached(worker_names=names)
 
 
 @only_on
