@@ -227,7 +227,6 @@ class Watch(AbstractContextManager["Watch"]):
         while self._changes:
             change = self._changes.popleft()
             events.append(_event_of_change(change, self._observer.members))
-            self._counter.inc(1, tags={"group": self._name, "event": change.kind})
         while self._unreported:
             kind, now = self._unreported.popleft()
             cause = causes.get(now.rank) if kind == "worker-dead" else None
@@ -236,16 +235,12 @@ class Watch(AbstractContextManager["Watch"]):
                 self._filter.forget_stuck(now.rank)
             else:
                 events.append(_event(kind, now, cause, details))
-                self._counter.inc(1, tags={"group": self._name, "event": kind})
         return events
 
     def _find_drains(self) -> list[WorkerEvent]:
         ends, now = spi.drain_deadlines(), self._observer.members
         mine = {one.rank: (one.slot.node_id, ends[one.slot.node_id]) for one in now.members if one.slot.node_id in ends}
-        events = [_event_of_drain(rank, *mine[rank], now) for rank in self._filter.find_drains(mine)]
-        for event in events:
-            self._counter.inc(1, tags={"group": self._name, "event": event.kind})
-        return events
+        return [_event_of_drain(rank, *mine[rank], now) for rank in self._filter.find_drains(mine)]
 
     @cached_property
     def _counter(self) -> Any:
@@ -261,6 +256,7 @@ class Watch(AbstractContextManager["Watch"]):
     def _report(self, event: WorkerEvent) -> None:
         if self._end.is_set():
             return
+        self._counter.inc(1, tags={"group": self._name, "event": event.kind})
         stacks = f"\n{event.stuck.stacks}" if event.stuck is not None and event.stuck.stacks else ""
         logger.log(LEVELS[event.kind], "%s: %s%s", self._name, event.message, stacks, extra={"worker_event": event})
         if self._on_event is not None:
