@@ -179,7 +179,8 @@ class RayVirtualCluster:
                 are free.
 
         Raises:
-            ValueError: there is no group, or the bundles of one differ.
+            ValueError: there is no group, one is given twice, its bundles differ, or they hold too few CPUs.
+            PlacementError: a group has been removed, or is one of another cluster.
             PlacementTimeoutError: a group was not placed, or its accelerators were not free, in time.
         """
         check_seconds("timeout_s", timeout_s)
@@ -201,7 +202,7 @@ class RayVirtualCluster:
             name=name,
             accelerators=accelerators,
         )
-        cluster._holding.adopt(placement_groups, timeout_s=check_seconds("timeout_s", timeout_s))
+        cluster._holding.adopt(placement_groups, timeout_s=timeout_s)
         return cluster
 
     @property
