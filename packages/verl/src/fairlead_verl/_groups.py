@@ -17,10 +17,10 @@ import ray
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.ray import base
 
-from fairlead_workergroup import GroupHandle, PerWorker, RayWorkerBuilder, WorkerFailureError, attach
+from fairlead_workergroup import GroupHandle, PerWorker, RayWorkerBuilder, Timeouts, WorkerFailureError, attach
 from fairlead_workergroup import RayWorkerGroup as Group
 
-from ._pools import refuse_detached, slots_of
+from ._pools import read_seconds, refuse, refuse_detached, slots_of
 
 # The group chooses these, and restarts no worker by itself, as verl.
 OURS = ("lifetime", "name", "num_cpus", "num_gpus", "scheduling_strategy")
@@ -102,10 +102,7 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
         if detached:
             refuse_detached("detached worker groups")
         if self._master_addr or self._master_port or self._ray_master_port_range:
-            raise NotImplementedError(
-                "fairlead-verl leases the master port, so master_addr, master_port and master_port_range cannot be "
-                "given. Set FAIRLEAD_VERL=0 to use verl's own classes."
-            )
+            refuse("leases the master port, so master_addr, master_port and master_port_range cannot be given")
         if self.use_gpu and not resource_pool.use_gpu:
             raise ValueError("use_gpu is True but resource_pool.use_gpu is False")
         if taken := {*PROTECTED} & {*(worker_env or {})}:
@@ -129,6 +126,7 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
                 "RAY_LOCAL_WORLD_SIZE": str(resource_pool.store[0]),
             },
             async_communication="auto",
+            timeouts=Timeouts(start_s=read_seconds("FAIRLEAD_VERL_START_TIMEOUT_S", 600.0)),
         )
         _made[group.handle().group_id] = group
         self._use(group)
@@ -156,6 +154,16 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
         self._worker_names = [f"{group_id}/{rank}" for rank in range(self._world_size)]
         if isinstance(group, Group):
             self._master_addr, self._master_port = group.master_address, str(group.master_port)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: another process gets a handle of the group, as only its maker owns it."""
+        group = self.fairlead_group
+        return {**self.__dict__, "fairlead_group": group.handle() if isinstance(group, Group) else group}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(group := self.fairlead_group, GroupHandle):
+            self.fairlead_group = _made.get(group.group_id) or group
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> Any:
         return super()._bind_worker_method(user_defined_cls, explain_failures(func_generator))

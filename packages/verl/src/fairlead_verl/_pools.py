@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's resource pools over reservations of Fairlead."""
 
+import os
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from ray.util.placement_group import PlacementGroup
 from verl.plugin.platform import get_platform
@@ -21,12 +23,26 @@ def remember(cluster: RayVirtualCluster) -> None:
         _known.setdefault(slot.key[0], (cluster, []))[1].append(slot)
 
 
-def refuse_detached(what: str) -> None:
-    """Raise the error for what shall outlive the driver."""
+def refuse(reason: str) -> NoReturn:
+    """Raise the error for an option of verl that this package cannot provide."""
     raise NotImplementedError(
-        f"fairlead-verl has no {what}: its reservations and workers end with the process that made them. Set "
-        "FAIRLEAD_VERL=0 to use verl's own classes."
+        f"fairlead-verl {reason}. Set FAIRLEAD_VERL=0 to use verl's own classes. On a cluster that already runs, set "
+        "it in Ray's runtime_env: \"+ray_kwargs.ray_init.runtime_env.env_vars.FAIRLEAD_VERL='0'\"."
     )
+
+
+def refuse_detached(what: str) -> NoReturn:
+    """Raise the error for what shall outlive the driver."""
+    refuse(f"has no {what}: its reservations and workers end with the process that made them")
+
+
+def read_seconds(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable sets, as verl has no argument for them."""
+    value = os.environ.get(variable, "")
+    try:
+        return float(value or default)
+    except ValueError:
+        raise ValueError(f"{variable} must be a number of seconds, got {value!r}.") from None
 
 
 class RayResourcePool(base.RayResourcePool):  # type: ignore[misc]
@@ -49,9 +65,14 @@ class RayResourcePool(base.RayResourcePool):  # type: ignore[misc]
                 name=name or self.name_prefix,
                 placement_group_strategy=strategy,
                 node_resource_constraints=[{self.accelerator_type: 1e-4}] * len(self.store) if accelerated else None,
+                reserve_timeout_s=read_seconds("FAIRLEAD_VERL_RESERVE_TIMEOUT_S", 180.0),
             )
             remember(cluster)
-            self.pgs = list({slot.key[0]: slot.placement_group for slot in cluster.slots()}.values())
+            # In physical order, and each in a place of `store` with its number of bundles.
+            by_size = defaultdict[int, list[PlacementGroup]](list)
+            for group in {slot.key[0]: slot.placement_group for slot in cluster.slots()}.values():
+                by_size[len(_known[group.id.hex()][1])].append(group)
+            self.pgs = [by_size[count].pop(0) for count in self.store]
         return self.pgs
 
 
@@ -79,10 +100,10 @@ class SubRayResourcePool(RayResourcePool):
 def slots_of(pool: Any) -> list[Slot]:
     """Return the slots of a pool whose placement groups exist."""
     slots: list[Slot] = []
-    for group in pool.get_placement_groups():
+    for count, group in zip(pool.store, pool.get_placement_groups(), strict=True):
         if group.id.hex() not in _known:
             remember(RayVirtualCluster.of([group], pool.max_colocate_count))
-        slots += _known[group.id.hex()][1]
+        slots += _known[group.id.hex()][1][:count]
     if isinstance(pool, SubRayResourcePool):
         return slots[pool.start_bundle_index :][: pool.subgroup_world_size]
     return slots

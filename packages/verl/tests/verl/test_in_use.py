@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With verl installed: whose classes are in use, in the driver and in a worker, and what they do about failures."""
 
+import copy
 import gc
 import importlib.util
 import os
@@ -166,8 +167,60 @@ def test_attached(make_group):
 
 
 @only_on
+def test_part_of_a_placement_group(make_group):
+    """A pool over larger placement groups takes the first bundles of each, as with verl."""
+    pool = make_group().resource_pool
+    part = verl_ray.RayResourcePool([1], use_gpu=True, max_colocate_count=2)
+    part.pgs = pool.pgs
+    described = verl_ray.RayClassWithInitArgs(ray.remote(Named))
+    assert verl_ray.RayWorkerGroup(part, described, device_name="cpu").world_size == part.world_size == 1
+
+
+@ray.remote
+def call_group(group):
+    """Return the results of a group's method, and the type of the group below it."""
+    return group.modules(), type(group.fairlead_group).__name__
+
+
+@only_on
+def test_pickled(make_group):
+    """Another process calls the same workers through a handle, and a copy in this process shares the group."""
+    group = make_group()
+    assert copy.deepcopy(group).fairlead_group is group.fairlead_group
+    assert ray.get(call_group.remote(group)) == (group.modules(), "GroupHandle")
+
+
+@only_on
 @pytest.mark.parametrize("option", [{"detached": True}, {"master_port_range": [1, 2]}], ids=repr)
 def test_refused(make_group, option):
     """Options that cannot be honoured are refused with the way back."""
-    with pytest.raises(NotImplementedError, match="FAIRLEAD_VERL=0"):
+    with pytest.raises(NotImplementedError, match=r"FAIRLEAD_VERL=0.*in Ray's runtime_env"):
         make_group(**option)
+
+
+@only_on
+def test_timeouts(monkeypatch):
+    """Two variables set how long a reservation and the start of workers may take."""
+    from fairlead_verl import _groups, _pools
+
+    monkeypatch.setenv("FAIRLEAD_VERL_RESERVE_TIMEOUT_S", "1800")
+    monkeypatch.setenv("FAIRLEAD_VERL_START_TIMEOUT_S", "3600")
+    given = {}
+
+    def record(*_, **options):
+        given.update(options)
+        raise KeyError("recorded")
+
+    monkeypatch.setattr(_pools, "RayVirtualCluster", record)
+    monkeypatch.setattr(_groups, "Group", record)
+    monkeypatch.setattr(_groups, "slots_of", lambda _: [])
+    pool = verl_ray.RayResourcePool([1])
+    with pytest.raises(KeyError, match="recorded"):
+        pool.get_placement_groups()
+    pool.pgs = []
+    with pytest.raises(KeyError, match="recorded"):
+        verl_ray.RayWorkerGroup(pool, verl_ray.RayClassWithInitArgs(ray.remote(Named)))
+    assert (given["reserve_timeout_s"], given["timeouts"].start_s) == (1800.0, 3600.0)
+    monkeypatch.setenv("FAIRLEAD_VERL_RESERVE_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="FAIRLEAD_VERL_RESERVE_TIMEOUT_S must be a number of seconds, got 'soon'"):
+        verl_ray.RayResourcePool([1]).get_placement_groups()
