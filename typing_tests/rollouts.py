@@ -45,6 +45,7 @@ from fairlead_rollouts import (
     room_for,
     sample_id,
 )
+from fairlead_rollouts.metrics import export
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 State = Literal["unseen", "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped"]
@@ -197,6 +198,8 @@ def look(ledger: Ledger, event: Event) -> None:
     assert_type(ledger.state(0), State)
     assert_type(ledger.explain(0), str)
     assert_type(ledger.check(), None)
+    assert_type(ledger.show(), None)
+    assert_type(export(ledger), None)
     numbers = ledger.statistics()
     assert_type(numbers, Statistics)
     for number in (numbers.version, numbers.pending, numbers.leased, numbers.sealed, numbers.claimed, numbers.trained):

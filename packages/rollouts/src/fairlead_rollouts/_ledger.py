@@ -11,6 +11,7 @@ from typing import Any, Self
 from ._audit import check_book, explain_group
 from ._model import Claim, Event, LedgerConfig, Ref, Shortage, State
 from ._rollout_side import RolloutSide
+from ._show import Picture, draw_ledger
 from ._sources import PromptSource
 from ._statistics import Statistics
 from ._store.journal import Journal
@@ -293,9 +294,10 @@ class Ledger(RolloutSide):
         return explain_group(self._book, ordinal, self.state(ordinal), self._claims.next_place()[0])
 
     def statistics(self) -> Statistics:
-        """Return the state of the ledger in numbers."""
+        """Return the state of the ledger in numbers. An exporter of metrics may call it from another thread."""
         book = self._book
-        oldest = min((record.oldest for record in book.records.values()), default=book.version)
+        # A list, because a dictionary that changes in the thread of the ledger cannot be iterated.
+        oldest = min([record.oldest for record in list(book.records.values())], default=book.version)
         counted: dict[str, Any] = {state: len(records) for state, records in book.by_state.items()}
         for name, one in vars(book.counters).items():
             if name in Statistics.__slots__:
@@ -308,6 +310,19 @@ class Ledger(RolloutSide):
             oldest_open=book.version - min(oldest, book.version) if book.records else None,
             **counted,
         )
+
+    def show(self) -> None:
+        """Print the groups in each state, the staleness of claims and the three oldest groups.
+
+        It uses rich if rich is installed. A notebook displays a ledger in the same way.
+        """
+        self._draw().print()
+
+    def _repr_html_(self) -> str:
+        return self._draw()._repr_html_()
+
+    def _draw(self) -> Picture:
+        return draw_ledger(self._book, self.statistics(), self._claims.next_place()[0])
 
     def check(self) -> None:
         """Raise an `InvariantError` if the records contradict each other."""

@@ -11,10 +11,16 @@ import pytest
 import fairlead_rollouts
 
 MODULES = sorted(Path(fairlead_rollouts.__file__).parent.rglob("*.py"))
-HEAVY = {"numpy", "ray", "rich", "torch"}
+HEAVY = {"numpy", "opentelemetry", "ray", "rich", "torch"}
 # Functions of `os` and `signal`, and modules, that some systems lack.
 UNIX = {"fork", "forkpty", "kill", "killpg", "mkfifo", "sched_getaffinity", "pidfd_open", "eventfd", "sendfile"}
-OPTIONAL = {"ray.py": {"ray"}, "plugin.py": {"pytest"}, "suite.py": {"pytest"}}
+OPTIONAL = {
+    "ray.py": {"ray"},
+    "_show.py": {"rich"},
+    "metrics.py": {"opentelemetry"},
+    "plugin.py": {"pytest"},
+    "suite.py": {"pytest"},
+}
 USE = """
     import sys
     from fairlead_rollouts import IndexStream, Ledger, LedgerConfig, Ref
@@ -23,7 +29,7 @@ USE = """
         ledger.seal(lease, 0, Ref("a"))
     ledger.claim(1, 2)
     ledger.advance(1, trained=1)
-    print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "ray", "rich", "torch"}))
+    print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "opentelemetry", "ray", "rich", "torch"}))
 """
 
 
