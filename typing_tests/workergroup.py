@@ -53,6 +53,7 @@ from fairlead_workergroup import (
     WorkerUsage,
     attach,
     current_worker,
+    launch,
     recursive_merge_options,
     report_progress,
     spi,
@@ -203,6 +204,15 @@ def call(group: RayWorkerGroup, ref: ObjectRef[Any]) -> None:
     assert_type(group.map("step", range(3), max_in_flight=2, ordered=False, strategy="least_loaded"), ResultStream[Any])
     assert_type(group.map("step", range(3), return_exceptions=True, move_items=True), ResultStream[Any])
     assert_type(made.stream(), ResultStream[Outcome])
+
+
+def launch_groups() -> None:
+    assert_type(launch(Worker, dp=2, tp=2, init_args=[1], init_kwargs={"a": 1}, timeout_s=60), RayWorkerGroup)
+    launch("package.Worker", workers=4, address="auto", gpus_per_worker=0.5, cpus_per_worker=2, python="uv run")
+    launch(Worker, workers=4, env_vars=variables)
+    launch(Worker, workers="4")  # type: ignore[arg-type]
+    launch(Worker, dp=2.0)  # type: ignore[arg-type]
+    launch(worker=Worker, dp=2)  # type: ignore[call-arg, arg-type]
 
 
 def handle(group: RayWorkerGroup) -> None:

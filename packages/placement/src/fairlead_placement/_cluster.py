@@ -32,7 +32,8 @@ class RayVirtualCluster:
     Args:
         bundle_ct_per_node_list: the number of bundles of each logical node; 0 skips the node.
         use_gpus: each bundle holds one GPU, if `accelerators` does not say more.
-        max_colocated_worker_groups: how many worker groups may share the slots; also CPUs per bundle.
+        max_colocated_worker_groups: how many worker groups may share the slots. Each bundle holds `cpus_per_worker` for
+            each of them.
         num_gpus_per_node: GPUs of a physical node, checked to be positive.
         name: appears in messages and in Ray's placement-group table.
         placement_group_strategy: how Ray lays out the bundles of *one logical node*: "STRICT_PACK" (on one physical
@@ -43,6 +44,7 @@ class RayVirtualCluster:
         accelerators: the accelerators that each bundle holds, by the name that Ray has for them: `{"GPU": 0.5}`,
             `{"neuron_cores": 2}`, `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
         accelerator_type: the model of these, as Ray names it, such as "A100".
+        cpus_per_worker: the CPUs of a worker of each group.
         monitor_memory: sample the memory of the nodes once a second while the cluster is reserved; see
             `get_resource_usage`.
         communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
@@ -86,6 +88,7 @@ class RayVirtualCluster:
         gpu_ids: Sequence[int | str] | Sequence[Sequence[int | str]] | Literal["auto"] | None = None,
         accelerators: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
+        cpus_per_worker: int = 1,
         monitor_memory: bool = False,
         communication_backend: Literal["nccl", "gloo"] | None = None,
         label_selector: Mapping[str, str] | None = None,
@@ -97,6 +100,7 @@ class RayVirtualCluster:
         _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
         check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
+        check_positive("cpus_per_worker", cpus_per_worker)
         self.placement_group_strategy: Strategy = placement_group_strategy
         self.port_range_low: int = PORT_LOW if port_range_low is None else port_range_low
         self.port_range_high: int = PORT_HIGH if port_range_high is None else port_range_high
@@ -115,7 +119,7 @@ class RayVirtualCluster:
         # One for each logical node, also for those that are not in use.
         self._models = _model.make_asks(
             counts,
-            capacity,
+            capacity * cpus_per_worker,
             placement_group_strategy,
             self._accelerators,
             accelerator_type,

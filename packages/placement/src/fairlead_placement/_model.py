@@ -248,7 +248,7 @@ def read_config(config: ClusterConfig) -> tuple[list[int], dict[str, Any]]:
 
 def make_asks(
     counts: Sequence[int],
-    capacity: int,
+    cpus: int,
     strategy: Strategy,
     accelerators: Mapping[str, float],
     model: str | None,
@@ -258,7 +258,7 @@ def make_asks(
     """Return a request for each logical node, also for those that are not in use."""
     if model is not None and not (isinstance(model, str) and model and accelerators):
         raise ValueError(f"accelerator_type must be the model of the accelerators of a bundle, got {model!r}")
-    bundle = {"CPU": float(capacity), **accelerators}
+    bundle = {"CPU": float(cpus), **accelerators}
     if model:
         bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
     selector = dict(labels or {})

@@ -167,4 +167,6 @@ def test_a_slot_has_the_ids_of_any_accelerator(assigns):
 
 def test_a_worker_does_not_ask_for_the_model(assigns):
     """The resource for the model of an accelerator chooses the node, and is no part of what workers share."""
+    assert slot_of({"CPU": 8.0, "GPU": 1.0}, 2).worker_resources == {"CPU": 4, "GPU": 0.5}
+    assert slot_of({"CPU": 5.0}, 2).worker_resources == {"CPU": 2}
     assert slot_of({"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}, 1).worker_resources == {"CPU": 1, "GPU": 1}

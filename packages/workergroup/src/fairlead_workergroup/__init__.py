@@ -25,6 +25,7 @@ from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle, attach
+from ._launch import launch
 from ._membership.model import Place
 from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
@@ -89,6 +90,7 @@ __all__ = [
     "WorkerUsage",
     "attach",
     "current_worker",
+    "launch",
     "recursive_merge_options",
     "report_progress",
 ]

@@ -66,11 +66,12 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
 
 
 def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """Return what one worker asks of a bundle that `capacity` workers share: a CPU, and its part of all else."""
+    """Return what one worker requests of a bundle that `capacity` workers share: its part, and at least a CPU."""
     # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
     parts = {name: math.floor(amount * PRECISION / capacity) / PRECISION for name, amount in bundle.items()}
     left_out = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
-    return {"CPU": 1.0, **{name: part for name, part in parts.items() if part > 0 and not name.startswith(left_out)}}
+    cpus = max(1.0, math.floor(parts.get("CPU", 0.0)))  # Ray takes whole CPUs only
+    return {"CPU": cpus, **{name: part for name, part in parts.items() if part > 0 and not name.startswith(left_out)}}
 
 
 def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[Accelerators]]:

@@ -89,7 +89,7 @@ def actor_options(
         if amount > bundle.get(name, 0):
             raise ValueError(
                 f"A worker requests {amount:g} {name}, but its bundle holds {bundle.get(name, 0):g}: {dict(bundle)}. "
-                "Request less, or reserve larger bundles (node_resource_constraints)."
+                "Request less, or reserve larger bundles (cpus_per_worker, node_resource_constraints)."
             )
     if runtime_env:
         options["runtime_env"] = dict(runtime_env)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a group of workers with one call, with the reservation and the Ray that it needs."""
+
+import contextlib
+import difflib
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from fairlead_placement import RayVirtualCluster, init_ray
+from fairlead_placement.spi import read_nodes
+from fairlead_sharding import NamedSharding
+from fairlead_venvs import VenvSpec
+
+from ._builder import ClassLike, RayWorkerBuilder
+from ._deadline import Deadline
+from ._group import RayWorkerGroup
+from ._membership.model import Place
+from ._options import Timeouts
+from ._start.environment import check_env_vars, choose_python
+
+# How the options of other libraries begin that could be taken for axes.
+_NO_AXES = ("num_", "gpu", "cpu", "timeout")
+
+
+def launch(
+    worker: ClassLike,
+    /,
+    *,
+    workers: int | None = None,
+    init_args: list[Any] | tuple[Any, ...] = (),
+    init_kwargs: dict[str, Any] | None = None,
+    address: str | None = None,
+    gpus_per_worker: float = 0,
+    cpus_per_worker: int = 1,
+    python: str | VenvSpec | None = None,
+    env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+    timeout_s: float = 600.0,
+    **axes: int,
+) -> RayWorkerGroup:
+    """Start a group of workers, with everything that it needs.
+
+    The workers run on the Ray that this process is connected to, or else on the cluster that `address` or `RAY_ADDRESS`
+    names. If there is neither, Ray is started on this machine, with at least as many CPUs as the workers request. Each
+    node gets the same number of workers, and as few nodes as possible are used.
+
+    Args:
+        worker: a class, a `@ray.remote` class, or the full name of a class.
+        workers: the number of workers, instead of axes.
+        init_args: the positional arguments of the constructor.
+        init_kwargs: the keyword arguments of the constructor.
+        address: the `host:port` of a Ray cluster; "local" for a new one on this machine.
+        gpus_per_worker: the GPUs of each worker, or the part of one.
+        cpus_per_worker: the CPUs of each worker.
+        python: the Python of the workers, as for `RayWorkerGroup`.
+        env_vars: the environment variables of the workers, as for `RayWorkerGroup`.
+        timeout_s: the seconds that the reservation and all constructors together may take.
+        axes: the axes over the ranks and their sizes, the last one fastest: `dp=2, tp=4` starts 8 workers.
+
+    Returns:
+        The group. Its `shutdown`, or the end of its `with` block, also releases the reservation, and stops the Ray or
+        the connection that was made here.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid; nothing has been started.
+        PlacementError: the cluster of `address` cannot be reached.
+        ResourceInsufficientError, PlacementTimeoutError: the cluster has no room for the workers.
+        WorkerStartError: a worker did not start. Nothing of the group is left.
+
+    Use `init_ray`, `RayVirtualCluster` and `RayWorkerGroup` themselves, as this function does, for several groups on
+    one reservation, for other accelerators, for a layout of your own, and for groups that restart or change size.
+
+    >>> with launch("collections.Counter", dp=2, tp=2, address="local") as group:
+    ...     group.sharding_annotations.shape, group.call("total").result()
+    ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
+    """
+    sharding = NamedSharding.from_shape(**_check_axes(workers, axes))
+    for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs or {}, (dict,))):
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+    builder = RayWorkerBuilder(worker, *init_args, **(init_kwargs or {}))
+    python = choose_python(python, builder.ray_actor_class_fqn)
+    env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
+    deadline = Deadline.after(timeout_s)
+    gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
+    # One that is never reserved: it refuses wrong options before Ray is started.
+    RayVirtualCluster([sharding.size], accelerators=gpus, cpus_per_worker=cpus_per_worker)
+    with contextlib.ExitStack() as made:
+        if not ray.is_initialized():
+            made.callback(ray.shutdown)
+        _connect(address, sharding.size * cpus_per_worker)
+        bundle = {"CPU": float(cpus_per_worker), **gpus}
+        rooms = [_count_that_fit(bundle, node.total) for node in read_nodes()]
+        cluster = RayVirtualCluster(
+            _count_for_each_node(sharding.size, rooms),
+            accelerators=gpus,
+            cpus_per_worker=cpus_per_worker,
+            reserve_timeout_s=deadline.left() or 0.0,
+        )
+        made.enter_context(cluster)
+        group = _LaunchedGroup(
+            cluster,
+            builder,
+            sharding_annotations=sharding,
+            env_vars=env_vars,
+            python=python,
+            timeouts=Timeouts(start_s=deadline.left() or 0.001),
+        )
+        group.made = made.pop_all()
+    return group
+
+
+class _LaunchedGroup(RayWorkerGroup):
+    """A group that ends what was made for it: its reservation, and its Ray."""
+
+    made: contextlib.ExitStack | None = None
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
+        try:
+            return super().shutdown(cleanup_method, timeout, force)
+        finally:
+            if self.made is not None:
+                self.made.close()
+
+
+def _connect(address: str | None, cpus: int) -> None:
+    """Connect to the named cluster, or start Ray here with at least as many CPUs as this."""
+    if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
+        init_ray(address=address)
+    else:
+        init_ray(address="local", num_cpus=max(cpus, len(os.sched_getaffinity(0))))
+
+
+def _check_axes(workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the axes over the workers; refuse what looks like an option that `launch` does not have."""
+    options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
+    larger = {name: kind for kind in (RayVirtualCluster, RayWorkerGroup) for name in inspect.signature(kind).parameters}
+    for name, size in axes.items():
+        if kind := larger.get(name) if name != "worker" or not isinstance(size, int) else None:
+            raise TypeError(f"launch has no option {name!r}: give it to {kind.__name__}. See the docstring of launch.")
+        near = difflib.get_close_matches(name, options, 1, 0.8)
+        if near or name.startswith(_NO_AXES) or isinstance(size, bool) or not isinstance(size, int):
+            found = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
+            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {found}")
+    if (workers is None) is (not axes):
+        raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
+    return axes if workers is None else {"worker": workers}
+
+
+def _count_that_fit(bundle: Mapping[str, float], total: Mapping[str, float]) -> int:
+    """Return how many workers a node can hold while nothing else is there."""
+    return int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
+
+
+def _count_for_each_node(workers: int, rooms: Sequence[int]) -> list[int]:
+    """Return the largest equal parts of the workers that nodes with these rooms hold; one part if none fits.
+
+    >>> _count_for_each_node(16, [8, 8, 4]), _count_for_each_node(12, [8, 8]), _count_for_each_node(5, [4])
+    ([8, 8], [6, 6], [5])
+    """
+    for parts in (count for count in range(1, workers + 1) if workers % count == 0):
+        if sum(room // (workers // parts) for room in rooms) >= parts:
+            return [workers // parts] * parts
+    return [workers]

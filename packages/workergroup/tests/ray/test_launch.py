@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`launch` starts a group with one call, and removes everything that it has made."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from fairlead_placement import ResourceInsufficientError
+from fairlead_workergroup import Shard, WorkerStartError, launch
+
+
+class Policy:
+    """A worker that knows what it was made with."""
+
+    def __init__(self, *args, fail=False, **kwargs):
+        if fail:
+            raise OSError("no checkpoint")
+        self.made_with = (args, kwargs)
+
+    def read(self):
+        return self.made_with, ray.get_runtime_context().get_assigned_resources()["CPU"], os.environ.get("COLOR")
+
+    def double(self, values):
+        return [2 * value for value in values]
+
+
+def held_groups() -> list[str]:
+    """Return the placement groups that exist."""
+    return [name for name, group in placement_group_table().items() if group["state"] != "REMOVED"]
+
+
+def test_own_ray(monkeypatch):
+    """Without a cluster it starts a Ray that has a CPU for each worker, and stops it after an error too."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    count = (os.cpu_count() or 1) + 2
+    with pytest.raises(AttributeError), launch(Policy, workers=count) as policy:
+        policy.call("read").of_the_user()
+    assert not ray.is_initialized()
+
+
+@pytest.mark.usefixtures("local_ray")
+class TestOnRunningRay:
+    """On a Ray that this process is connected to, which stays."""
+
+    def test_group(self):
+        """The group has the axes, the arguments and the CPUs that were given, and its reservation goes with it."""
+        options = {"init_args": ["a"], "init_kwargs": {"size": 3}, "cpus_per_worker": 2, "env_vars": {"COLOR": "red"}}
+        with launch(Policy, dp=2, tp=2, **options) as policy:
+            assert policy.sharding_annotations.shape == {"dp": 2, "tp": 2}
+            assert policy.call("double", Shard([[1], [2, 3]], "dp"), collect="dp").result(60) == [[2], [4, 6]]
+            assert policy.call("read").result(60) == [((("a",), {"size": 3}), 2.0, "red")] * 4
+            assert len(held_groups()) == 1
+        assert held_groups() == []
+        assert ray.is_initialized()
+
+    def test_shutdown(self):
+        """Without a `with`, `shutdown` does the same; a second one does nothing."""
+        policy = launch(Policy, workers=2)
+        assert policy.sharding_annotations.names == ["worker"]
+        assert policy.shutdown()
+        assert policy.shutdown()
+        assert held_groups() == []
+
+    def test_no_room(self):
+        """More workers than CPUs are refused with a table of what the nodes have."""
+        with pytest.raises(ResourceInsufficientError, match="cannot hold 17 bundles"):
+            launch(Policy, workers=17)
+        assert held_groups() == []
+
+    def test_failed_constructor(self):
+        """A constructor that raises is reported with its rank, and nothing is left."""
+        with pytest.raises(WorkerStartError, match="no checkpoint"):
+            launch(Policy, workers=2, init_kwargs={"fail": True})
+        assert held_groups() == []
+
+    def test_interrupted(self, tmp_path):
+        """Ctrl-C while the constructors run ends the workers and the reservation, before the driver itself ends."""
+        script = tmp_path / "driver.py"
+        script.write_text(
+            textwrap.dedent(
+                f"""
+                import time
+                from ray.util.placement_group import placement_group_table
+                from fairlead_workergroup import launch
+
+                class Slow:
+                    def __init__(self):
+                        open({str(tmp_path / "started")!r}, "w").close()
+                        time.sleep(300)
+
+                if __name__ == "__main__":
+                    import ray
+                    ray.init({ray.get_runtime_context().gcs_address!r})
+                    try:
+                        launch(Slow, workers=2)
+                    except KeyboardInterrupt:
+                        print([one["state"] for one in placement_group_table().values() if one["state"] != "REMOVED"])
+                """
+            )
+        )
+        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as driver:
+            try:
+                while not (tmp_path / "started").exists():
+                    assert driver.poll() is None
+                driver.send_signal(signal.SIGINT)
+                assert driver.communicate(timeout=60)[0].splitlines()[-1:] == ["[]"]
+            finally:
+                driver.kill()

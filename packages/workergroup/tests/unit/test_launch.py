@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`launch` refuses wrong arguments before it starts anything, and spreads workers over nodes in equal parts."""
+
+import collections
+
+import pytest
+import ray
+
+from fairlead_workergroup import launch
+from fairlead_workergroup._launch import _count_for_each_node
+
+WORKERS = {"workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("worker", "options", "message"),
+    [
+        (lambda: 1, WORKERS, "a worker must be a class or its full name"),
+        ("Policy", WORKERS, "must be 'package.module.Class'"),
+        (collections.Counter, {}, "needs the number of workers"),
+        (collections.Counter, {"workers": 2, "dp": 2}, "and not both"),
+        (collections.Counter, {"workers": 0}, "must be at least 1, got 0"),
+        (collections.Counter, {"dp": 2, "tp": 0}, "axis 'tp' must be at least 1, got 0"),
+        (collections.Counter, {"dp": -2}, "axis 'dp' must be at least 1, got -2"),
+        (collections.Counter, {"dp": 2.0}, "dp=2.0 is not an axis"),
+        (collections.Counter, {"dp": 2, "timeout": 3}, "Did you mean timeout_s?"),
+        (collections.Counter, {"dp": 2, "gpu_per_worker": 1}, "Did you mean gpus_per_worker?"),
+        (collections.Counter, {"dp": 2, "num_gpus": 1}, "Its options are workers, init_args,"),
+        (collections.Counter, {"dp": 2, "restart": 1}, "'restart': give it to RayWorkerGroup"),
+        (collections.Counter, {"dp": 2, "gpu_ids": 1}, "'gpu_ids': give it to RayVirtualCluster"),
+        (collections.Counter, {**WORKERS, "cpus_per_worker": 0}, "cpus_per_worker must be an integer of at least 1"),
+        (collections.Counter, {**WORKERS, "gpus_per_worker": -1}, "accelerators must have positive, finite amounts"),
+        (collections.Counter, {**WORKERS, "init_args": "text"}, "init_args must be a list or tuple"),
+        (collections.Counter, {**WORKERS, "init_kwargs": [1]}, "init_kwargs must be a dict"),
+        (collections.Counter, {**WORKERS, "timeout_s": 0}, "timeout_s must be a positive number of seconds"),
+        (collections.Counter, {**WORKERS, "timeout_s": None}, "timeout_s must be a positive number of seconds"),
+        (collections.Counter, {**WORKERS, "env_vars": {"RANK": "1"}}, "env_vars may not name 'RANK'"),
+        (collections.Counter, {**WORKERS, "python": 3}, "python must be a VenvSpec"),
+    ],
+)
+def test_refused(worker, options, message):
+    """A wrong argument is refused with the remedy, and no Ray is started."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        launch(worker, **options)
+    assert message in str(caught.value)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("workers", "rooms", "counts"),
+    [
+        (4, [4], [4]),
+        (4, [2, 2], [2, 2]),
+        (16, [8, 8, 4], [8, 8]),
+        (12, [8, 8], [6, 6]),
+        (6, [3, 1, 2], [1] * 6),
+        (5, [4, 4], [1] * 5),
+        (5, [4], [5]),
+        (4, [], [4]),
+    ],
+)
+def test_spread(workers, rooms, counts):
+    """Nodes get the largest equal parts that fit; what fits nowhere stays whole, so that it is refused as a whole."""
+    assert _count_for_each_node(workers, rooms) == counts
