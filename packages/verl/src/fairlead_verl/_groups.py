@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.ray import base
 
@@ -27,7 +28,7 @@ OURS = ("lifetime", "name", "num_cpus", "num_gpus", "scheduling_strategy")
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The groups of this process by their id, for verl's names of workers.
 _made: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-# The calls that the current `fetch` has made. They know why they failed, and keep their results and their group alive.
+# The calls that the current `record` sees. They know why they failed, and keep their results and their group alive.
 _calls: ContextVar[list[Any] | None] = ContextVar("calls", default=None)
 
 
@@ -51,12 +52,20 @@ def is_called(name: str, function: Any) -> bool:
     return named and name.startswith("_") and not name.startswith("__")
 
 
-def fetch(execute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the values of the references that a call returns; raise the loss of a worker as Fairlead explains it."""
+def record(start: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+    """Return the calls of Fairlead that a function makes, and its result."""
     calls: list[Any] = []
     token = _calls.set(calls)
     try:
-        return ray.get(execute(*args, **kwargs))
+        return calls, start(*args, **kwargs)
+    finally:
+        _calls.reset(token)
+
+
+def explain(calls: Sequence[Any], get: Callable[[], Any]) -> Any:
+    """Return the results of calls; raise the loss of a worker as Fairlead explains it."""
+    try:
+        return get()
     except ray.exceptions.RayError as error:
         try:
             for call in calls:
@@ -66,8 +75,25 @@ def fetch(execute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         except Exception:  # noqa: BLE001  a worker's own exception, which verl raises with Ray's type
             raise error from None
         raise
-    finally:
-        _calls.reset(token)
+
+
+def fetch(execute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the values of the references that a call returns."""
+    calls, references = record(execute, *args, **kwargs)
+    return explain(calls, partial(ray.get, references))
+
+
+class Future(DataProtoFuture):  # type: ignore[misc]
+    """verl's future. Another process gets one of verl's own."""
+
+    calls: Sequence[Any] = ()
+
+    def get(self) -> Any:
+        """Wait for the data, and return it."""
+        return explain(self.calls, super().get)
+
+    def __reduce__(self) -> Any:
+        return DataProtoFuture, (self.collect_fn, self.futures, self.dispatch_fn)
 
 
 def explain_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +103,16 @@ def explain_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
         group: Any, method_name: str, dispatch_fn: Any, collect_fn: Any, execute_fn: Callable[..., Any], blocking: bool
     ) -> Any:
         execute = partial(fetch, execute_fn) if blocking else execute_fn
-        return generate(group, method_name, dispatch_fn, collect_fn, execute, blocking=False)
+        start = generate(group, method_name, dispatch_fn, collect_fn, execute, blocking=False)
+
+        def start_later(*args: Any, **kwargs: Any) -> Any:
+            calls, output = record(start, *args, **kwargs)
+            if isinstance(output, DataProtoFuture):
+                output = Future(output.collect_fn, output.futures, output.dispatch_fn)
+                output.calls = calls
+            return output
+
+        return start if blocking else start_later
 
     return make
 

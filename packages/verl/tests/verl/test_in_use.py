@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
+from functools import partial
 
 import pytest
 
@@ -18,6 +19,8 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed; run `nox -s verl`", allow_module_level=True)
 
 import ray
+import torch
+from verl import DataProto
 from verl.single_controller import ray as verl_ray
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -66,6 +69,11 @@ class Named(Worker):
     def wait(self, seconds):
         time.sleep(seconds)
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def return_later(self, data):
+        time.sleep(data.batch["seconds"][0].item())
+        return data
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self):
         raise KeyError("of the worker")
@@ -73,6 +81,11 @@ class Named(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self, *names):
         return [os.environ.get(name) for name in names]
+
+
+def make_data(seconds):
+    """Return verl's batch of two rows."""
+    return DataProto.from_dict({"seconds": torch.tensor([seconds] * 2)})
 
 
 @pytest.fixture
@@ -118,16 +131,35 @@ def test_environment(make_group):
 
 @only_on
 def test_lost_worker(make_group):
-    """A killed worker is named with its rank within seconds, while the other one goes on."""
+    """A killed worker is named with its rank within seconds by a method and a future, while the other one goes on."""
     group = make_group()
     pids = [pid for _, pid in group.modules()]
     references = group.execute_all_async("wait", 60)
+    future = group.return_later(make_data(60))
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(WorkerFailureError, match="rank 1"):
-        group.wait(60)
+    for wait in (partial(group.wait, 60), future.get):
+        with pytest.raises(WorkerFailureError, match="rank 1"):
+            wait()
     assert time.monotonic() - began < 5
     assert len(references) == 2
+
+
+@ray.remote
+def get_future(future):
+    """Return the data of a future, and the module of its class."""
+    return future.get(), type(future).__module__
+
+
+@only_on
+def test_future(make_group):
+    """Another process reads a future as verl's own, and a future of other data is given to the workers as its parts."""
+    group = make_group()
+    future = group.return_later(make_data(0))
+    data, module = ray.get(get_future.remote(future))
+    assert data.batch["seconds"].tolist() == future.get().batch["seconds"].tolist() == [0, 0]
+    assert module == "verl.protocol"
+    assert group.return_later(future).get().batch["seconds"].tolist() == [0, 0]
 
 
 @only_on
@@ -146,6 +178,7 @@ def test_calls_are_released(make_group):
     group.modules()
     group.execute_all_sync("modules")
     ray.get(group.execute_all_async("modules"))
+    group.return_later(make_data(0)).get()
     kept = weakref.ref(group.fairlead_group)
     del group
     gc.collect()
