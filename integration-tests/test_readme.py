@@ -22,7 +22,9 @@ def test_example(tmp_path):
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == example.rpartition("  # ")[2].strip()
-    assert "'characters': 17" in done.stdout
+    assert "2*3= ..." in done.stdout
+    assert example.count("import") == 1
+    assert len([line for line in example.splitlines() if line.strip()]) <= 8
 
 
 def pages() -> list[Path]:

@@ -118,11 +118,13 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
         here = [one for one in findings if one.job_id == job.job_id]
         actors = [one for one in snapshot.actors if one.job_id == job.job_id and one.state == "ALIVE"]
         driver = f"driver pid {job.pid} on {addresses.get(job.node_id, 'an unknown node')}, " if job.pid else ""
-        counted = f"{sum(one.job_id == job.job_id for one in fleets)} fleets, {len(actors)} actors"
-        nodes = len({one.node_id for one in actors})
-        head = (
-            f"job {job.job_id} ({job.entrypoint}; {driver}{counted} on {nodes} nodes), seen in {snapshot.took_s:.1f} s"
-        )
+        numbers = {
+            "fleet": sum(one.job_id == job.job_id for one in fleets),
+            "actor": len(actors),
+            "node": len({one.node_id for one in actors}),
+        }
+        counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
+        head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted}), seen in {snapshot.took_s:.1f} s"
         parts += [Text(clean(head), style="bold"), *(_draw_finding(one, verbose) for one in here)]
         if not here:
             parts.append(Text("Nothing waits for a process that does not move.", style="green"))
