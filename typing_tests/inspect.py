@@ -52,7 +52,7 @@ def timeline(group: RayWorkerGroup, handle: GroupHandle) -> None:
     assert_type(stragglers(handle, "step"), StragglerReport)
     assert_type(report.timings, tuple[WorkerTiming, ...])
     assert_type(report.stragglers, tuple[WorkerTiming, ...])
-    assert_type(report.undecidable, tuple[str, ...])
+    assert_type(report.ambiguous, tuple[str, ...])
     timing = report.timings[0]
     assert_type((timing.rank, timing.calls), tuple[int, int])
     assert_type(timing.coords, Mapping[str, int])

@@ -19,7 +19,6 @@ from fairlead_placement import (
     ClusterConfig,
     GpuMemory,
     HeadTimeoutError,
-    Holder,
     Node,
     NodeAgent,
     NodeUsage,
@@ -29,7 +28,8 @@ from fairlead_placement import (
     PortUnavailableError,
     ProcessUsage,
     RayVirtualCluster,
-    Report,
+    ReservationReport,
+    ResourceHolder,
     ResourceInsufficientError,
     Slot,
     init_ray,
@@ -156,13 +156,13 @@ def configure(config: ClusterConfig) -> None:
 
 def explain(cluster: RayVirtualCluster) -> None:
     report = cluster.explain(unified=True)
-    assert_type(report, Report)
+    assert_type(report, ReservationReport)
     assert_type(report.verdict, Literal["fits", "taken", "impossible", "reserved"])
     assert_type(report.plan, Mapping[int, tuple[str, ...]])
     assert_type(report.reserved_at, float | None)
     assert_type(report.lost, tuple[str, ...])
     assert_type(report.nodes, tuple[Node, ...])
-    assert_type(report.holders, tuple[Holder, ...])
+    assert_type(report.holders, tuple[ResourceHolder, ...])
     for ask in report.asks:
         assert_type(ask.node_idx, int)
         assert_type(ask.count, int)
@@ -188,7 +188,7 @@ def look() -> None:
         assert_type(node.free, Mapping[str, float])
         assert_type(node.labels, Mapping[str, str])
     for holder in read_holders():
-        assert_type(holder, Holder)
+        assert_type(holder, ResourceHolder)
         assert_type(holder.kind, Literal["placement group", "actor"])
         assert_type(holder.name, str)
         assert_type(holder.holder_id, str)
@@ -313,11 +313,11 @@ def errors(cluster: RayVirtualCluster) -> None:
         raise timeout from None
     except PlacementTimeoutError as error:
         late: TimeoutError = error
-        assert_type(error.report, Report | None)
+        assert_type(error.report, ReservationReport | None)
         raise late from None
     except ResourceInsufficientError as error:
         assert_type(error.reason, str)
-        assert_type(error.report, Report | None)
+        assert_type(error.report, ReservationReport | None)
     except PortUnavailableError as error:
         assert_type(error.node_ip, str)
         for number in (error.count, error.low, error.high, error.leased, error.in_use):

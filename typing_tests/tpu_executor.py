@@ -36,13 +36,13 @@ from fairlead_tpu_executor import (
     JobSucceeded,
     PoolBusyError,
     PoolStatistics,
-    PreemptedTooOftenError,
+    PreemptionLimitError,
     RayExecutor,
     SliceInfo,
-    SliceLack,
     SliceLostError,
     SlicePool,
     SlicePoolManager,
+    SliceShortage,
     TpuAcceleratorConfig,
     TpuExecutorError,
     TpuRemoteManager,
@@ -99,11 +99,11 @@ def configure(nodes: Sequence[Node], one: SliceInfo) -> None:
         assert_type(config.flatten, bool)
         assert_type(config.max_retries_preemption, int)
         assert_type(config.max_retries_failure, int)
-        assert_type(config.nominal(), SliceInfo)
+        assert_type(config.template(), SliceInfo)
         assert_type(config.bundle(one, worker=0), dict[str, float])
         assert_type(config.request(one), dict[str, float])
         assert_type(config.find(nodes).intact, tuple[SliceInfo, ...])
-        assert_type(config.find(nodes).lacking, tuple[SliceLack, ...])
+        assert_type(config.find(nodes).lacking, tuple[SliceShortage, ...])
     assert_type(tpu.tpu_version, str)
     assert_type(tpu.pod_count, int | Sequence[int])
     assert_type(tpu.topology, str | None)
@@ -147,7 +147,7 @@ def pool(config: AcceleratorConfigType) -> None:
         assert_type(count, int)
 
 
-def slices(one: SliceInfo, lack: SliceLack) -> None:
+def slices(one: SliceInfo, lack: SliceShortage) -> None:
     for text in (one.slice_name, one.kind, one.topology, one.head_resource, one.zone, one.ip_address):
         assert_type(text, str)
     assert_type(one.node_ids, tuple[str, ...])
@@ -155,7 +155,7 @@ def slices(one: SliceInfo, lack: SliceLack) -> None:
     assert_type(one.num_hosts, int)
     assert_type(one.num_accelerators_per_host, int)
     assert_type(lack.slice_name, str)
-    assert_type(lack.what, str)
+    assert_type(lack.reason, str)
 
 
 def status(status: JobStatus) -> None:
@@ -257,11 +257,11 @@ def errors(pool: SlicePool) -> None:
         pool.run(train, "path")
     except InsufficientSlicesError as error:
         assert_type(error.kind, str)
-        assert_type(error.wanted, tuple[int, ...])
-        assert_type(error.found, int)
-        assert_type(error.missing, tuple[SliceLack, ...])
+        assert_type(error.requested, tuple[int, ...])
+        assert_type(error.available, int)
+        assert_type(error.missing, tuple[SliceShortage, ...])
         assert_type(error.waited_s, float)
-    except PreemptedTooOftenError as error:
+    except PreemptionLimitError as error:
         assert_type(error.name, str)
         assert_type(error.preemptions, int)
         assert_type(error.limit, int)

@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import (
-    Family,
     Layout,
     LayoutMismatchError,
     Link,
     LocalTensor,
     Mismatch,
-    Pieces,
-    RankProblem,
+    PieceTable,
+    RankFailure,
     StaleWeightsError,
+    TensorSet,
     TransferError,
     TransferExplanation,
     TransferPlan,
@@ -56,12 +56,12 @@ def plan_by_hand(mesh: NamedSharding) -> None:
     assert_type(plan.bytes_by_sender, npt.NDArray[np.int64])
     assert_type(plan.source_nodes, npt.NDArray[np.int64])
     assert_type(plan.target_nodes, npt.NDArray[np.int64])
-    for family in plan.families:
-        assert_type(family, Family)
-        assert_type(family.names, tuple[str, ...])
-        assert_type((family.source, family.target), tuple[Layout, Layout])
-        pieces = family.pieces
-        assert_type(pieces, Pieces)
+    for tensor_set in plan.tensor_sets:
+        assert_type(tensor_set, TensorSet)
+        assert_type(tensor_set.names, tuple[str, ...])
+        assert_type((tensor_set.source, tensor_set.target), tuple[Layout, Layout])
+        pieces = tensor_set.pieces
+        assert_type(pieces, PieceTable)
         assert_type(pieces.receivers, npt.NDArray[np.int64])
         assert_type(pieces.senders, npt.NDArray[np.int64])
         assert_type(pieces.starts, npt.NDArray[np.int64])
@@ -140,8 +140,8 @@ def read_error(error: TransferError) -> None:
     assert_type(error.version, int)
     assert_type(error.remedy, str)
     assert_type(error.versions, dict[int, int | Literal["torn", "committing"] | None])
-    assert_type(error.problems, tuple[RankProblem, ...])
-    for one in error.problems:
+    assert_type(error.failures, tuple[RankFailure, ...])
+    for one in error.failures:
         assert_type(one.side, Literal["source", "target"])
         assert_type((one.rank, one.node_id, one.reason), tuple[int, str, str])
 

@@ -93,7 +93,7 @@ def tidy(spec: VenvSpec) -> None:
     for venv in venvs:
         assert_type(venv.path, Path)
         assert_type(venv.ray, str | None)
-        for text in (venv.python, venv.about, venv.version, venv.fingerprint, venv.request):
+        for text in (venv.python, venv.description, venv.version, venv.fingerprint, venv.request):
             assert_type(text, str)
         assert_type(venv.built_at, float)
         assert_type(venv.used_at, float)
@@ -120,7 +120,7 @@ def errors(spec: VenvSpec) -> None:
         assert_type(error.reason, str)
         assert_type(error.node, str | None)
     except VenvMismatchError as error:
-        for text in (error.what, error.found, error.wanted, error.where):
+        for text in (error.component, error.actual, error.required, error.where):
             assert_type(text, str)
         assert_type(error.node, str | None)
     except VenvNodesError as error:

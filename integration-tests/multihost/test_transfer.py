@@ -171,7 +171,7 @@ def test_nixl_and_a_stopped_source(hosts, tmp_path, commit, number):
 
     def check_staged(link, target, error):
         assert error.phase == "move"
-        assert [(one.side, one.rank) for one in error.problems] == [("source", 1)]
+        assert [(one.side, one.rank) for one in error.failures] == [("source", 1)]
         assert target.call("writing").result() == [1, 1]
         assert link.versions() == {0: 0, 1: 0}
         target.workers[1].fill.remote(7.0)

@@ -42,9 +42,9 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
         link.send(new, timeout=timeout_s if how == "stop" else 600)
     took = time.monotonic() - began
     error = caught.value
-    assert [(problem.side, problem.rank) for problem in error.problems] == [(side, 1)]
+    assert [(failure.side, failure.rank) for failure in error.failures] == [(side, 1)]
     assert error.version == new
-    assert all(problem.node_id for problem in error.problems)
+    assert all(failure.node_id for failure in error.failures)
     decided = phase in ("commit", "committing")
     assert (error.phase == "commit") == decided
     if how == "stop":

@@ -52,12 +52,12 @@ class StragglerReport:
 
     Attributes:
         timings: of each method and worker, as far as at least 5 calls are known.
-        undecidable: methods in which workers wait for each other without `current_worker().waiting()`: all of them
+        ambiguous: methods in which workers wait for each other without `current_worker().waiting()`: all of them
             take equally long, whoever is slow.
     """
 
     timings: tuple[WorkerTiming, ...]
-    undecidable: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
 
     @property
     def stragglers(self) -> tuple[WorkerTiming, ...]:
@@ -71,7 +71,7 @@ def stragglers(group: RayWorkerGroup | GroupHandle, method: str | None = None) -
 
     A worker is slower if the median of its latest calls is at least a tenth above that of its peers, and the
     difference is certain. Workers that wait for each other take equally long, so time in `current_worker().waiting()`
-    is not counted; a method that waits without it is undecidable.
+    is not counted; a method that waits without it is ambiguous.
 
     Args:
         group: the group, or a handle of it.
@@ -93,7 +93,7 @@ def find_stragglers(timeline: Timeline, method: str | None = None) -> StragglerR
             if span.end is not None and not span.failed and method in (None, span.method):
                 by_method.setdefault(span.method, {}).setdefault(one.worker.rank, []).append(span)
     timings: list[WorkerTiming] = []
-    undecidable = []
+    ambiguous = []
     for name, spans in sorted(by_method.items()):
         known = {rank: there for rank, there in sorted(spans.items()) if len(there) >= LEAST_CALLS}
         if len(known) < 2 or name == "__init__":
@@ -102,9 +102,9 @@ def find_stragglers(timeline: Timeline, method: str | None = None) -> StragglerR
         if not any(span.waited_s for there in known.values() for span in there):
             found = _keep_late(found, known)
             if not any(one.slow for one in found) and _is_synchronous(known):
-                undecidable.append(name)
+                ambiguous.append(name)
         timings += found
-    return StragglerReport(tuple(timings), tuple(undecidable))
+    return StragglerReport(tuple(timings), tuple(ambiguous))
 
 
 def _work(span: Span) -> float:

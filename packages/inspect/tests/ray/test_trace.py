@@ -141,7 +141,7 @@ def test_stragglers(local_ray, tmp_path, run):
         assert [one.rank for one in stragglers(group, "work").stragglers] == [slow]
         report = stragglers(group)
     assert {(one.method, one.rank) for one in report.stragglers} == {("work", slow), ("work_and_meet", slow)}
-    assert report.undecidable == ("work_and_meet_unmarked",)
+    assert report.ambiguous == ("work_and_meet_unmarked",)
     (timing,) = [one for one in report.timings if (one.method, one.rank) == ("work", slow)]
     assert (timing.calls, timing.slow) == (50, ("dp", "tp"))
     assert timing.ratios["dp"] == pytest.approx(1.2, abs=0.02)

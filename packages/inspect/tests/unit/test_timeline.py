@@ -232,15 +232,15 @@ def test_straggler(seed, barrier, marked):
     report = find_stragglers(steady(rng, slow, barrier, marked))
     assert [one.rank for one in report.stragglers] == [slow]
     assert set(report.stragglers[0].slow) == {"dp", "tp"}
-    assert report.undecidable == ()
+    assert report.ambiguous == ()
     assert find_stragglers(steady(rng, None, barrier, marked)).stragglers == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_undecidable(seed):
-    """A method that waits for its peers without a mark is undecidable, and nobody is named."""
+    """A method that waits for its peers without a mark is ambiguous, and nobody is named."""
     report = find_stragglers(steady(random.Random(seed), 3, barrier=True))
-    assert (report.stragglers, report.undecidable) == ((), ("train",))
+    assert (report.stragglers, report.ambiguous) == ((), ("train",))
 
 
 def test_straggler_that_begins_early():

@@ -17,7 +17,7 @@ from ._nodes.agent import NodeAgent
 from ._nodes.ports import PortLease, lease_ports, release_ports
 from ._nodes.usage import GpuMemory, NodeUsage, ProcessUsage
 from ._plan.topology import select_segment_nodes, sort_bundle_indices_by_topology
-from ._show import Holder, Report
+from ._show import ReservationReport, ResourceHolder
 from ._slot import Slot
 from .exceptions import (
     HeadTimeoutError,
@@ -33,7 +33,6 @@ __all__ = [
     "ClusterConfig",
     "GpuMemory",
     "HeadTimeoutError",
-    "Holder",
     "Node",
     "NodeAgent",
     "NodeUsage",
@@ -43,7 +42,8 @@ __all__ = [
     "PortUnavailableError",
     "ProcessUsage",
     "RayVirtualCluster",
-    "Report",
+    "ReservationReport",
+    "ResourceHolder",
     "ResourceInsufficientError",
     "Slot",
     "init_ray",

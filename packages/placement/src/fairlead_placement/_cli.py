@@ -16,7 +16,7 @@ from ._discovery import TAG
 from ._doctor.examine import ACCELERATORS, Check, Expected, examine_cluster
 from ._model import group_pairs
 from ._nodes.head import read_holders, read_nodes
-from ._show import Report, draw_nodes
+from ._show import ReservationReport, draw_nodes
 from ._terminal import Output, add_command, attach, run_command
 
 # Of the JSON; it changes when a field changes its meaning or goes.
@@ -130,7 +130,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _explain(options: argparse.Namespace, output: Output) -> int:
-    report: Report = options.request.explain()
+    report: ReservationReport = options.request.explain()
     if options.json:
         output.print_json(
             {

@@ -21,7 +21,7 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
 from ._reserve.held import Holding, find_bundles, not_returned
 from ._reserve.wait import examine, examine_reserved
-from ._show import Report, as_html, count_bundles, draw
+from ._show import ReservationReport, as_html, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
 
@@ -244,7 +244,7 @@ class RayVirtualCluster:
         """Return the number of logical nodes in use. Reserves nothing."""
         return sum(count > 0 for count in self._counts)
 
-    def explain(self, *, unified: bool = False) -> Report:
+    def explain(self, *, unified: bool = False) -> ReservationReport:
         """Report whether a reservation would fit now, on which nodes, and who holds what is missing. Reserves nothing.
 
         For `gpu_ids` the answer is about any GPUs: only a process that holds a GPU can read its id.

@@ -107,7 +107,7 @@ _VERDICTS: dict[Verdict, str] = {
 
 
 @dataclass(frozen=True)
-class Holder:
+class ResourceHolder:
     """A holder of resources: a placement group, or an actor outside of any group.
 
     Attributes:
@@ -126,7 +126,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReservationReport:
     """A request and what was found, as a value that prints as tables.
 
     Attributes:
@@ -143,7 +143,7 @@ class Report:
 
     asks: tuple[Ask, ...]
     nodes: tuple[Node, ...]
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[ResourceHolder, ...] = ()
     verdict: Verdict = "impossible"
     plan: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     reserved_at: float | None = None
@@ -191,7 +191,7 @@ class Report:
 
 
 def draw_nodes(
-    nodes: Sequence[Node], holders: Sequence[Holder], wanted: Sequence[str], *, title: str = "Found"
+    nodes: Sequence[Node], holders: Sequence[ResourceHolder], wanted: Sequence[str], *, title: str = "Found"
 ) -> RenderableType:
     """Return a table of nodes with the amounts of some resources, and who holds them."""
     if not nodes:
@@ -221,7 +221,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
 
 
-def _others(node: Node, holders: Sequence[Holder], wanted: Sequence[str]) -> dict[str, float]:
+def _others(node: Node, holders: Sequence[ResourceHolder], wanted: Sequence[str]) -> dict[str, float]:
     """Return what is neither free nor held by a holder that has a name."""
     bundles = [bundle for holder in holders for bundle in holder.bundles[node.node_id]]
     named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from ._show import Report
+from ._show import ReservationReport
 
 __all__ = [
     "HeadTimeoutError",
@@ -38,7 +38,7 @@ class _Reported(PlacementError):
     """An error that shows what was requested and what was found."""
 
     reason: str
-    report: Report | None = field(default_factory=lambda: None)
+    report: ReservationReport | None = field(default_factory=lambda: None)
 
     def __str__(self) -> str:
         return self.reason if self.report is None else f"{self.reason}\n\n{self.report}"

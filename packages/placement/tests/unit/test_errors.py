@@ -9,15 +9,19 @@ from fairlead_placement import (
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
-    Report,
+    ReservationReport,
     ResourceInsufficientError,
 )
 from fairlead_placement._model import Ask, Node
-from fairlead_placement._show import Holder
+from fairlead_placement._show import ResourceHolder
 
 NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})
-HOLDER = Holder("placement group", "a[/b]:cat:", "1234567890", "01000000", {"abcdefghij": ({"CPU": 1.0}, {"CPU": 1.0})})
-REPORT = Report((Ask(0, 3, {"CPU": 1.0}), Ask(1, 3, {"CPU": 1.0}), Ask(3, 3, {"x[/y]": 0.5})), (NODE,), (HOLDER,))
+HOLDER = ResourceHolder(
+    "placement group", "a[/b]:cat:", "1234567890", "01000000", {"abcdefghij": ({"CPU": 1.0}, {"CPU": 1.0})}
+)
+REPORT = ReservationReport(
+    (Ask(0, 3, {"CPU": 1.0}), Ask(1, 3, {"CPU": 1.0}), Ask(3, 3, {"x[/y]": 0.5})), (NODE,), (HOLDER,)
+)
 
 SHOWN = """\
 Asked
@@ -62,5 +66,5 @@ def test_pickle(error):
 def test_report():
     """The table merges equal neighbours, shows only requested resources, and does not parse names as markup."""
     assert str(REPORT) == SHOWN
-    assert "Found no node that is alive." in str(Report(REPORT.asks, ()))
+    assert "Found no node that is alive." in str(ReservationReport(REPORT.asks, ()))
     assert str(ERRORS[2]) == f"too much\n\n{REPORT}"

@@ -19,7 +19,7 @@ from ._accelerators.config import (
     GpuAcceleratorConfig,
     TpuAcceleratorConfig,
 )
-from ._accelerators.slices import SliceInfo, SliceLack
+from ._accelerators.slices import SliceInfo, SliceShortage
 from ._compat import (
     RayExecutor,
     SlicePoolManager,
@@ -46,7 +46,7 @@ from .exceptions import (
     InsufficientSlicesError,
     JaxUnavailableError,
     PoolBusyError,
-    PreemptedTooOftenError,
+    PreemptionLimitError,
     SliceLostError,
     TpuExecutorError,
 )
@@ -77,13 +77,13 @@ __all__ = [
     "MEGASCALE_DEFAULT_PORT",
     "PoolBusyError",
     "PoolStatistics",
-    "PreemptedTooOftenError",
+    "PreemptionLimitError",
     "RayExecutor",
     "SliceInfo",
-    "SliceLack",
     "SliceLostError",
     "SlicePool",
     "SlicePoolManager",
+    "SliceShortage",
     "TpuAcceleratorConfig",
     "TpuExecutorError",
     "TpuRemoteManager",

@@ -10,10 +10,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead_placement import Holder, Node
+from fairlead_placement import Node, ResourceHolder
 from fairlead_placement.spi import Output, add_command, attach, read_holders, read_nodes, run_command
 
-from ._accelerators.slices import TOPOLOGY, TYPE, SliceLack, assess_slices
+from ._accelerators.slices import TOPOLOGY, TYPE, SliceShortage, assess_slices
 from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
 
 _EPILOG = """\
@@ -53,7 +53,7 @@ class SliceStatus:
     users: tuple[str, ...]
 
 
-def slice_statuses(nodes: Sequence[Node], holders: Sequence[Holder]) -> tuple[SliceStatus, ...]:
+def slice_statuses(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> tuple[SliceStatus, ...]:
     """Return every slice with at least one host that is alive and not draining, by type and name. Pure."""
     rows: dict[str, SliceStatus] = {}
     for kind in sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels}):
@@ -64,9 +64,9 @@ def slice_statuses(nodes: Sequence[Node], holders: Sequence[Holder]) -> tuple[Sl
             name = f"hosts of type {kind}"
             rows[name] = SliceStatus(name, kind, "", len(members), 0, "its type is unknown", _users(members, holders))
             continue
-        for one, hosts in sorted(assess_slices(nodes, wanted), key=lambda pair: isinstance(pair[0], SliceLack)):
+        for one, hosts in sorted(assess_slices(nodes, wanted), key=lambda pair: isinstance(pair[0], SliceShortage)):
             topology = ", ".join(sorted({node.labels.get(TOPOLOGY, "") for node in hosts}))
-            state = one.what if isinstance(one, SliceLack) else "whole"
+            state = one.reason if isinstance(one, SliceShortage) else "whole"
             rows[one.slice_name] = SliceStatus(
                 one.slice_name, kind, topology, len(hosts), wanted.hosts, state, _users(hosts, holders)
             )
@@ -80,7 +80,7 @@ def _type(kind: str, chips_per_vm: int | None) -> TpuType | None:
         return None
 
 
-def _users(hosts: Sequence[Node], holders: Sequence[Holder]) -> tuple[str, ...]:
+def _users(hosts: Sequence[Node], holders: Sequence[ResourceHolder]) -> tuple[str, ...]:
     users = []
     named = 0.0
     for holder in holders:

@@ -176,7 +176,7 @@ class SlicePool(ClosesOnExit):
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             PortUnavailableError: a requested port is taken; nothing is held then.
             ResourceInsufficientError: a worker group, or instances of a class, are on the slices.
-            PreemptedTooOftenError: slices were lost once more than allowed.
+            PreemptionLimitError: slices were lost once more than allowed.
             PoolBusyError: something else runs here, and the time to queue is over.
             HeadUnreachableError: Ray's head did not answer within `head_timeout_s`; no budget was used for that.
             BaseException: the function's last exception.
@@ -259,7 +259,7 @@ class SlicePool(ClosesOnExit):
             TypeError, ValueError: it cannot be run here.
         """
         work = inspect_work(function, of_class=of_class)
-        work.remote_options(self.config, self.config.nominal())
+        work.remote_options(self.config, self.config.template())
         return work
 
     def close(self) -> bool:

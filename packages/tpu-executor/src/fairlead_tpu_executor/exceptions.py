@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from fairlead_placement.spi import ErrorWithFields
 
-from ._accelerators.slices import SliceLack
+from ._accelerators.slices import SliceShortage
 
 __all__ = [
     "HeadUnreachableError",
     "InsufficientSlicesError",
     "JaxUnavailableError",
     "PoolBusyError",
-    "PreemptedTooOftenError",
+    "PreemptionLimitError",
     "SliceLostError",
     "TpuExecutorError",
 ]
@@ -36,23 +36,23 @@ class InsufficientSlicesError(TpuExecutorError):
 
     Attributes:
         kind: the requested type, such as "v4-16".
-        wanted: the allowed numbers of slices.
-        found: how many slices were available.
+        requested: the allowed numbers of slices.
+        available: how many slices were available.
         missing: why each of the other slices was not available.
         waited_s: how long the pool waited, in seconds.
     """
 
     kind: str
-    wanted: tuple[int, ...]
-    found: int
-    missing: tuple[SliceLack, ...]
+    requested: tuple[int, ...]
+    available: int
+    missing: tuple[SliceShortage, ...]
     waited_s: float
 
     def __str__(self) -> str:
-        sizes = " or ".join(map(str, self.wanted))
+        sizes = " or ".join(map(str, self.requested))
         lacks = "".join(f"\n  {lack}" for lack in self.missing) or "\n  there are no others"
         return (
-            f"{sizes} whole slice(s) of {self.kind} were requested, and {self.found} were free after "
+            f"{sizes} whole slice(s) of {self.kind} were requested, and {self.available} were free after "
             f"{self.waited_s:.1f} s. The others:{lacks}\nFree or add slices, allow smaller numbers "
             "(pod_count=[1, 2]), or wait longer (scale_timeout_s; replace_timeout_s for the replacement of a lost one)."
         )
@@ -111,7 +111,7 @@ class SliceLostError(TpuExecutorError):
 
 
 @dataclass(eq=False, repr=False)
-class PreemptedTooOftenError(TpuExecutorError):
+class PreemptionLimitError(TpuExecutorError):
     """Slices were lost more often than `max_retries_preemption` allows.
 
     You do not get it when accelerators did not start in the last attempt: their own exception is raised.

@@ -19,7 +19,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
     JobPreempted,
-    PreemptedTooOftenError,
+    PreemptionLimitError,
     RayExecutor,
     SliceLostError,
     SlicePool,
@@ -124,7 +124,7 @@ def test_no_budget_for_losses(slices, spare, record, eventually):
         run = Run(pool.run, lambda: until_killed(record, lost))
         assert eventually(lambda: len(record.counts()) == 2, 120)
         slices.kill(lost, 0)
-        with pytest.raises(PreemptedTooOftenError) as caught:
+        with pytest.raises(PreemptionLimitError) as caught:
             run.answer()
         assert (caught.value.preemptions, caught.value.limit) == (1, 0)
         assert isinstance(caught.value.__cause__, SliceLostError)
@@ -198,7 +198,7 @@ def test_incomplete_slices_are_never_used(slices, spare):
     slices.add_host("two-types", 1, kind="v5p-32", topology="2x2x4")
     with pytest.raises(InsufficientSlicesError) as caught:
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=0.5))
-    assert {lack.slice_name: lack.what for lack in caught.value.missing} == {
+    assert {lack.slice_name: lack.reason for lack in caught.value.missing} == {
         "no-worker-0": "1 of 2 hosts, worker 0 is missing",
         "no-worker-1": "1 of 2 hosts, worker 1 is missing",
         "two-types": "its hosts have different labels: v5p-16, v5p-32",

@@ -199,7 +199,7 @@ def test_sizes(slices):
         assert [one.slice_name for one in status.info.slices] == ["slice-2"]
         with pytest.raises(InsufficientSlicesError) as caught:
             RayExecutor.autoscale_execute(where, TpuAcceleratorConfig("v4-16", 3, scale_timeout_s=1))
-        assert (caught.value.wanted, caught.value.found, caught.value.waited_s >= 1) == ((3,), 1, True)
+        assert (caught.value.requested, caught.value.available, caught.value.waited_s >= 1) == ((3,), 1, True)
         assert [str(lack) for lack in caught.value.missing] == ["slice-1: somebody else uses worker 0, 1"]
         # The attempt holds nothing: the other slice is available at once.
         with SlicePool("v4-16", scale_timeout_s=0) as rest:

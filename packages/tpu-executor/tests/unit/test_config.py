@@ -79,11 +79,11 @@ def test_values():
 def test_bundles():
     """A bundle holds all chips of a host and, on worker 0, the lock of the slice."""
     config = TpuAcceleratorConfig("v4-16", resources={"memory": 5.0})
-    assert config.bundle(config.nominal(), 0) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0, "TPU-v4-16-head": 1.0}
-    assert config.bundle(config.nominal(), 1) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0}
+    assert config.bundle(config.template(), 0) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0, "TPU-v4-16-head": 1.0}
+    assert config.bundle(config.template(), 1) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0}
     gpus = GpuAcceleratorConfig(2, "H100", cpu_count=3)
-    assert gpus.bundle(gpus.nominal(), 0) == {"CPU": 3.0, "GPU": 2.0, "accelerator_type:H100": 0.001}
-    assert gpus.request(gpus.nominal()) == {"CPU": 3.0, "GPU": 2.0}
+    assert gpus.bundle(gpus.template(), 0) == {"CPU": 3.0, "GPU": 2.0, "accelerator_type:H100": 0.001}
+    assert gpus.request(gpus.template()) == {"CPU": 3.0, "GPU": 2.0}
 
 
 def test_pool_takes_either():

@@ -8,18 +8,18 @@ import pytest
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
     PoolBusyError,
-    PreemptedTooOftenError,
-    SliceLack,
+    PreemptionLimitError,
     SliceLostError,
+    SliceShortage,
     TpuExecutorError,
 )
 
-LACKS = (SliceLack("a", "1 of 2 hosts, worker 1 is missing"), SliceLack("b", "somebody else uses worker 0"))
+LACKS = (SliceShortage("a", "1 of 2 hosts, worker 1 is missing"), SliceShortage("b", "somebody else uses worker 0"))
 ERRORS = [
     TpuExecutorError("no"),
     InsufficientSlicesError("v4-16", (1, 2), 0, LACKS, 3.14),
     SliceLostError(("a", "b"), "worker 0 of a (10.0.0.1): NodeDiedError: gone"),
-    PreemptedTooOftenError("train", 3, 2, "Slice(s) a were lost."),
+    PreemptionLimitError("train", 3, 2, "Slice(s) a were lost."),
     PoolBusyError("train", 0.0),
 ]
 

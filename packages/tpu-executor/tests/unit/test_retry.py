@@ -16,7 +16,7 @@ from fairlead_tpu_executor import (
     JobInfo,
     JobPreempted,
     JobSucceeded,
-    PreemptedTooOftenError,
+    PreemptionLimitError,
     SliceInfo,
     SliceLostError,
 )
@@ -55,7 +55,7 @@ def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after
     try:
         budget = RetryBudget(failures, preemptions, healthy_after_s)
         came = retry(attempt, budget, Backoff(), sleep=clock.sleep, clock=clock)
-    except (ValueError, OSError, PreemptedTooOftenError) as raised:
+    except (ValueError, OSError, PreemptionLimitError) as raised:
         came = raised
     return came, seen, clock
 
@@ -77,7 +77,7 @@ def test_budgets(outcomes, failures, preemptions):
     if expected == len(outcomes) + 1:
         assert came.result == [expected]
     elif outcomes[expected - 1] == "p":
-        assert isinstance(came, PreemptedTooOftenError)
+        assert isinstance(came, PreemptionLimitError)
         assert (came.preemptions, came.limit) == (preemptions + 1, preemptions)
     else:
         assert type(came) is {"f": ValueError, "e": OSError}[outcomes[expected - 1]]

@@ -32,7 +32,7 @@ def said(nodes, wanted=V4_32):
     """Return why each slice cannot be used, and check that none can."""
     found = find_slices(nodes, wanted)
     assert found.intact == ()
-    return {lack.slice_name: lack.what for lack in found.lacking}
+    return {lack.slice_name: lack.reason for lack in found.lacking}
 
 
 @given(st.permutations(whole("slice-2") + whole("slice-10") + whole("other", 2, kind="v4-16", topology="2x2x2")))

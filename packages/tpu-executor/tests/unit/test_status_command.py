@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from fairlead_placement import Holder, Node
+from fairlead_placement import Node, ResourceHolder
 from fairlead_tpu_executor.__main__ import make_table, slice_statuses
 from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
 
@@ -33,7 +33,7 @@ def test_statuses():
         host("odd", 0, "v99-8", "?"),
         Node("plain", "10.0.0.9", {"CPU": 1.0}, {}, {}),
     ]
-    group = Holder("placement group", "train[/b]", "1" * 36, "01000000", {"b00000000000": ({"TPU": 4.0},) * 2})
+    group = ResourceHolder("placement group", "train[/b]", "1" * 36, "01000000", {"b00000000000": ({"TPU": 4.0},) * 2})
     rows = slice_statuses(nodes, [group])
     assert [(row.slice_name, row.kind, row.present, row.expected, row.state) for row in rows] == [
         ("b", "v4-16", 2, 2, "whole"),

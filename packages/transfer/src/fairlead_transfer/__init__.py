@@ -13,23 +13,23 @@
 from ._layout import Layout
 from ._link import Link
 from ._local import LocalTensor
-from ._pieces import Pieces
-from ._plan import Family, TransferPlan, reshard
+from ._pieces import PieceTable
+from ._plan import TensorSet, TransferPlan, reshard
 from ._report import TransferExplanation, TransferReport
-from .exceptions import LayoutMismatchError, Mismatch, RankProblem, StaleWeightsError, TransferError
+from .exceptions import LayoutMismatchError, Mismatch, RankFailure, StaleWeightsError, TransferError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Family",
     "Layout",
     "LayoutMismatchError",
     "Link",
     "LocalTensor",
     "Mismatch",
-    "Pieces",
-    "RankProblem",
+    "PieceTable",
+    "RankFailure",
     "StaleWeightsError",
+    "TensorSet",
     "TransferError",
     "TransferExplanation",
     "TransferPlan",

@@ -16,7 +16,7 @@ from ._report import TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error, left_to_an_end
 from ._states import States
-from .exceptions import LayoutMismatchError, Mismatch, Phase, RankProblem, TransferError
+from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
@@ -180,18 +180,18 @@ class Attempt:
         # In place a late rank still reads from the sources, which may change from now on: that is no version.
         if not self._in_place:
             self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late})
-        problems: dict[int, str] = {}
+        failures: dict[int, str] = {}
         for rank, reply in replies.items():
             if reply.is_good:
                 if (reason := self._states.note(rank, reply.value)) is not None:
-                    problems[rank] = reason
+                    failures[rank] = reason
                 self._measure(rank, reply.value, "commit", "move", "verify")
                 self._bytes += reply.value.get("bytes", 0)
             else:
-                problems[rank] = describe_reply(reply)
-        if problems:
+                failures[rank] = describe_reply(reply)
+        if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
-            raise self._error("commit", "target", problems, text) from first_error(replies)
+            raise self._error("commit", "target", failures, text) from first_error(replies)
         if self._verified and self._route is self._router.kept:
             self._router.verified = self._route
 
@@ -488,8 +488,8 @@ class Attempt:
 
     def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:
         nodes = (self._source if side == "source" else self._target).nodes
-        problems = tuple(RankProblem(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items()))
-        return TransferError(phase, self._version, problems, self._states.read(), remedy)
+        failures = tuple(RankFailure(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items()))
+        return TransferError(phase, self._version, failures, self._states.read(), remedy)
 
     def _measure(self, rank: int, value: Mapping[str, Any], *phases: str) -> None:
         self._measured += [(phase, value[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in value]

@@ -74,19 +74,19 @@ def make_orders(
     shared: dict[tuple[int, int, tuple[int, ...]], None] = {}
     nixl: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
     sizes_of: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
-    for family in plan.families:
-        pieces = family.pieces
+    for same in plan.tensor_sets:
+        pieces = same.pieces
         receivers = pieces.receivers.tolist()
         starts = list(map(tuple, pieces.starts.tolist()))
         sizes = list(map(tuple, pieces.sizes.tolist()))
-        offsets = family.target.offsets[pieces.receivers]
+        offsets = same.target.offsets[pieces.receivers]
         inside = list(map(tuple, (pieces.starts - offsets).tolist()))
         own = pieces.local.tolist()
-        for name, senders in zip(family.names, pieces.senders.tolist(), strict=True):
+        for name, senders in zip(same.names, pieces.senders.tolist(), strict=True):
             at = at_of[name]
             for row, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
                 if own[row]:
-                    begin = tuple((pieces.starts[row] - family.source.offsets[receiver]).tolist())
+                    begin = tuple((pieces.starts[row] - same.source.offsets[receiver]).tolist())
                     boxes = _box(inside[row], sizes[row]), _box(begin, sizes[row])
                     local.setdefault(receiver, []).append((at, *boxes, sizes[row]))
                     continue
@@ -258,15 +258,15 @@ def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
     """Add what several source ranks hold, of which each computes the digest when the plan is verified."""
-    for family in plan.families:
+    for same in plan.tensor_sets:
         boxes = {
             tuple(start): tuple(size)
-            for start, size in zip(family.pieces.starts.tolist(), family.pieces.sizes.tolist(), strict=True)
+            for start, size in zip(same.pieces.starts.tolist(), same.pieces.sizes.tolist(), strict=True)
         }
-        offsets, ends = family.source.offsets, family.source.offsets + family.source.sizes
+        offsets, ends = same.source.offsets, same.source.offsets + same.source.sizes
         for start, size in boxes.items():
             end = [at + length for at, length in zip(start, size, strict=True)]
             holders = np.flatnonzero(((offsets <= start) & (ends >= end)).all(axis=1)).tolist()
             for rank in holders if len(holders) > 1 else ():
                 begin = tuple(at - int(offset) for at, offset in zip(start, offsets[rank], strict=True))
-                orders[rank]["held"] += [((name, start), at_of[name], _box(begin, size), size) for name in family.names]
+                orders[rank]["held"] += [((name, start), at_of[name], _box(begin, size), size) for name in same.names]

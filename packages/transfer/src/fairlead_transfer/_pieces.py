@@ -20,7 +20,7 @@ MOST_EXACT = 20_000
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class PieceTable:
     """The pieces of tensors that have the same layouts.
 
     Attributes:
@@ -75,7 +75,7 @@ def make_pieces(
     same_processes: bool,
     load: npt.NDArray[np.float64],
     tensors: int = 1,
-) -> Pieces:
+) -> PieceTable:
     """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`.
 
     With `same_processes`, source rank i and target rank i are one process.
@@ -121,7 +121,7 @@ def make_pieces(
         senders[:, far] = chosen[:, of_row]
         via[far] = receivers[primary][of_row]
         via[primary] = -1
-    return Pieces(receivers, starts, sizes, senders, local, via, missing)
+    return PieceTable(receivers, starts, sizes, senders, local, via, missing)
 
 
 class _Grid:

@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from ._display import as_bytes, table_html, table_text
 from ._layout import Layout
-from ._pieces import Ints, Pieces, make_pieces
+from ._pieces import Ints, PieceTable, make_pieces
 from .exceptions import LayoutMismatchError, Mismatch
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class TensorSet:
     """Tensors with the same layouts, which are planned once.
 
     Attributes:
@@ -28,7 +28,7 @@ class Family:
     names: tuple[str, ...]
     source: Layout
     target: Layout
-    pieces: Pieces
+    pieces: PieceTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,62 +36,62 @@ class TransferPlan:
     """The pieces of tensors that each source rank sends to each target rank.
 
     Attributes:
-        families: the tensors, in groups with the same layouts.
+        tensor_sets: the tensors, in groups with the same layouts.
         source_nodes: the node of each source rank, as a number.
         target_nodes: the node of each target rank, as a number.
     """
 
-    families: tuple[Family, ...]
+    tensor_sets: tuple[TensorSet, ...]
     source_nodes: Ints
     target_nodes: Ints
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, family by family."""
-        return tuple(name for family in self.families for name in family.names)
+        """The names of all tensors, in the order of their sets."""
+        return tuple(name for same in self.tensor_sets for name in same.names)
 
     @cached_property
     def bytes_moved(self) -> int:
         """The bytes that travel from one process to another."""
         return sum(
-            int((family.pieces.volumes * ~family.pieces.local).sum()) * family.source.itemsize * len(family.names)
-            for family in self.families
+            int((same.pieces.volumes * ~same.pieces.local).sum()) * same.source.itemsize * len(same.names)
+            for same in self.tensor_sets
         )
 
     @cached_property
     def bytes_between_nodes(self) -> int:
         """The bytes that travel from one node to another."""
         total = 0
-        for family in self.families:
-            pieces = family.pieces
+        for same in self.tensor_sets:
+            pieces = same.pieces
             crosses = self.source_nodes[pieces.senders] != self.target_nodes[pieces.receivers]
             volumes = pieces.volumes * (~pieces.local & (pieces.via < 0))
-            total += int((crosses * volumes).sum()) * family.source.itemsize
+            total += int((crosses * volumes).sum()) * same.source.itemsize
         return total
 
     @cached_property
     def bytes_by_sender(self) -> npt.NDArray[np.int64]:
         """The bytes that each source rank sends to other processes; relayed pieces count once."""
         sent = np.zeros(len(self.source_nodes))
-        for family in self.families:
-            pieces = family.pieces
-            weights = pieces.volumes * (~pieces.local & (pieces.via < 0)) * family.source.itemsize
-            sent += np.bincount(pieces.senders.ravel(), np.tile(weights, len(family.names)), minlength=len(sent))
+        for same in self.tensor_sets:
+            pieces = same.pieces
+            weights = pieces.volumes * (~pieces.local & (pieces.via < 0)) * same.source.itemsize
+            sent += np.bincount(pieces.senders.ravel(), np.tile(weights, len(same.names)), minlength=len(sent))
         return sent.astype(np.int64)
 
     @cached_property
     def lower_bound(self) -> int:
         """The bytes that have to travel between processes at least: what the targets want and do not hold already."""
         total = 0
-        for family in self.families:
-            wanted = int(family.target.volumes.sum())
-            own = int((family.pieces.volumes * family.pieces.local).sum())
-            total += (wanted - own) * family.source.itemsize * len(family.names)
+        for same in self.tensor_sets:
+            wanted = int(same.target.volumes.sum())
+            own = int((same.pieces.volumes * same.pieces.local).sum())
+            total += (wanted - own) * same.source.itemsize * len(same.names)
         return total
 
     def __repr__(self) -> str:
         return (
-            f"TransferPlan({len(self.names)} tensors in {len(self.families)} families, {len(self.source_nodes)} -> "
+            f"TransferPlan({len(self.names)} tensors in {len(self.tensor_sets)} layouts, {len(self.source_nodes)} -> "
             f"{len(self.target_nodes)} ranks, {as_bytes(self.bytes_moved)} moved, "
             f"{as_bytes(self.bytes_between_nodes)} between nodes)"
         )
@@ -103,17 +103,17 @@ class TransferPlan:
         return table_html(repr(self), HEADER, list(self._rows()))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        for family in self.families:
-            pieces, first = family.pieces, family.names[0]
-            names = first if len(family.names) == 1 else f"{first} and {len(family.names) - 1} more"
-            moved = int((pieces.volumes * ~pieces.local).sum()) * family.source.itemsize * len(family.names)
+        for same in self.tensor_sets:
+            pieces, first = same.pieces, same.names[0]
+            names = first if len(same.names) == 1 else f"{first} and {len(same.names) - 1} more"
+            moved = int((pieces.volumes * ~pieces.local).sum()) * same.source.itemsize * len(same.names)
             senders = np.unique(pieces.senders[:, ~pieces.local])
             receivers = np.unique(pieces.receivers[~pieces.local])
             yield (
                 names,
-                str(family.source.shape),
-                _describe_boxes(family.source),
-                _describe_boxes(family.target),
+                str(same.source.shape),
+                _describe_boxes(same.source),
+                _describe_boxes(same.target),
                 _shorten(senders),
                 _shorten(receivers),
                 str(len(pieces.receivers)),
@@ -157,7 +157,7 @@ def reshard(
     >>> fsdp = Layout.from_sharding((8, 4), NamedSharding.from_shape(dp=4), {0: "dp"})
     >>> tp = Layout.from_sharding((8, 4), NamedSharding.from_shape(tp=2), {1: "tp"})
     >>> reshard(fsdp, tp, source_nodes="aabb", target_nodes="ab")
-    TransferPlan(1 tensors in 1 families, 4 -> 2 ranks, 32 B moved, 16 B between nodes)
+    TransferPlan(1 tensors in 1 layouts, 4 -> 2 ranks, 32 B moved, 16 B between nodes)
     """
     sources = {"": source} if isinstance(source, Layout) else dict(source)
     targets = {"": target} if isinstance(target, Layout) else dict(target)
@@ -174,7 +174,7 @@ def reshard(
     grouped: dict[tuple[Layout, Layout], list[str]] = {}
     for name in sources if not mismatches else ():
         grouped.setdefault((sources[name], targets[name]), []).append(name)
-    families = []
+    tensor_sets = []
     # The largest tensors first, so that the small ones even out what the large ones leave uneven.
     for (held, wanted), names in sorted(grouped.items(), key=lambda item: -item[0][1].volumes.sum()):
         pieces = make_pieces(
@@ -189,10 +189,10 @@ def reshard(
         if pieces.missing:
             text = f"no source rank holds {pieces.missing:,} of the elements that target ranks want"
             mismatches += [Mismatch(name, f"{held}", f"{wanted}", text) for name in names]
-        families.append(Family(tuple(names), held, wanted, pieces))
+        tensor_sets.append(TensorSet(tuple(names), held, wanted, pieces))
     if mismatches:
         raise LayoutMismatchError(tuple(mismatches))
-    return TransferPlan(tuple(families), *nodes)
+    return TransferPlan(tuple(tensor_sets), *nodes)
 
 
 def find_mismatches(sources: Mapping[str, Layout], targets: Mapping[str, Layout]) -> list[Mismatch]:

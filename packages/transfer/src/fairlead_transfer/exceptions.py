@@ -7,7 +7,7 @@ from typing import Literal
 
 from ._display import table_text
 
-__all__ = ["LayoutMismatchError", "Mismatch", "RankProblem", "StaleWeightsError", "TransferError"]
+__all__ = ["LayoutMismatchError", "Mismatch", "RankFailure", "StaleWeightsError", "TransferError"]
 
 Phase = Literal["collect", "stage", "move", "verify", "commit"]
 # What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
@@ -49,7 +49,7 @@ class LayoutMismatchError(ValueError):
 
 
 @dataclass(frozen=True)
-class RankProblem:
+class RankFailure:
     """Why one rank kept a transfer from ending.
 
     Attributes:
@@ -58,7 +58,7 @@ class RankProblem:
         node_id: Ray's id of its node.
         reason: what happened.
 
-    >>> print(RankProblem("target", 3, "abcdef0123", "it was killed"))
+    >>> print(RankFailure("target", 3, "abcdef0123", "it was killed"))
     target rank 3 on node abcdef01: it was killed
     """
 
@@ -107,7 +107,7 @@ class TransferError(Exception):
     Attributes:
         phase: "collect", "stage", "move", "verify" or "commit".
         version: the version that was sent.
-        problems: one entry for each rank that failed.
+        failures: one entry for each rank that failed.
         versions: what each target rank holds, as of `Link.versions`.
         remedy: what to do.
     """
@@ -116,21 +116,21 @@ class TransferError(Exception):
         self,
         phase: Phase,
         version: int,
-        problems: tuple[RankProblem, ...],
+        failures: tuple[RankFailure, ...],
         versions: Mapping[int, State],
         remedy: str,
     ) -> None:
-        super().__init__(phase, version, problems, versions, remedy)
+        super().__init__(phase, version, failures, versions, remedy)
         self.phase: Phase = phase
         self.version = version
-        self.problems = problems
+        self.failures = failures
         self.versions: dict[int, State] = dict(versions)
         self.remedy = remedy
 
     def __str__(self) -> str:
         lines = [f"version {self.version} was not transferred, in phase {self.phase!r}:"]
-        lines += [f"  {problem}" for problem in self.problems[:16]]
-        lines += [f"  and {len(self.problems) - 16} others"] if len(self.problems) > 16 else []
+        lines += [f"  {failure}" for failure in self.failures[:16]]
+        lines += [f"  and {len(self.failures) - 16} others"] if len(self.failures) > 16 else []
         if self.phase == "commit":
             counts: dict[str, list[int]] = {}
             for rank, state in self.versions.items():

@@ -78,7 +78,7 @@ def test_send_during_a_restart(groups, tmp_path, eventually):
                 assert eventually(lambda one=group: one.worker_metadata[1]["state"] == "restarting")
                 with pytest.raises(TransferError, match="it is being restarted") as caught:
                     link.send(9, timeout=600)
-            assert [(problem.side, problem.rank) for problem in caught.value.problems] == [(side, 1)]
+            assert [(failure.side, failure.rank) for failure in caught.value.failures] == [(side, 1)]
             assert caught.value.phase == "collect"
             assert restart.result(60) == [1]
             assert link.version == version

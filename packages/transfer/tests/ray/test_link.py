@@ -393,7 +393,7 @@ def test_deadline(groups, gate, hold):
         busy = hold(policy)
         with pytest.raises(TransferError, match=r"did not reply by the deadline\. It is in") as caught:
             link.send(0, timeout=1)
-        assert {problem.rank for problem in caught.value.problems} == {0, 1, 2, 3}
+        assert {failure.rank for failure in caught.value.failures} == {0, 1, 2, 3}
         assert caught.value.phase == "collect"
         gate.touch()
         busy.result()

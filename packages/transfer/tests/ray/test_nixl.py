@@ -195,7 +195,7 @@ def test_torn(groups):
         with pytest.raises(TransferError) as caught:
             link.send(2, timeout=4)
         assert caught.value.phase == "commit"
-        assert {problem.rank for problem in caught.value.problems} == {1}
+        assert {failure.rank for failure in caught.value.failures} == {1}
         hang(target, 1, "stop").close()
         target.call("note").result()
         link.sync(timeout=60)

@@ -115,7 +115,7 @@ def test_nodes():
 
 
 def test_tables():
-    """A plan shows its families as text and in a notebook."""
+    """A plan shows its sets of tensors as text and in a notebook."""
     plan = reshard(
         {"<w>": Layout.replicated((1024, 1024), 2)},
         {"<w>": Layout.replicated((1024, 1024), 1)},

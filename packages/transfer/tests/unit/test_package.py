@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import fairlead_transfer
-from fairlead_transfer import RankProblem, TransferError
+from fairlead_transfer import RankFailure, TransferError
 
 FOLDER = Path(fairlead_transfer.__file__).parent
 MODULES = sorted(FOLDER.rglob("*.py"))
-PROBLEMS = tuple(RankProblem("target", rank, "abcdef0123", "it was killed") for rank in range(20))
+FAILURES = tuple(RankFailure("target", rank, "abcdef0123", "it was killed") for rank in range(20))
 
 
 def test_version_equals_that_of_the_distribution():
@@ -24,21 +24,21 @@ def test_version_equals_that_of_the_distribution():
 
 def test_errors_travel():
     """An error pickles with all it says."""
-    error = TransferError("commit", 3, PROBLEMS, {0: 3, 1: "torn", 2: None, 3: "committing"}, "Do this.")
+    error = TransferError("commit", 3, FAILURES, {0: 3, 1: "torn", 2: None, 3: "committing"}, "Do this.")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
-    assert (copy.phase, copy.version, copy.problems, copy.versions) == ("commit", 3, PROBLEMS, error.versions)
+    assert (copy.phase, copy.version, copy.failures, copy.versions) == ("commit", 3, FAILURES, error.versions)
 
 
 def test_errors_say_what_holds():
     """Before the decision the text says that nothing has changed, after it who holds what; of many ranks, the first."""
-    error = TransferError("move", 3, PROBLEMS, {}, "Do this.")
+    error = TransferError("move", 3, FAILURES, {}, "Do this.")
     assert "phase 'move'" in str(error)
     assert "All target ranks hold what they held before." in str(error)
     assert "target rank 0 on node abcdef01: it was killed" in str(error)
     assert "and 4 others" in str(error)
     assert str(error).endswith("Do this.")
-    decided = TransferError("commit", 3, PROBLEMS[:1], {0: 3, 1: "torn", 2: None}, "Do this.")
+    decided = TransferError("commit", 3, FAILURES[:1], {0: 3, 1: "torn", 2: None}, "Do this.")
     assert "hold 3: ranks 0; torn: ranks 1; nothing: ranks 2" in str(decided)
 
 

@@ -53,8 +53,8 @@ def check(source, target, source_nodes, target_nodes, same, tensors):
         same_processes=same,
     )
     assert sorted(plan.names) == names
-    (family,) = plan.families
-    held, wanted, pieces = holders(source), holders(target), family.pieces
+    (tensor_set,) = plan.tensor_sets
+    held, wanted, pieces = holders(source), holders(target), tensor_set.pieces
     boxes = [
         tuple(slice(at, at + length) for at, length in zip(*box, strict=True))
         for box in zip(pieces.starts, pieces.sizes, strict=True)
@@ -145,14 +145,14 @@ def test_scalars():
     plan = reshard(held, Layout.replicated((), 2), source_nodes="ab", target_nodes="ab")
     assert plan.bytes_moved == 2
     assert plan.bytes_between_nodes == 1
-    assert plan.families[0].pieces.senders.tolist() == [[1, 1]]
+    assert plan.tensor_sets[0].pieces.senders.tolist() == [[1, 1]]
 
 
 def test_empty_tensors():
     """A tensor without elements has no pieces."""
     plan = reshard(Layout.replicated((0, 3), 2), Layout.replicated((0, 3), 1), source_nodes="ab", target_nodes="a")
     assert plan.bytes_moved == 0
-    assert len(plan.families[0].pieces.receivers) == 0
+    assert len(plan.tensor_sets[0].pieces.receivers) == 0
 
 
 @pytest.mark.parametrize("tensors", [1, 2, 7, 200])
@@ -179,7 +179,7 @@ def test_senders_are_balanced(source, target, tensors):
             target_nodes=[nodes] * wanted.ranks,
         )
         sent = plan.bytes_by_sender
-        if int((plan.families[0].pieces.via < 0).sum()) * tensors % held.ranks == 0:
+        if int((plan.tensor_sets[0].pieces.via < 0).sum()) * tensors % held.ranks == 0:
             assert sent.max() <= 1.05 * sent.mean()
 
 
@@ -205,9 +205,9 @@ def test_turns_of_very_many_pieces():
 
 
 def test_same_layouts_are_planned_once():
-    """Tensors with equal layouts are one family, also if the layouts are other objects."""
+    """Tensors with equal layouts are one tensor_set, also if the layouts are other objects."""
     held = {name: Layout.replicated((4,), 2) for name in "abc"}
     wanted = {name: Layout.replicated((4,), 3) for name in "abc"}
     plan = reshard(held, wanted, source_nodes="xx", target_nodes="xxx")
-    assert [family.names for family in plan.families] == [("a", "b", "c")]
+    assert [tensor_set.names for tensor_set in plan.tensor_sets] == [("a", "b", "c")]
     assert plan.bytes_moved == 3 * 3 * 4

@@ -38,7 +38,7 @@ class Venv:
     Attributes:
         path: its folder.
         python: the path of its interpreter.
-        about: a description of its content.
+        description: a description of its content.
         version: the version of its Python.
         ray: the version of Ray in it; None if it has none.
         fingerprint: hash of its content.
@@ -52,7 +52,7 @@ class Venv:
 
     path: Path
     python: str
-    about: str
+    description: str
     version: str
     ray: str | None
     fingerprint: str
@@ -85,7 +85,7 @@ def list_venvs(*, sizes: bool = True) -> list[Venv]:
                 hosts=tuple(sorted(marks)),
                 size_bytes=_measure(path) if sizes else None,
                 pids=users[os.path.realpath(path)],
-                **{name: manifest[name] for name in ("about", "ray", "fingerprint", "request", "built_at")},
+                **{name: manifest[name] for name in ("description", "ray", "fingerprint", "request", "built_at")},
             )
         )
     return venvs

@@ -98,31 +98,31 @@ class VenvMismatchError(VenvError):
     """An environment has another version of Ray or Python, or another platform, than a worker of this cluster needs.
 
     Attributes:
-        what: "ray", "python" or "platform".
-        found: the version that the environment has; "none" if it has none.
-        wanted: the version that the cluster has.
+        component: "ray", "python" or "platform".
+        actual: the version that the environment has; "none" if it has none.
+        required: the version that the cluster has.
         where: a description of the environment.
         node: the node where it happened; None on this machine.
     """
 
-    def __init__(self, what: str, found: str, wanted: str, where: str, node: str | None = None) -> None:
-        super().__init__(what, found, wanted, where, node)
-        self.what = what
-        self.found = found
-        self.wanted = wanted
+    def __init__(self, component: str, actual: str, required: str, where: str, node: str | None = None) -> None:
+        super().__init__(component, actual, required, where, node)
+        self.component = component
+        self.actual = actual
+        self.required = required
         self.where = where
         self.node = node
 
     def __str__(self) -> str:
         remedy = {
-            "ray": f"Ask for 'ray=={self.wanted}' in its requirements, or in the dependencies of its project and lock "
-            "it again (`uv add`)",
-            "python": f"Give python={self.wanted!r}",
+            "ray": f"Ask for 'ray=={self.required}' in its requirements, or in the dependencies of its project and "
+            "lock it again (`uv add`)",
+            "python": f"Give python={self.required!r}",
             "platform": "Choose nodes of one platform (nodes=...), and run a driver on each platform",
-        }.get(self.what, "Make them equal")
+        }.get(self.component, "Make them equal")
         return (
-            f"{self.where}{_on_node(self.node)} has {self.what} {self.found}, but a worker of this cluster needs "
-            f"{self.what} {self.wanted}. {remedy}."
+            f"{self.where}{_on_node(self.node)} has {self.component} {self.actual}, but a worker of this cluster needs "
+            f"{self.component} {self.required}. {remedy}."
         )
 
 

@@ -168,7 +168,7 @@ def test_another_ray(worker_spec, wanted, found):
         ensure_worker_env(worker_spec(*wanted))
     error = only(caught)
     assert isinstance(error, VenvMismatchError)
-    assert (error.what, error.found, error.wanted) == ("ray", found, ray.__version__)
+    assert (error.component, error.actual, error.required) == ("ray", found, ray.__version__)
     assert f"Ask for 'ray=={ray.__version__}'" in str(error)
 
 
@@ -177,7 +177,7 @@ def test_a_pin_of_another_ray(root):
     spec = VenvSpec(requirements=["alpha", "ray[default]==2.0.0"], no_index=True)
     with pytest.raises(VenvMismatchError) as caught:
         ensure_worker_env(spec)
-    assert (caught.value.found, caught.value.wanted) == ("==2.0.0", ray.__version__)
+    assert (caught.value.actual, caught.value.required) == ("==2.0.0", ray.__version__)
     assert str(caught.value) == (
         f"{spec!r} has ray ==2.0.0, but a worker of this cluster needs ray {ray.__version__}. Ask for "
         f"'ray=={ray.__version__}' in its requirements, or in the dependencies of its project and lock it again "
@@ -230,7 +230,7 @@ def test_interpreters(tmp_path):
     other = create_local_venv(VenvSpec(requirements=[]))
     with pytest.raises(VenvNodesError) as caught:
         ensure_worker_env(other)
-    assert only(caught).found == "none"
+    assert only(caught).actual == "none"
 
 
 def test_classes(worker_spec):

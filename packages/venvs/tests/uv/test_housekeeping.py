@@ -47,7 +47,7 @@ def test_list(spec_of, make_project, project_spec):
         running.communicate(b"\n", timeout=60)
 
     assert (project.python, other.python) == (python, small)
-    assert project.about == "project proj +dev"
+    assert project.description == "project proj +dev"
     assert project.pids == (running.pid,)
     assert other.pids == ()
     assert before <= project.used_at <= time.time()

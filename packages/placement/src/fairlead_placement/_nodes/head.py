@@ -18,7 +18,7 @@ from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
 from .._ray_private import connection, drain_deadlines, free_per_node, job_of_placement_group, live_actors
-from .._show import Holder
+from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError
 from .background import Job, start
 
@@ -194,7 +194,7 @@ def _read_nodes() -> tuple[Node, ...]:
     )
 
 
-def read_holders() -> tuple[Holder, ...]:
+def read_holders() -> tuple[ResourceHolder, ...]:
     """Return the placement groups that hold resources, and the actors that hold resources outside of any group.
 
     Raises:
@@ -203,7 +203,7 @@ def read_holders() -> tuple[Holder, ...]:
     return ask_head("list who holds resources", _read_holders)
 
 
-def _read_holders() -> tuple[Holder, ...]:
+def _read_holders() -> tuple[ResourceHolder, ...]:
     holders = []
     for group_id, row in placement_group_table().items():
         if row["state"] == "REMOVED":
@@ -212,11 +212,11 @@ def _read_holders() -> tuple[Holder, ...]:
         bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
         if bundles:
             job = job_of_placement_group(group_id)
-            holders.append(Holder("placement group", row["name"], group_id, job, bundles))
+            holders.append(ResourceHolder("placement group", row["name"], group_id, job, bundles))
     for actor in live_actors():
         # An actor in a placement group holds "CPU_group_...", which the group holds already.
         own = {what: amount for what, amount in actor.resources.items() if amount > 0 and "_group_" not in what}
         if own and actor.node_id:
             name = actor.name or actor.class_name
-            holders.append(Holder("actor", name, actor.actor_id, actor.job_id, {actor.node_id: (own,)}))
+            holders.append(ResourceHolder("actor", name, actor.actor_id, actor.job_id, {actor.node_id: (own,)}))
     return tuple(holders)

@@ -13,7 +13,7 @@ from .._model import Ask, Node, Request, group_pairs
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide
 from .._ray_private import infeasible_groups
-from .._show import Report, Verdict, Waiting
+from .._show import ReservationReport, Verdict, Waiting
 from .._slot import Slot
 from ..exceptions import ResourceInsufficientError
 from .gpus import try_gpus
@@ -24,7 +24,7 @@ POLL_S = (0.05, 0.5)
 STATUS_S = 2.0
 
 
-def examine(request: Request) -> Report:
+def examine(request: Request) -> ReservationReport:
     """Return whether a reservation would succeed now, without reserving."""
     asks, nodes = request.asks, read_nodes()
     chosen, impossible = decide(asks, nodes, own_nodes=request.unified, segment_size=request.segment_size)
@@ -32,11 +32,11 @@ def examine(request: Request) -> Report:
     return _report(asks, nodes, verdict, chosen)
 
 
-def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> Report:
+def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> ReservationReport:
     """Return what the given slots of a reservation hold, and where."""
     there = group_pairs((slot.node_idx, slot.node_id) for slot in slots)
     where = {node_idx: tuple(node_ids) for node_idx, node_ids in there.items()}
-    return Report(
+    return ReservationReport(
         # A view has some of the slots only.
         asks=tuple(replace(ask, count=len(where[ask.node_idx])) for ask in asks if ask.node_idx in where),
         nodes=read_nodes(),
@@ -151,8 +151,8 @@ def _without(node: Node, held: Mapping[str, float]) -> Node:
 
 def _report(
     asks: Sequence[Ask], nodes: Sequence[Node], verdict: Verdict, chosen: Mapping[int, tuple[str, ...]] | None = None
-) -> Report:
+) -> ReservationReport:
     """Return a report of what is requested, what the nodes have, who holds it, and what the planner has found."""
-    return Report(
+    return ReservationReport(
         asks=tuple(asks), nodes=tuple(nodes), holders=read_holders(), verdict=verdict, plan=dict(chosen or {})
     )

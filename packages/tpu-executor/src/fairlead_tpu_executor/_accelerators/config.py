@@ -165,7 +165,7 @@ class TpuAcceleratorConfig(_RunOptions):
         """Return the slices among nodes. Quarantined hosts are included: a slice needs all of its hosts."""
         return find_slices(nodes, self.slice_type)
 
-    def nominal(self) -> SliceInfo:
+    def template(self) -> SliceInfo:
         """Return a slice without hosts, for decisions before any slice is known."""
         kind = self.slice_type
         return SliceInfo("", kind.name, "", (), (), kind.chips_per_host, f"TPU-{kind.name}-head")
@@ -174,7 +174,7 @@ class TpuAcceleratorConfig(_RunOptions):
         """Return what to reserve on a host of a slice: all its chips and, on worker 0, the lock of the slice.
 
         >>> config = TpuAcceleratorConfig("v4-16")
-        >>> config.bundle(config.nominal(), worker=0)
+        >>> config.bundle(config.template(), worker=0)
         {'CPU': 2.0, 'TPU': 4.0, 'TPU-v4-16-head': 1.0}
         """
         head = {one.head_resource: 1.0} if worker == 0 and one.head_resource else {}
@@ -215,9 +215,9 @@ class _WorkersConfig(_RunOptions):
     def find(self, nodes: Sequence[Node], quarantined: Collection[str] = ()) -> Survey:
         """Return room for all workers on nodes that are not quarantined."""
         nodes = [node for node in nodes if node.node_id not in quarantined]
-        return find_room(nodes, self.bundle(self.nominal(), 0), self.worker_count, self.kind)
+        return find_room(nodes, self.bundle(self.template(), 0), self.worker_count, self.kind)
 
-    def nominal(self) -> SliceInfo:
+    def template(self) -> SliceInfo:
         """Return a slice without hosts, for decisions before any slice is known."""
         return SliceInfo("", self.kind, "", (), (), 0)
 

@@ -54,22 +54,22 @@ class SliceInfo:
 
 
 @dataclass(frozen=True)
-class SliceLack:
+class SliceShortage:
     """Why a slice cannot be used.
 
     Attributes:
         slice_name: the name of the slice.
-        what: what is missing or wrong.
+        reason: what is missing or wrong.
 
-    >>> print(SliceLack("slice-1", "1 of 2 hosts, worker 1 is missing"))
+    >>> print(SliceShortage("slice-1", "1 of 2 hosts, worker 1 is missing"))
     slice-1: 1 of 2 hosts, worker 1 is missing
     """
 
     slice_name: str
-    what: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.slice_name}: {self.what}"
+        return f"{self.slice_name}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Survey:
     """The slices of one type that can be used, in the order of their names, and why each of the others cannot."""
 
     intact: tuple[SliceInfo, ...] = ()
-    lacking: tuple[SliceLack, ...] = ()
+    lacking: tuple[SliceShortage, ...] = ()
 
 
 def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
@@ -85,11 +85,11 @@ def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
     assessed = [one for one, _ in assess_slices(nodes, wanted)]
     return Survey(
         tuple(one for one in assessed if isinstance(one, SliceInfo)),
-        tuple(one for one in assessed if isinstance(one, SliceLack)),
+        tuple(one for one in assessed if isinstance(one, SliceShortage)),
     )
 
 
-def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> list[tuple[SliceInfo | SliceLack, list[Node]]]:
+def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> list[tuple[SliceInfo | SliceShortage, list[Node]]]:
     """Return each slice with at least one host of the type, or what is wrong with it, with its hosts, by name."""
     named = group_pairs((node.labels.get(SLICE_NAME, ""), node) for node in nodes if TYPE in node.labels)
     chosen: dict[str, list[Node]] = {}
@@ -110,25 +110,26 @@ def _natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
 
 
-def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | SliceLack:
+def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | SliceShortage:
     """Return the slice if these hosts are all of it and match the type; otherwise what is wrong."""
     if wanted.hosts > 1 and not all(node.labels.get(SLICE_NAME) for node in hosts):
-        return SliceLack(name, "no label tells which of them form a slice")
+        return SliceShortage(name, "no label tells which of them form a slice")
     types = sorted({canonical_name(node.labels.get(TYPE, "")) for node in hosts})
     topologies = sorted({node.labels.get(TOPOLOGY, "") for node in hosts})
     if len(types) > 1 or len(topologies) > 1:
-        return SliceLack(name, f"its hosts have different labels: {', '.join(types if len(types) > 1 else topologies)}")
+        different = ", ".join(types if len(types) > 1 else topologies)
+        return SliceShortage(name, f"its hosts have different labels: {different}")
     if wanted.topology and topologies[0] != wanted.topology:
-        return SliceLack(name, f"its topology is {topologies[0] or 'unknown'}, not {wanted.topology}")
+        return SliceShortage(name, f"its topology is {topologies[0] or 'unknown'}, not {wanted.topology}")
     texts = [node.labels.get(WORKER_ID, "0" if wanted.hosts == 1 else "") for node in hosts]
     ids = [int(text) if text.isdigit() else None for text in texts]
     if problem := _check_worker_ids(ids, wanted.hosts):
-        return SliceLack(name, problem)
+        return SliceShortage(name, problem)
     amounts = sorted({int(node.total.get("TPU", 0)) for node in hosts})
     per_host = wanted.chips_per_host
     if len(amounts) > 1 or amounts[0] not in (per_host, per_host * wanted.cores_per_chip):
         have = ", ".join(map(str, amounts))
-        return SliceLack(name, f"its hosts have {have} TPU, {wanted.name} has {per_host} on each (chips_per_vm)")
+        return SliceShortage(name, f"its hosts have {have} TPU, {wanted.name} has {per_host} on each (chips_per_vm)")
     ordered = [node for _, node in sorted(zip(ids, hosts, strict=True), key=lambda pair: pair[0] or 0)]
     first = ordered[0]
     return SliceInfo(
@@ -166,6 +167,6 @@ def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, ki
         chosen += [node] * min(fits, count - len(chosen))
     if len(chosen) < count:
         each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-        return Survey(lacking=(SliceLack(kind, f"room for {len(chosen)} of {count} workers of {each} each"),))
+        return Survey(lacking=(SliceShortage(kind, f"room for {len(chosen)} of {count} workers of {each} each"),))
     ids, ips = tuple(node.node_id for node in chosen), tuple(node.ip for node in chosen)
     return Survey(intact=(SliceInfo(kind, kind, "", ids, ips, int(bundle.get("GPU", 0))),))

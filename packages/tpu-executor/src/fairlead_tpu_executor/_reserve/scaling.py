@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from fairlead_placement.spi import autoscaler_is_there, read_nodes, remove_placement_groups
 
 from .._accelerators.config import AcceleratorConfigType
-from .._accelerators.slices import SliceInfo, SliceLack, Survey
+from .._accelerators.slices import SliceInfo, SliceShortage, Survey
 from .._health import Head
 from ..exceptions import HeadUnreachableError
 from .leases import RETURN_TIMEOUT_S, explain_busy
@@ -35,7 +35,7 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
         else:
             reason = explain_busy(config, one, nodes)
         if reason:
-            lacking.append(SliceLack(one.slice_name, reason))
+            lacking.append(SliceShortage(one.slice_name, reason))
         else:
             free.append(one)
     return Survey(tuple(free), tuple(lacking))
@@ -81,7 +81,7 @@ def show_missing(config: AcceleratorConfigType, shown: list[PlacementGroup], cou
     shown[:] = [group for group in shown if group not in come]
     remove_placement_groups(come, timeout_s=RETURN_TIMEOUT_S)
     for _ in range(count - len(shown) - len(come)):
-        bundles = [config.bundle(config.nominal(), worker) for worker in range(config.hosts_per_slice)]
+        bundles = [config.bundle(config.template(), worker) for worker in range(config.hosts_per_slice)]
         name = f"fairlead-wanted-{config.kind}-{uuid.uuid4().hex[:8]}"
         shown.append(placement_group(bundles, strategy="PACK", name=name))
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..exceptions import InsufficientSlicesError, PreemptedTooOftenError
+from ..exceptions import InsufficientSlicesError, PreemptionLimitError
 from .verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, failed_start
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def retry(
         if not budget.spend(preempted=preempted):
             error = stuck or error
             if preempted and stuck is None:
-                raise PreemptedTooOftenError(name, budget.preemptions, budget.max_preemptions, str(error)) from error
+                raise PreemptionLimitError(name, budget.preemptions, budget.max_preemptions, str(error)) from error
             again = ""
             if budget.healthy_after_s < math.inf:
                 again = f", counted from zero after {budget.healthy_after_s:g} s without a failure"

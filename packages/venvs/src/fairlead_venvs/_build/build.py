@@ -55,7 +55,7 @@ def ensure_venv(
         install(recipe, env, stage, runner)
         version, ray = verify(env, recipe, runner)
         manifest = {
-            "about": redact(recipe.about, secrets),
+            "description": redact(recipe.description, secrets),
             "built_at": began,
             "fingerprint": recipe.fingerprint,
             "implementation": recipe.implementation,

@@ -24,7 +24,7 @@ class Recipe:
         sync: for a project, further arguments of `uv sync`, which runs in the folder `project` among the files.
         wheels: files to install last, without their dependencies.
         links: folders among the files, URLs, and folders that a machine may have, where uv finds distributions.
-        about: description for people in the manifest, without credentials.
+        description: description for people in the manifest, without credentials.
     """
 
     fingerprint: str
@@ -42,7 +42,7 @@ class Recipe:
     no_index: bool
     env: Mapping[str, str]
     setup: tuple[str, ...]
-    about: str
+    description: str
     secrets: frozenset[str]
 
 

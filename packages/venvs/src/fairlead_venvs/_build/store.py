@@ -12,7 +12,7 @@ from .permissions import choose_root, find_fault, share
 
 # Part of every fingerprint: environments of another format are other environments.
 FORMAT = 3
-FACTS = frozenset({"about", "built_at", "fingerprint", "python", "ray", "request"})
+FACTS = frozenset({"description", "built_at", "fingerprint", "python", "ray", "request"})
 MANIFEST = ".fairlead-complete.json"
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 # Every process of an environment's Python holds a shared lock on the manifest while it lives. The kernel releases it.

@@ -133,7 +133,7 @@ def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
         no_index=spec.no_index,
         env=settings.env,
         setup=tuple(spec.setup),
-        about=_describe(spec, project),
+        description=_describe(spec, project),
         secrets=secrets,
     )
     return Plan(spec, settings, project, tuple(files), recipe)
