@@ -454,6 +454,23 @@ def read_outcomes(log: Path) -> dict[str, str]:
 
 
 @nox.session
+def seams(session: nox.Session) -> None:
+    """Test the adapters of fairlead-rollouts against the frameworks' own classes, without the rest of the frameworks.
+
+    verl comes from the package index. `nox -s seams -- --source FOLDER` tests those of the checkouts in a folder too.
+    """
+    options = argparse.ArgumentParser(prog="nox -s seams --")
+    options.add_argument("--source", type=Path, help="a folder with checkouts named nemo_rl, miles and slime")
+    given, more = options.parse_known_args(session.posargs)
+    session.install("--no-deps", "-c", "constraints-verl.txt", "verl", env=UV_ENV)
+    paths = map(package, ["placement", "rollouts"])  # the first one for conftest.py
+    needed = "dill", "msgspec", "omegaconf", "ray", "tensordict", "torch", "transferqueue", "transformers"
+    session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
+    env = {**RAY_ENV, **({"FAIRLEAD_SEAM_SOURCES": str(given.source.resolve())} if given.source else {})}
+    session.run("pytest", package("rollouts", "/tests/seams"), *more, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check the formatting, the rules of ruff, and which module may import which."""
     install(session, "ruff", "import-linter")
@@ -636,6 +653,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "survive": ["--steps", "120"],
     "elastic": [],
     "typecheck": [],
+    "seams": [],
     "lane": ["--steps", "10"],
     "wheels(lane)": [],
     "demo": [],

@@ -47,6 +47,7 @@ from fairlead_rollouts import (
 )
 from fairlead_rollouts.metrics import export
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
+from fairlead_rollouts.verl import LedgerReplayBuffer
 
 State = Literal["unseen", "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped"]
 
@@ -192,6 +193,11 @@ def in_an_actor(ledger: Ledger, lease: Lease) -> None:
     assert_type(handle.claim(1, 4), Any)
     assert_type(handle.advance(1, trained=1), Any)
     assert_type(handle.call("statistics"), Any)
+
+
+def adapt(buffer: LedgerReplayBuffer) -> None:
+    assert_type(buffer.ledger, Ledger)
+    assert_type(buffer.sample(1, "train", 8), tuple[Any, dict[str, Any]])
 
 
 def look(ledger: Ledger, event: Event) -> None:

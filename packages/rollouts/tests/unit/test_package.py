@@ -18,6 +18,7 @@ OPTIONAL = {
     "ray.py": {"ray"},
     "_show.py": {"rich"},
     "metrics.py": {"opentelemetry"},
+    "verl.py": {"verl"},
     "plugin.py": {"pytest"},
     "suite.py": {"pytest"},
 }
