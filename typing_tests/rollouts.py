@@ -46,6 +46,7 @@ from fairlead_rollouts import (
     sample_id,
 )
 from fairlead_rollouts.metrics import export
+from fairlead_rollouts.nemo import LedgerSampler
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
 from fairlead_rollouts.verl import LedgerReplayBuffer
 
@@ -198,6 +199,21 @@ def in_an_actor(ledger: Ledger, lease: Lease) -> None:
 def adapt(buffer: LedgerReplayBuffer) -> None:
     assert_type(buffer.ledger, Ledger)
     assert_type(buffer.sample(1, "train", 8), tuple[Any, dict[str, Any]])
+
+
+async def adapt_nemo(buffer: object) -> None:
+    sampler = LedgerSampler(
+        buffer, groups_per_version=4, policy="windowed", max_staleness_versions=1, sample_freshest_first=True
+    )
+    assert_type(sampler.ledger, Ledger)
+    assert_type(await sampler.admit(trainer_version_fn=lambda: 1), int | None)
+    selected = await sampler.select(current_train_weight=1, min_prompt_groups=1, max_prompt_groups=4)
+    assert_type(selected, tuple[Any, int])
+    assert_type(await sampler.evict(current_train_weight=1), int)
+    assert_type(sampler.should_abort_inflight(start_weight_version=0, current_train_weight=1), bool)
+    assert_type(sampler.is_on_policy, bool)
+    assert_type(sampler.required_buffer_capacity(4), int | None)
+    assert_type(sampler.set_dispatch_index(3), None)
 
 
 def look(ledger: Ledger, event: Event) -> None:

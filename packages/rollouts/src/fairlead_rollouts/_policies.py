@@ -36,7 +36,7 @@ class OpenGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The open groups at one claim. Groups that are too old are not among them.
+    """The open groups at one claim. Finished groups that are too old are not among them.
 
     Attributes:
         step: the step that claims.
@@ -155,7 +155,10 @@ class WeightFifo:
 
     def select(self, view: View, count: int) -> Selection:
         """Return sealed groups of the oldest version among all open groups."""
-        oldest = min((group.oldest_version for group in view.groups), default=None)
+        # A group in generation that is too old is never claimed, so waiting for it is of no use.
+        first = 0 if view.max_staleness is None else view.version - view.max_staleness
+        versions = (group.oldest_version for group in view.groups)
+        oldest = min((version for version in versions if version >= first), default=None)
         of_version = sorted(group for group in view.groups if group.oldest_version == oldest)
         chosen = _take((group for group in of_version if group.ready), count)
         blocked_by = tuple(group.ordinal for group in of_version if not group.ready)

@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ._ledger import Ledger
-from ._model import Claim, Completeness, Event, Lease, LedgerConfig, Ref
+from ._mirror import MirrorLedger
 
 __all__ = ["LedgerReplayBuffer"]
 
@@ -70,90 +70,43 @@ class LedgerReplayBuffer(ReplayBufferAsync):
         super().__init__(*settings, filter_groups_metric=given.get("filter_groups_metric"), **options)
         bound = None if max_off_policy_threshold is None else max_off_policy_threshold - 1
         waits = bound is not None and max_off_policy_strategy == "wait"
-        config = LedgerConfig(
-            group_size=1,
-            groups_per_version=given["groups_per_version"],
-            max_staleness=bound,
-            lookahead=bound if waits else None,
-            on_stale="wait" if waits else "drop",
-            completeness=Completeness(max_attempts=1),
-        )
-        self.ledger: Ledger = Ledger(config, checkpoints=False, on_event=self._note)
-        self._ordinals: dict[str, int] = {}  # of the open groups
-        self._keys: dict[int, str] = {}
-        self._leases: dict[str, Lease] = {}
-        self._closed: dict[str, str] = {}  # the reason for each group that verl still lists, and the ledger has closed
-        self._step, self._sampling = 0, False
-        self._claim: Claim | None = None
-
-    def _note(self, event: Event) -> None:
-        key, final = self._keys.get(event.ordinal), event.after in ("applied", "dropped")
-        if key is not None and (final or event.reason == "stale"):
-            self._closed.setdefault(key, event.reason or "applied")
-        if key is not None and final:
-            del self._keys[event.ordinal], self._ordinals[key]
-
-    def _advance(self, global_steps: int) -> None:
-        """Report the step of the trainer, which is the version of its weights. Earlier batches are trained."""
-        if global_steps > self.ledger.version:
-            self.ledger.advance(global_steps, trained=self._step or None)
+        lookahead, on_stale = (bound, "wait") if waits else (None, "drop")
+        self._mirror = MirrorLedger(given["groups_per_version"], bound, lookahead=lookahead, on_stale=on_stale)
+        self.ledger: Ledger = self._mirror
+        self._sampling, self._claimed = False, list[str]()
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         """Read the states of all prompts, and bring the ledger up to date."""
         super()._sync_metadata_from_transfer_queue()
-        steps, ledger = self.prompt_global_steps[TRAIN], self.ledger
-        self._closed = {key: reason for key, reason in self._closed.items() if key in steps}
-        for key in sorted((one for one in steps if one not in self._ordinals | self._closed), key=steps.__getitem__):
-            self._advance(steps[key])
-            (ordinal,) = ledger.offer([key])
-            self._ordinals[key], self._keys[ordinal] = ordinal, key
-            self._lease()
-        self._lease()
-        for key, lease in list(self._leases.items()):
-            if key in self.finished_keys[TRAIN]:
-                ledger.seal(lease, 0, Ref(key), oldest_version=steps[key])
-            elif key in self.failure_keys[TRAIN] or key not in steps or key in self._closed:
-                ledger.fail(lease, reason="failed")
-            else:
-                continue
-            del self._leases[key]
-
-    def _lease(self) -> None:
-        """Lease the groups that verl generates. Without room, they wait in the ledger although verl generates them."""
-        for lease in self.ledger.lease(max(1, len(self._ordinals))):
-            self._leases[lease.prompt] = lease
+        listed, finished = self.prompt_global_steps[TRAIN], self.finished_keys[TRAIN]
+        self._mirror.update(listed, finished, self.failure_keys[TRAIN])
 
     def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> tuple[Any, ...]:
         """Return the stale, filtered and failed groups. verl removes them and generates other prompts."""
         if partition_id != TRAIN:
             return super()._terminal_eviction_reasons(global_steps, partition_id)
-        self._advance(global_steps)
-        self.ledger.sweep()
+        self._mirror.follow(global_steps)
+        stale = self._mirror.find_stale()
         _, filtered, failed, counts = super()._terminal_eviction_reasons(global_steps, partition_id)
-        self.ledger.drop([self._ordinals[key] for key in filtered & self._find_sealed()], "no_signal")
-        return {key for key, reason in self._closed.items() if reason == "stale"}, filtered, failed, counts
-
-    def _find_sealed(self) -> set[str]:
-        return {key for key, ordinal in self._ordinals.items() if self.ledger.state(ordinal) == "sealed"}
+        self.ledger.drop([self._mirror.ordinals[key] for key in filtered & self._mirror.find_sealed()], "no_signal")
+        return stale, filtered, failed, counts
 
     def _sampleable_terminal_keys(self, partition_id: str, eviction_reasons: Any) -> set[str]:
         keys = super()._sampleable_terminal_keys(partition_id, eviction_reasons)
-        return keys & self._find_sealed() if partition_id == TRAIN else keys
+        return keys & self._mirror.find_sealed() if partition_id == TRAIN else keys
 
     def _has_enough_samples(self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: Any) -> bool:
         """Claim a batch if `sample` asks, and count groups otherwise."""
         if partition_id != TRAIN or not self._sampling:
             return len(sampleable_keys) >= batch_size
-        claim = self.ledger.claim(self._step + 1, batch_size)
-        self._claim = claim if isinstance(claim, Claim) else None
-        return self._claim is not None
+        self._claimed = self._mirror.take(batch_size) or []
+        return bool(self._claimed)
 
     def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple[Any, ...]:
         """Return the claimed groups, the oldest first."""
         selected, *listed = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
-        if self._claim is not None and partition_id == TRAIN:
-            selected = [sample.ref.value for group in self._claim.groups for sample in group.samples]
-            self._step, self._claim = self._claim.step, None
+        if partition_id == TRAIN:
+            selected = self._claimed
         return selected, *listed
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import one module of a framework without the rest of it."""
+"""The seams of frameworks: one module of each, without the rest of the framework."""
 
 import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+
+STUBS = ("PIL", "datasets", "requests")
 
 
 class BarePackages:
@@ -31,10 +34,13 @@ class BarePackages:
 
 
 def import_seam(root, module):
-    """Import a module below a folder. Packages above it stay bare."""
+    """Import a module below a folder. Packages above it stay bare, and libraries for data are replaced by stubs."""
     parts = module.split(".")
     names = {".".join(parts[:end]) for end in range(1, len(parts))} | {f"{parts[0]}.utils"}
     sys.meta_path.insert(0, BarePackages(root, names))
+    for stub in STUBS:
+        if importlib.util.find_spec(stub) is None:
+            sys.modules[stub] = MagicMock(__spec__=None)
     return importlib.import_module(module)
 
 
@@ -49,7 +55,15 @@ def verl_buffer():
     return import_seam(Path(spec.origin).parent.parent, "verl.trainer.ppo.v1.replay_buffer")
 
 
-def source(name):
-    """Return the checkout of a framework below the folder of `nox -s seams -- --source FOLDER`, or None."""
+@pytest.fixture(scope="session")
+def nemo_samplers():
+    """The module of NeMo RL's samplers, from the folder of `nox -s seams -- --source FOLDER`."""
+    return import_source("nemo_rl", "nemo_rl.algorithms.async_utils.staleness_sampler")
+
+
+def import_source(checkout, module):
+    """Import a module of a checkout, or skip the test without one."""
     folder = os.environ.get("FAIRLEAD_SEAM_SOURCES")
-    return Path(folder, name) if folder else None
+    if not folder:
+        pytest.skip("needs a checkout: `nox -s seams -- --source FOLDER`")
+    return import_seam(Path(folder, checkout), module)

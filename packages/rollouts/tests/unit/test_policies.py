@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_rollouts import InOrder, OldestFirst, OpenGroup, ReadyFirst, View, WeightFifo, Windowed
+from fairlead_rollouts import Claim, InOrder, OldestFirst, OpenGroup, ReadyFirst, View, WeightFifo, Windowed
 
 GROUPS = [
     # ordinal, ready, oldest version, target step
@@ -65,3 +65,17 @@ def test_choices_are_ready_and_do_not_depend_on_the_order(groups, count, policy,
     assert set(selection.blocked_by) & ready == set()
     order.shuffle(groups)
     assert choose(policy, count, groups) == selection
+
+
+def test_weight_fifo_passes_a_group_that_no_claim_accepts(make_ledger, finish):
+    """An unfinished group older than the bound does not block the others."""
+    ledger = make_ledger(policy=WeightFifo(), on_stale="drop", groups_per_version=1, lookahead=5)
+    slow, *others = ledger.lease(4)
+    ledger.advance(2)
+    finish(ledger, others, oldest_version=1)
+    claim = ledger.claim(1, 1)
+    assert isinstance(claim, Claim), claim
+    assert [group.ordinal for group in claim.groups] == [1]
+    finish(ledger, [slow])
+    ledger.sweep()
+    assert ledger.state(0) == "dropped"
