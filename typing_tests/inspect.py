@@ -6,11 +6,77 @@ Where a comment ignores an error, there is one: what is wrong there is refused, 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, assert_type
 
-from fairlead_inspect import StragglerReport, Watch, WorkerEvent, WorkerTiming, stragglers, trace, watch
+from fairlead_inspect import (
+    Evidence,
+    Finding,
+    Frame,
+    Named,
+    Snapshot,
+    StackClass,
+    StragglerReport,
+    Waiting,
+    Watch,
+    WorkerEvent,
+    WorkerTiming,
+    diagnose,
+    fold_stacks,
+    label,
+    look,
+    stragglers,
+    trace,
+    watch,
+    write_report,
+)
 from fairlead_inspect.otel import export_spans
 from fairlead_workergroup import GroupHandle, RayWorkerGroup, StuckWorker
+
+
+def any_job(path: Path) -> None:
+    snapshot = look("auto", job="01000000", window_s=0.5, timeout_s=10)
+    assert_type(snapshot, Snapshot)
+    assert_type((snapshot.looked_at, snapshot.took_s), tuple[float, float])
+    assert_type((snapshot.notes, snapshot.finished), tuple[tuple[str, ...], frozenset[str]])
+    assert_type(snapshot.claimed, frozenset[str])
+    assert_type([one.job_id for one in snapshot.jobs], list[str])
+    assert_type([one.class_name for one in snapshot.actors], list[str])
+    assert_type([one.pid for one in snapshot.processes], list[int])
+    assert_type([one.address for one in snapshot.nodes], list[str])
+    assert_type([one.task_id for one in snapshot.calls], list[str])
+    findings = diagnose(snapshot, after_s=60)
+    assert_type(findings, tuple[Finding, ...])
+    assert_type(write_report(snapshot, findings, path), None)
+    for found in findings:
+        assert_type((found.job_id, found.text, found.fleet, found.node), tuple[str, str, str, str])
+        assert_type((found.remedy, found.since_source), tuple[str, str])
+        assert_type((found.blames, found.moves), tuple[bool, bool])
+        assert_type((found.ranks, found.ordinals), tuple[tuple[int, ...], tuple[int, ...]])
+        assert_type((found.pid, found.since_s), tuple[int, float | None])
+        assert_type(found.confidence, Literal["certain", "likely", "guess"])
+        assert found.kind == "late"
+        assert_type(found.chain, tuple[str, ...])
+        assert_type(found.actors, tuple[Named, ...])
+        assert_type(found.where, tuple[Frame, ...])
+        assert_type(found.evidence, tuple[Evidence, ...])
+        assert_type(found.waiting, Waiting)
+        assert_type((found.waiting.count, found.waiting.ranks), tuple[int, tuple[int, ...]])
+        assert_type((found.waiting.ordinals, found.waiting.since_s), tuple[tuple[int, ...], float | None])
+        assert_type(found.waiting.where, tuple[Frame, ...])
+        for frame in found.where:
+            assert_type((frame.file, frame.function, frame.line), tuple[str, str, int])
+        for fact in found.evidence:
+            assert_type((fact.source, fact.text, fact.age_s), tuple[str, str, float | None])
+        for actor in found.actors:
+            assert_type((actor.id, actor.class_name, actor.name), tuple[str, str, str])
+    for alike in fold_stacks(snapshot):
+        assert_type(alike, StackClass)
+        assert_type((alike.fleet, alike.does, alike.ranks), tuple[str, str, tuple[str, ...]])
+        assert_type((alike.pids, alike.where), tuple[tuple[int, ...], tuple[Frame, ...]])
+    assert_type(label(rank=3, group="policy", world_size=8, coords={"dp": 1}), dict[str, str])
+    look(None)  # type: ignore[arg-type]
+    label(3, "policy")  # type: ignore[call-arg]
 
 
 def watching(group: RayWorkerGroup) -> None:

@@ -5,7 +5,8 @@ import argparse
 import importlib.util
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -13,8 +14,10 @@ from rich.console import Group
 from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement.spi import Output, add_command, attach, run_command
 
+from ._doctor import assess, draw_abilities
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._model import Snapshot
+from ._report import draw_report
 from ._show import SCHEMA, clean_all, draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes, to_json
 from ._source import seconds
 from ._verdict.rules import AFTER_S, diagnose, exit_status
@@ -22,7 +25,7 @@ from ._verdict.rules import AFTER_S, diagnose, exit_status
 _EPILOG = """\
 exit status:
   0  done; for `why`: nothing is wrong
-  1  `why` found what others wait for, or something wrong with a group
+  1  `why` found what others wait for, or something wrong with a group; `doctor` found what cannot be read
   2  the arguments are wrong
   3  the cluster cannot be reached, wants another token or did not answer, or there is no such job or group
   4  `why` cannot decide: something does not move, or a part that matters could not be read
@@ -76,11 +79,14 @@ def _make_parser() -> argparse.ArgumentParser:
         "--after", type=seconds, metavar="S", help=f"call a process late that has not moved for so long ({AFTER_S:g})"
     )
     why.add_argument("--watch", type=seconds, metavar="S", help="look again so often, until something hangs")
+    why.add_argument("--report", metavar="FILE", help="write the verdict, the processes and their stacks as HTML")
     why.add_argument("-v", "--verbose", action="store_true", help="print all evidence")
     why.set_defaults(run=_why)
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move").set_defaults(run=_ps)
     stacks = _add(commands, "stacks", "show where processes stand, equal positions once with their ranks")
     stacks.set_defaults(run=_stacks)
+    doctor = _add(commands, "doctor", "say what a look can read on each node, and what keeps it from more")
+    doctor.set_defaults(run=_doctor)
     if groups is not None:
         groups.add_commands(commands, why=why, stacks=stacks, epilog=_EPILOG)
     return parser
@@ -133,6 +139,8 @@ def _why_once(options: argparse.Namespace, output: Output) -> int:
         status = 1 if report.wrong else status
         fields |= {**report.fields, "wrong": fields["wrong"] or report.wrong, "status": status}
         pictures.append(report.picture)
+    if options.report is not None:
+        Path(options.report).write_text(draw_report(snapshot, findings, *pictures), encoding="utf-8")
     if options.json:
         output.print_json(fields)
     else:
@@ -155,7 +163,17 @@ def _stacks(options: argparse.Namespace, output: Output) -> int:
         return int(find_groups_source().print_stacks(options, output))
     classes = fold_stacks(_look(options))
     if options.json:
-        output.print_json(clean_all({"schema": SCHEMA, "stacks": classes}))
+        output.print_json(clean_all({"schema": SCHEMA, "stacks": [asdict(one) for one in classes]}))
     else:
         output.print(draw_stacks(classes))
     return 0
+
+
+def _doctor(options: argparse.Namespace, output: Output) -> int:
+    snapshot = _look(options)
+    nodes = assess(snapshot)
+    if options.json:
+        output.print_json(clean_all({"schema": SCHEMA, "nodes": list(map(asdict, nodes)), "notes": snapshot.notes}))
+    else:
+        output.print(draw_abilities(nodes, snapshot.notes))
+    return int(any(one.faults for one in nodes))

@@ -24,15 +24,23 @@ TIMEOUT_S, WINDOW_S = 5.0, 1.0
 HEAD_PART = 0.6
 
 
-def look_at_cluster(job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Snapshot:
+def look_at_cluster(
+    job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S, own: bool = False
+) -> Snapshot:
     """Return one look at the jobs of the cluster that this process is attached to, or at one of them.
+
+    Args:
+        job_id: the only job to look at; None for all, this process's `own` job included or not.
+        window_s: seconds between the two parts of the look.
+        timeout_s: seconds for all of it.
+        own: see `job_id`.
 
     Raises:
         HeadTimeoutError: Ray's head did not answer.
     """
     began, head_s = time.monotonic(), timeout_s * HEAD_PART
     notes: list[str] = []
-    me = ray.get_runtime_context().get_job_id()
+    me = "" if own else ray.get_runtime_context().get_job_id()
     jobs = ask_head("list the jobs", _ray_private.read_jobs, timeout_s=head_s)
     jobs = [one for one in jobs if (one.job_id != me if job_id is None else one.job_id == job_id)]
     nodes: list[dict[str, Any]] = ask_head("list the nodes", ray.nodes, timeout_s=head_s)

@@ -21,7 +21,13 @@ def weakest(*values: Confidence) -> Confidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A fact behind a statement, its source, and how old it is."""
+    """A fact behind a statement.
+
+    Attributes:
+        source: where it is from.
+        text: the fact.
+        age_s: how old it is, in seconds; None if it has no age.
+    """
 
     source: str
     text: str
@@ -30,7 +36,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Frame:
-    """A Python frame. The line is 0 where it does not matter."""
+    """A Python frame.
+
+    Attributes:
+        file: the path of its file.
+        function: its function, with the class.
+        line: the line; 0 where it does not matter.
+    """
 
     file: str
     function: str
@@ -197,7 +209,20 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one look has seen. `finished` are ids of tasks that are over; other sources judge `claimed` actors."""
+    """All that one look has seen, as plain values that can be pickled.
+
+    Attributes:
+        looked_at: when, in seconds since the epoch.
+        jobs: the jobs that had not ended.
+        actors: their actors.
+        processes: their processes, as the kernel and py-spy know them.
+        nodes: the nodes, and how they answered.
+        calls: the calls and tasks that had not finished.
+        finished: the ids of tasks that are over.
+        claimed: the ids of actors that another source judges, which `diagnose` does not blame.
+        took_s: how long the look took.
+        notes: what could not be read, and why.
+    """
 
     looked_at: float
     jobs: tuple[Job, ...] = ()
@@ -213,7 +238,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Named:
-    """An actor in a finding."""
+    """An actor in a finding.
+
+    Attributes:
+        id: Ray's id of it, hexadecimal.
+        class_name: its class.
+        name: its name, or "".
+    """
 
     id: str
     class_name: str
@@ -222,13 +253,40 @@ class Named:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Who waits: how many, and the ranks that are known."""
+    """The processes that wait for the same one.
+
+    Attributes:
+        count: how many processes.
+        ranks: the ranks that are known.
+        ordinals: those without a rank, by their creation.
+        where: the frames at which most of them wait, innermost first.
+        since_s: for how long, in seconds; None if that is not known.
+    """
 
     count: int = 0
     ranks: tuple[int, ...] = ()
     ordinals: tuple[int, ...] = ()
     where: Stack = ()
     since_s: float | None = None
+
+
+@dataclass(frozen=True)
+class StackClass:
+    """Processes that stand at the same place.
+
+    Attributes:
+        fleet: their fleet, or their class without one.
+        does: what they do there, such as "collective" or "get".
+        ranks: the rank of each as a number, as "#2" if only its place in the creation is known, or "".
+        pids: the process id of each.
+        where: the frames of the place, innermost first.
+    """
+
+    fleet: str
+    does: str
+    ranks: tuple[str, ...]
+    pids: tuple[int, ...]
+    where: Stack
 
 
 Kind = Literal[
@@ -241,8 +299,26 @@ Kind = Literal[
 class Finding:
     """A statement about a job.
 
-    `blames` says whether it names the cause of a wait, `where` the frames at which that stands, `since_s` for how long,
-    `ordinals` whom without a rank, and `moves` whether they may still make progress.
+    Attributes:
+        kind: what was found, such as "late" or "dead"; the reference of the command line lists all.
+        job_id: the job.
+        confidence: "certain", "likely" or "guess".
+        blames: whether it names the cause of a wait.
+        text: the statement in words.
+        fleet: the fleet that it is about.
+        ranks: the ranks that it is about.
+        ordinals: whom it is about without a rank, by their creation.
+        actors: the actors that it is about.
+        pid: the process, if it is one.
+        node: the address of its node.
+        where: the frames at which that stands, innermost first.
+        since_s: for how long, in seconds; None if that is not known.
+        since_source: what says so.
+        waiting: who waits for it.
+        chain: the waits that lead to it.
+        evidence: the facts behind it.
+        remedy: what to do; empty if that depends on the job.
+        moves: whether it may still make progress.
     """
 
     kind: Kind

@@ -11,8 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fairlead_placement.spi import group_pairs
+
 from ._fleets import find_fleets
-from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, Waiting
+from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, StackClass, Waiting
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import exit_status
 
@@ -226,10 +228,14 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         row |= {"job": actor.job_id, "node": addresses.get(process.node_id, ""), "pid": process.pid}
         row |= {"state": process.states[1], "title": process.title, "does": position.kind, "motion": position.motion}
         row |= {"cpu": process.ticks / process.window_s / TICKS_PER_S, "last_ran_s": position.since_s}
-        where = frames_of_code(position.thread.stack) if position.thread else position.where
-        row |= {"memory_bytes": process.memory_bytes, "where": list(map(asdict, where)), "note": process.note}
+        where = list(map(asdict, _frames(position)))
+        row |= {"memory_bytes": process.memory_bytes, "where": where, "note": process.note}
         rows.append((row, position))
     return sorted(rows, key=lambda one: (one[0]["job"], one[0]["fleet"], one[0]["rank"] or 0, one[0]["ordinal"] or 0))
+
+
+def _frames(position: Position) -> Stack:
+    return frames_of_code(position.thread.stack) if position.thread else position.where
 
 
 def _rank(row: Mapping[str, Any]) -> str:
@@ -253,25 +259,34 @@ def draw_processes(snapshot: Snapshot) -> RenderableType:
     return Group(table, *more)
 
 
-def fold_stacks(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the distinct positions with the processes that stand there, the smallest class first."""
-    classes: dict[Any, dict[str, Any]] = {}
-    for row, at in list_processes(snapshot):
-        key = (row["fleet"] or row["class"], at.kind, at.where)
-        one = classes.setdefault(
-            key, {"fleet": key[0], "does": at.kind, "ranks": [], "pids": [], "where": row["where"]}
+def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
+    """Return the distinct positions of a look with the processes that stand there, the smallest class first.
+
+    Args:
+        snapshot: a look, as of `look`.
+    """
+    classes = group_pairs(
+        ((row["fleet"] or row["class"], at.kind, at.where), (row, at)) for row, at in list_processes(snapshot)
+    )
+    folded = [
+        StackClass(
+            fleet,
+            does,
+            tuple(_rank(row) for row, _ in there),
+            tuple(row["pid"] for row, _ in there),
+            _frames(there[0][1]),
         )
-        one["ranks"].append(_rank(row))
-        one["pids"].append(row["pid"])
-    return sorted(classes.values(), key=lambda one: len(one["pids"]))
+        for (fleet, does, _), there in classes.items()
+    ]
+    return sorted(folded, key=lambda one: len(one.pids))
 
 
-def draw_stacks(classes: Iterable[Mapping[str, Any]]) -> RenderableType:
+def draw_stacks(classes: Iterable[StackClass]) -> RenderableType:
     """Return the distinct positions, each under those that stand there."""
     parts: list[RenderableType] = []
     for one in classes:
-        who = ", ".join(filter(None, one["ranks"])) or f"pid {', '.join(map(str, one['pids']))}"
-        parts.append(Text(clean(f"{one['fleet']} {who}: {one['does']}"), style="bold"))
-        lines = (f'  File "{frame["file"]}", line {frame["line"]} in {frame["function"]}' for frame in one["where"])
+        who = ", ".join(filter(None, one.ranks)) or f"pid {', '.join(map(str, one.pids))}"
+        parts.append(Text(clean(f"{one.fleet} {who}: {one.does}"), style="bold"))
+        lines = (f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in one.where)
         parts += [Text(clean(line)) for line in lines]
     return Group(*parts)

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -74,6 +75,61 @@ def test_why(job, stop_process, stopped):
     assert blamed[0]["chain"][:2] == ["driver", "Controller"]
     assert any(frame["function"] == "Trainer.train" for frame in blamed[0]["where"])
     assert blamed[0]["since_s"] > 2
+
+
+def test_report(job, tmp_path):
+    """`--report` writes one page with the verdict and all stacks, which loads nothing from elsewhere."""
+    page = tmp_path / "why.html"
+    assert run(job, *WHY, "--report", str(page)).returncode == 1
+    text = page.read_text()
+    assert "HANGS" in text
+    assert "Trainer.train" in text
+    assert not re.search(r"<script|<link|<img|@import|url\(", text)
+    assert "secret-of-the-job" not in text
+
+
+def test_doctor(job):
+    """`doctor` shows what a look reads on each node; here it reads all."""
+    done = run(job, "doctor", "--json", "--timeout", "60")
+    (node,) = json.loads(done.stdout)["nodes"]
+    assert (done.returncode, node["answer"], node["faults"]) == (0, "answered", [])
+    assert node["stacks"] == node["clocks"] == node["processes"] >= 3
+    heading = run(job, "doctor", "--timeout", "60").stdout.splitlines()[0]
+    assert heading.split() == ["node", "answer", "processes", "stacks", "since", "when", "why", "not"]
+
+
+WATCHDOG = """
+    import pickle
+    import ray
+    from fairlead_inspect import diagnose, fold_stacks, look, write_report
+
+    snapshot = pickle.loads(pickle.dumps(look(timeout_s=60)))
+    assert not ray.is_initialized()
+    (found,) = (one for one in diagnose(snapshot, after_s=2) if one.blames)
+    print(found.kind, found.actors[0].class_name, found.waiting.count)
+    print([one.fleet for one in fold_stacks(snapshot)])
+    write_report(snapshot, [found], "watchdog.html")
+    ray.init(logging_level="error")
+    own, others = ray.get_runtime_context().get_job_id(), {one.job_id for one in snapshot.jobs}
+    print({one.job_id for one in look(timeout_s=60).jobs} == {own, *others})
+    try:
+        look(job="ffffffff", timeout_s=60)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_program(job, tmp_path):
+    """A program looks as the command does, attached or not."""
+    watchdog = [sys.executable, "-c", textwrap.dedent(WATCHDOG)]
+    done = subprocess.run(watchdog, env=job[0], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, stacks, both, refused = done.stdout.splitlines()[-4:]
+    assert first == "late Trainer 1"
+    assert "Trainer" in stacks
+    assert both == "True"
+    assert refused == "There is no running job 'ffffffff'."
+    assert "HANGS" in (tmp_path / "watchdog.html").read_text()
 
 
 def test_text(job):

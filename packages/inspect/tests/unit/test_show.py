@@ -66,7 +66,7 @@ def test_json(snapshot):
 def test_stacks(snapshot):
     """Equal positions are shown once, those of fewest processes first."""
     folded = fold_stacks(snapshot)
-    assert [one["ranks"] for one in folded] == [[""], ["2"], ["0", "1"]]
+    assert [one.ranks for one in folded] == [("",), ("2",), ("0", "1")]
     # Positions in packages are compared by function, and shown with their lines.
     assert "line 0 " not in drawn(draw_stacks(folded))
     assert "all_reduce" in drawn(draw_stacks(folded))

@@ -63,8 +63,11 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def find_target(named: str | None) -> Target | None:
+def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
+
+    With `private`, "auto" also takes a cluster that another program of this user has started for itself, if it is the
+    only one here.
 
     Raises:
         ValueError: the address is not one.
@@ -83,7 +86,7 @@ def find_target(named: str | None) -> Target | None:
     if named is None:
         return _find_announced() or _find_started(local_tag())
     if named == "auto":
-        return _find_announced() or _find_only_one()
+        return _find_announced() or _find_only_one(private=private)
     if "://" in named:  # Ray connects to any such address through Ray Client.
         raise PlacementError(
             f"{named!r} is an address of Ray Client, which Fairlead does not support. {_REMEDY} Correct the address, "
@@ -170,7 +173,7 @@ def _list_started(prefix: str) -> list[Raylet]:
     return sorted((one for one in tagged if answers(one.address)), key=lambda one: one.started_at)
 
 
-def _find_only_one() -> Target:
+def _find_only_one(*, private: bool) -> Target:
     started = _list_started(_session_tag())
     if len(started) == 1:
         return _make_target(started[0])
@@ -180,7 +183,9 @@ def _find_only_one() -> Target:
             "them, or set RAY_ADDRESS."
         )
     others = [one for one in {one.address: one for one in list_raylets()}.values() if answers(one.address)]
-    private = (
+    if private and len(others) == 1:
+        return Target(others[0].address, f"process {others[0].starter} started for itself")
+    theirs = (
         f" These clusters of yours are private to the programs that started them: {_describe(others)}. Pass the "
         "address of one of them to attach to it."
         if others
@@ -189,7 +194,7 @@ def _find_only_one() -> Target:
     foreign = describe_foreign_announcement()
     raise PlacementError(
         "No Ray cluster was named or announced, and init_ray started none on this machine. Pass an address, set "
-        f"RAY_ADDRESS, or start a cluster with `ray start --head`.{private}{foreign and f' {foreign}.'}"
+        f"RAY_ADDRESS, or start a cluster with `ray start --head`.{theirs}{foreign and f' {foreign}.'}"
     )
 
 

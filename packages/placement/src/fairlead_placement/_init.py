@@ -119,13 +119,15 @@ def _say(line: str) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def attach_to(named: str | None, *, timeout_s: float | None = None, **options: Any) -> Any | None:
+def attach_to(
+    named: str | None, *, timeout_s: float | None = None, private: bool = False, **options: Any
+) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
     The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
-    target = find_target(named)
+    target = find_target(named, private=private)
     if target is None:
         return None
     address = target.address

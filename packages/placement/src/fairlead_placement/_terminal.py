@@ -44,7 +44,7 @@ def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool 
     parser.add_argument(
         "--address",
         default="auto",
-        help="address of the cluster; default: RAY_ADDRESS, or the announced or only local one",
+        help="address of the cluster; default: RAY_ADDRESS, or the announced or only one here",
     )
     if json:
         parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
@@ -85,7 +85,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     """Attach to a running cluster for the length of a block, with one `head_deadline`, and never start one.
 
     Args:
-        address: as for `init_ray`.
+        address: as for `init_ray`; "auto" also finds the only Ray that a program of this user has started for itself.
         timeout_s: how long Ray's head may take to answer; None for 15 s.
 
     Raises:
@@ -95,7 +95,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     if address == "local":
         raise _misuse("--address local would start a cluster of its own; leave it out, or name a running one")
     try:
-        attach_to(address, timeout_s=timeout_s, log_to_driver=False, logging_level="error")
+        attach_to(address, timeout_s=timeout_s, private=True, log_to_driver=False, logging_level="error")
     except ValueError as error:
         raise _misuse(str(error)) from None
     except RuntimeError as error:

@@ -148,7 +148,11 @@ def test_auto(monkeypatch, listening, machine, dead_address):
         "RAY_ADDRESS, or start a cluster with `ray start --head`. These clusters of yours are private to the programs "
         f"that started them: {one} (process 77). Pass the address of one of them to attach to it."
     )
-    machine.append(make_raylet(other, local_tag(), starter=78))
+    assert find_target("auto", private=True) == Target(one, "process 77 started for itself")
+    machine.append(make_raylet(other, "CPU", starter=78))
+    with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
+        find_target("auto", private=True)
+    machine[-1] = make_raylet(other, local_tag(), starter=78)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert find_target(None) is None
     assert find_target("auto") == Target(other, "init_ray started in process 78")

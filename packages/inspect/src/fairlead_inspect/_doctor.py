@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a look can read on each node, and what keeps it from more."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fairlead_placement.spi import group_pairs
+
+from ._model import Node, Process, Snapshot
+from ._show import clean
+
+PTRACE = (
+    "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
+    "the workers, or set kernel.yama.ptrace_scope to 0."
+)
+
+
+@dataclass(frozen=True)
+class NodeAbilities:
+    """What a look could read on a node.
+
+    Attributes:
+        node: its address.
+        answer: "answered", "silent", "lost", or "unasked" if it holds no process of a job.
+        processes: how many processes of jobs it has.
+        stacks: of how many of them the stacks were read.
+        clocks: of how many it is known since when they stand.
+        faults: what was not read, and why.
+        remedy: what to do; empty if nothing is missing.
+    """
+
+    node: str
+    answer: str
+    processes: int
+    stacks: int
+    clocks: int
+    faults: tuple[str, ...]
+    remedy: str
+
+
+def assess(snapshot: Snapshot) -> list[NodeAbilities]:
+    """Return what the look could read on each node. Pure."""
+    there = group_pairs((one.node_id, one) for one in snapshot.processes)
+    return [_assess_node(node, there.get(node.node_id, []), snapshot.notes) for node in snapshot.nodes]
+
+
+def _assess_node(node: Node, processes: Sequence[Process], notes: Sequence[str]) -> NodeAbilities:
+    faults = sorted({one.note for one in processes if one.note})
+    faults += [note.removeprefix(f"{node.address}: ") for note in notes if note.startswith(f"{node.address}: ")]
+    remedy = ""
+    if node.answer in ("silent", "lost"):
+        faults.append(node.note)
+        remedy = "Look at its raylet, or log in there and run the command with --here."
+    elif any("ermission" in fault for fault in faults):
+        remedy = PTRACE
+    elif any("py-spy" in fault for fault in faults):
+        remedy = "Install fairlead-inspect, which brings py-spy, in the Python of Ray on this node."
+    return NodeAbilities(
+        node.address,
+        node.answer,
+        len(processes),
+        sum(any(thread.stack for thread in one.threads) for one in processes),
+        sum(any(thread.last_ran_s is not None for thread in one.threads) for one in processes),
+        tuple(faults),
+        remedy,
+    )
+
+
+def draw_abilities(nodes: Sequence[NodeAbilities], notes: Sequence[str]) -> RenderableType:
+    """Return a table with a line for each node, and the remedies below it."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
+    for name in ("node", "answer", "processes", "stacks", "since when", "why not"):
+        table.add_column(name, no_wrap=name != "why not")
+    for one in nodes:
+        counts = [str(one.processes), f"{one.stacks} of {one.processes}", f"{one.clocks} of {one.processes}"]
+        cells = [one.node, one.answer, *counts, "; ".join(one.faults[:3])]
+        style = "yellow" if one.faults else ""
+        table.add_row(*(Text(clean(cell), style=style) for cell in cells))
+    addresses = group_pairs((one.remedy, one.node) for one in nodes if one.remedy)
+    remedies = [Text(clean(f"{', '.join(there[:8])}: {remedy}")) for remedy, there in addresses.items()]
+    own = tuple(f"{one.node}: " for one in nodes)
+    return Group(table, *remedies, *(Text(clean(note), style="yellow") for note in notes if not note.startswith(own)))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs use of a look: its arguments, the label of a process, the report, and the abilities of nodes."""
+
+import html
+import json
+import os
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seen import ALL_REDUCE, QUEUE, fleet_of
+
+from fairlead_inspect import diagnose, label, look, write_report
+from fairlead_inspect._doctor import PTRACE, assess
+from fairlead_inspect._fleets import LABEL, find_fleets
+from fairlead_inspect._model import Node
+
+
+@pytest.fixture
+def labelled(monkeypatch):
+    """The variable of labels, which has its earlier value after the test."""
+    monkeypatch.setenv(LABEL, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "local"}, "would start a cluster of its own"),
+        ({"window_s": 0}, "window_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": "5"}, "timeout_s must be a positive number of seconds, got '5'"),
+        ({"timeout_s": True}, "timeout_s must be a positive number of seconds, got True"),
+        ({"address": "nowhere"}, "nowhere"),
+    ],
+)
+def test_look_refuses(options, message):
+    """A wrong argument is refused before anything is attached to."""
+    with pytest.raises(ValueError, match=message):
+        look(**options)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.usefixtures("labelled")
+def test_label():
+    """The fleet of a process is that of its label, with its rank; the label of the latest call counts."""
+    label(rank=0, group="first")
+    given = label(rank=2, group="policy", world_size=3, coords={"dp": 2})
+    assert given == {LABEL: os.environ[LABEL]}
+    seen = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    ranks = zip(seen.actors, (1, 0, 2), strict=True)
+    labels = {one.pid: label(rank=rank, group="policy", world_size=3) for one, rank in ranks}
+    processes = tuple(replace(one, environ=labels.get(one.pid, {})) for one in seen.processes)
+    (fleet,) = find_fleets(replace(seen, processes=processes))
+    assert (fleet.name, fleet.rule, fleet.confidence, fleet.world_size) == ("policy", "label", "certain", 3)
+    actors = [one.actor_id for one in seen.actors]
+    assert [(one.rank, one.key) for one in fleet.members] == [(0, actors[1]), (1, actors[0]), (2, actors[2])]
+
+
+@pytest.mark.usefixtures("labelled")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rank": -1}, TypeError, "rank must be a whole number"),
+        ({"rank": True}, TypeError, "rank must be a whole number"),
+        ({"group": ""}, TypeError, "group must be the name"),
+        ({"world_size": 3}, ValueError, "rank 3 is beyond the world size 3"),
+        ({"coords": {"dp": "1"}}, TypeError, "dp must be a whole number"),
+        ({"group": "g" * 1100}, ValueError, "1024 are read"),
+    ],
+)
+def test_label_refuses(options, error, message):
+    """A label that could not be read is refused, and not set."""
+    with pytest.raises(error, match=message):
+        label(**{"rank": 3, "group": "policy", **options})
+    assert os.environ[LABEL] == ""
+
+
+def test_report(tmp_path):
+    """The page has the verdict and the data, and texts of the job are inert."""
+    hung = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    evil = "train.py --api-key hunter2 <script>alert(1)</script> \x1b[31m </pre>"
+    snapshot = pickle.loads(pickle.dumps(replace(hung, jobs=(replace(hung.jobs[0], entrypoint=evil),))))
+    write_report(snapshot, diagnose(snapshot), tmp_path / "why.html")
+    text = (tmp_path / "why.html").read_text(encoding="utf-8")
+    assert "rank 2 of Worker" in text
+    assert "hunter2" not in text
+    assert "<script" not in text
+    assert "\x1b" not in text
+    assert text.count("</pre>") == 4
+    data = json.loads(html.unescape(text.split("</summary>\n<pre>")[1].split("</pre>")[0]))
+    assert data["jobs"][0]["findings"][0]["ranks"] == [2]
+
+
+def test_abilities():
+    """Each node shows what was read there, why not more, and what to do about it."""
+    seen = fleet_of([ALL_REDUCE, QUEUE])
+    (first, *others) = seen.processes
+    refused = replace(first, threads=(), note="Permission denied (os error 13)")
+    silent = Node("silent", "10.0.0.9", True, "silent", "no answer within 5.0 s")
+    looked = replace(seen, processes=(refused, *others), nodes=(seen.nodes[0], silent), notes=("10.0.0.1: no x",))
+    here, there = assess(looked)
+    assert (here.answer, here.faults) == ("answered", ("Permission denied (os error 13)", "no x"))
+    assert (there.answer, there.faults) == ("silent", ("no answer within 5.0 s",))
+    assert (here.processes, here.stacks) == (len(seen.processes), len(others))
+    assert here.remedy == PTRACE
+    assert "--here" in there.remedy
