@@ -524,9 +524,11 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock of this process's deadlines, so that a test reaches one at an event and not after a time."""
     made = Clock()
-    for module in ("fairlead_workergroup._world", "fairlead_workergroup._start.launch", "fairlead_lane._transport"):
+    for module in ("fairlead_workergroup._start.launch", "fairlead_lane._transport"):
         if module in sys.modules:
             monkeypatch.setattr(f"{module}.time", made)
+    if "fairlead_workergroup._world" in sys.modules:
+        monkeypatch.setattr("fairlead_workergroup._world.RealWorld.now", made.monotonic)
     return made
 
 

@@ -20,10 +20,10 @@ pytest.importorskip("zmq")
 from fairlead_workergroup._calls.execution import Execution
 from fairlead_workergroup._calls.plan import CallOptions
 from fairlead_workergroup._calls.sender import Order, Request, Sender, Sent
-from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.operations import Route
 from fairlead_workergroup._transport import futures as futures_of
+from fairlead_workergroup._world import Deadline
 
 from ..lanes import Handle, Resources, open_lane
 
@@ -242,10 +242,10 @@ class TestTurns:
 
         def repeat():
             with contextlib.suppress(KeyboardInterrupt):
-                assert execution.repeat(-1)
+                assert execution.repeat(-1, Deadline())
             assert other.submit(execution.repeat, -1, Deadline.after(0.0)).result(60)
 
-        assert interrupt_everywhere(repeat, signal.SIGINT, "_calls/attempts.py")
+        assert interrupt_everywhere(repeat, signal.SIGINT, "_calls/execution.py")
 
 
 class TestDetour:

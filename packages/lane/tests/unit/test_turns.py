@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._membership.operations import Route
+from fairlead_workergroup._world import Deadline
 from fairlead_workergroup.exceptions import LaneError
 
 from ..lanes import Resources, open_lane

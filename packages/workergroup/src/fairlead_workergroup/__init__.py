@@ -21,18 +21,18 @@ from ._calls.call import Call
 from ._calls.plan import CallExplanation
 from ._calls.results import MultiWorkerFuture
 from ._calls.view import GroupView
-from ._calls.wait import ResultStream
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle, attach
 from ._launch import launch
 from ._membership.model import Place
-from ._observe.statistics import CallStatistics, GroupStatistics, Outcome
+from ._observe.calls import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._start.devices import WorkerOptions
 from ._start.options import recursive_merge_options
 from ._start.report import GroupState, StartPhase, StartReport
+from ._transport.futures import ResultStream
 from .exceptions import (
     BrokenEpochError,
     CallCancelledError,

@@ -17,14 +17,12 @@ from ._builder import ClassLike, RayWorkerBuilder
 from ._calls.classic import ClassicCalls
 from ._calls.hooks import Hooks
 from ._calls.map import MapOptions, Strategy
-from ._calls.overlapping import OverlappingCalls
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
 from ._calls.route import serving_handles, use_transport
 from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
-from ._deadline import check_timeout
 from ._display import table_html
 from ._elastic.axis import find_elastic_axis
 from ._elastic.drain import DrainWatch
@@ -32,7 +30,7 @@ from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
 from ._handle import GroupHandle, GroupIdentity
 from ._lifecycle.crew import Crew
-from ._lifecycle.delivery import Delivery
+from ._lifecycle.delivery import Delivery, OverlappingCalls
 from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.resources import Resources
 from ._lifecycle.standbys import Standbys
@@ -42,17 +40,18 @@ from ._membership.machine import Membership
 from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
+from ._observe.calls import Counters
 from ._observe.evidence import RayWitnesses
 from ._observe.extensions import extend
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
-from ._observe.statistics import Counters
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.report import GroupState, StartClock
+from ._world import check_timeout
 from .exceptions import LaneError
 
 
@@ -174,7 +173,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
         self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
-        delivery = Delivery(self._launcher, overlapping.wait)
+        delivery = Delivery(self._launcher, overlapping)
         hooks = Hooks(restart.method, elastic.on_resize, elastic.on_handover, start_timeout_s, delivery)
         crew = Crew(self._launcher, self._standbys, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)

@@ -19,21 +19,21 @@ from ._calls.map import MapOptions
 from ._calls.plan import Mesh
 from ._calls.sender import Order, Request, Sender, set_sender
 from ._calls.view import Target, TypedCalls
-from ._deadline import Deadline
 from ._membership.gate import Gate
 from ._membership.judge import Evidence, Judge, decide
 from ._membership.model import Member, Place, Snapshot, make_process
 from ._membership.operations import RestartPolicy
 from ._membership.roster import Roster
+from ._observe.calls import Counters
 from ._observe.evidence import RayWitnesses
 from ._observe.extensions import extend
 from ._observe.observer import STUCK_AFTER_S, Observer
 from ._observe.publications import ANSWER_S, RegisteredGroup, RegisteredWorker, find_group, read_group
 from ._observe.registration import KEY
-from ._observe.statistics import Counters
 from ._observe.status import WorkerStatus
 from ._ray_private import actor_id_of
 from ._start.worker_class import WorkerClass
+from ._world import Deadline
 from .exceptions import WorkerFailure, WorkerGroupError
 
 # All nodes of a group get a publication within milliseconds of each other.

@@ -17,11 +17,11 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._builder import ClassLike, RayWorkerBuilder
-from ._deadline import Deadline
 from ._group import RayWorkerGroup
 from ._membership.model import Place
 from ._options import Timeouts
 from ._start.environment import check_env_vars, choose_python
+from ._world import Deadline
 
 # How the options of other libraries begin that could be taken for axes.
 _NO_AXES = ("num_", "gpu", "cpu", "timeout")

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from ._calls.map import Strategy
 from ._context import Compression
-from ._deadline import check_timeout
 from ._start.devices import WorkerOptions
+from ._world import check_timeout
 
 _Option = TypeVar("_Option")
 

@@ -13,6 +13,9 @@ from ray import ObjectRef
 
 # Ray's accounts of deaths may have advice of several lines.
 CAUSE_CHARACTERS = 240
+# The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
+# Ray's methods for that are not documented.
+TASK_BYTES = 24
 
 
 def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list[str] | None:
@@ -67,13 +70,7 @@ def actor_id_of(handle: Any) -> str:
 
 def actor_id_of_ref(ref: ObjectRef) -> str:
     """Return the id of the actor whose method creates an object, as hexadecimal text; it is part of the task's id."""
-    return task_of_ref(ref)[-16:].hex()
-
-
-def task_of_ref(ref: ObjectRef) -> bytes:
-    """Return the id of the task that creates an object: the start of its id, as Ray's method is not documented."""
-    task: bytes = ref.binary()[:24]
-    return task
+    return str(ref.binary()[TASK_BYTES - 16 : TASK_BYTES].hex())
 
 
 def ownership_of(ref: ObjectRef[Any]) -> tuple[bytes, bytes, bytes] | None:

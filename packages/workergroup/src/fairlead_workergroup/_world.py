@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to the clock, to threads and to Ray's objects, which the simulation of interleavings replaces.
+"""The seam to the clock, to threads and to Ray's objects, which the simulation of interleavings replaces; deadlines.
 
 Membership, and the collection of replies, use these functions only, so that what runs in the simulation is the code
 that runs in a driver.
@@ -7,10 +7,12 @@ that runs in a driver.
 
 import contextlib
 import contextvars
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
@@ -65,10 +67,7 @@ class RealWorld:
     lock = staticmethod(threading.Lock)
     event = staticmethod(OneTimeEvent)
     thread = staticmethod(threading.get_ident)
-
-    def now(self) -> float:
-        """Return `time.monotonic()`, which a test may replace."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def spawn(self, name: str, work: Callable[[], object]) -> None:
         """Start a thread that never starts a Ray; at the exit of the interpreter, which starts none, run it here."""
@@ -92,25 +91,67 @@ class RealWorld:
         return values
 
 
-_world: World = RealWorld()
-
-
-def world() -> World:
-    """Return the world that everything runs in."""
-    return _world
+current: World = RealWorld()  # the world that everything runs in
 
 
 def now() -> float:
     """Return the time in seconds, which only grows."""
-    return _world.now()
+    return current.now()
 
 
 @contextlib.contextmanager
 def replaced_by(other: World) -> Iterator[None]:
     """Run in another world during a block; for the simulation."""
-    global _world
-    before, _world = _world, other
+    global current
+    before, current = current, other
     try:
         yield
     finally:
-        _world = before
+        current = before
+
+
+def check_timeout(name: str, seconds: float | None) -> float | None:
+    """Return a timeout in seconds, or None for no limit."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, or None for no limit, got {seconds!r}")
+    return float(seconds)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment of `now`, or never.
+
+    >>> Deadline.after(None).left(), Deadline.after(None).left(at_most=5.0)
+    (None, 5.0)
+    """
+
+    at: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> "Deadline":
+        """Return the deadline that is this many seconds from now."""
+        return cls(None if seconds is None else now() + seconds)
+
+    def sooner(self, other: "Deadline") -> "Deadline":
+        """Return the earlier of two deadlines."""
+        moments = [deadline.at for deadline in (self, other) if deadline.at is not None]
+        return Deadline(min(moments, default=None))
+
+    def left(self, at_most: float | None = None) -> float | None:
+        """Return the seconds until the deadline, 0 after it, and not more than `at_most`; None without a limit."""
+        if self.at is None:
+            return at_most
+        left = max(0.0, self.at - now())
+        return left if at_most is None else min(left, at_most)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the deadline has passed, with a millisecond of tolerance for waits that end early."""
+        return self.at is not None and now() >= self.at - 0.001
+
+
+NEVER = Deadline()

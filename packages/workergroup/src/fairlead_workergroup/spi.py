@@ -18,7 +18,6 @@ import ray
 
 from ._calls.route import Site
 from ._calls.sender import Sender, find_sender
-from ._deadline import Deadline
 from ._display import record_html
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle
@@ -26,8 +25,8 @@ from ._head import alive_nodes, drain_deadlines, process_is_alive
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
+from ._observe.calls import CallObserver
 from ._observe.evidence import judge_errors, read_deaths
-from ._observe.extensions import CallObserver
 from ._observe.observer import STUCK_AFTER_S, Observer, check_seconds
 from ._observe.publications import RegisteredGroup, RegisteredWorker, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers
@@ -38,9 +37,9 @@ from ._remote.outside import look_at_process, look_from_outside
 from ._remote.process import make_memory_file, open_memory_file, start_tick
 from ._remote.progress import read_records
 from ._remote.references import borrow, dump
-from ._transport.base import Transport
 from ._transport.futures import task_of_future
-from ._transport.messages import Message, MessageStream
+from ._transport.messages import Message, MessageStream, Transport
+from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [

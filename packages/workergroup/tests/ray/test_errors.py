@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from fairlead_workergroup import CallTimeoutError, WorkerGroupError
-from fairlead_workergroup._calls.errors import short_traceback
+from fairlead_workergroup._transport.futures import short_traceback
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

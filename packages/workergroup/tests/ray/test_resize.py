@@ -203,7 +203,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         "timeouts": Timeouts(start_s=1200),
         "env_vars": {"GATE": f"{tmp_path}/gate"},
     }
-    monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
+    monkeypatch.setattr("fairlead_workergroup._transport.futures.REPORT_EVERY_S", 0.1)
     with make(cluster, **options) as group:
         kill(group, 0)
 

@@ -294,7 +294,7 @@ def test_resize_after_a_loss_with_group_scope(cluster):
 @pytest.mark.parametrize(("save", "load"), [("save_late", "load"), ("save", "load_late")])
 def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, save, load):
     """A method of the user that takes longer than the timeout of a replacement is not waited for."""
-    monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)  # how often it looks at the clock
+    monkeypatch.setattr("fairlead_workergroup._transport.futures.REPORT_EVERY_S", 0.1)
     options = {"elastic": Elastic(on_handover=save), "restart": Restart(method=load)}
     options |= {"timeouts": Timeouts(start_s=3600), "env_vars": {"GATE": str(gate)}}
     with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:

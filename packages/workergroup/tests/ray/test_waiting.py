@@ -181,7 +181,7 @@ class TestWaiting:
 
     def test_slow_calls_are_logged(self, group, gate, caplog, monkeypatch, eventually):
         """A call without a deadline logs the ranks that it waits for at intervals."""
-        monkeypatch.setattr("fairlead_workergroup._calls.wait.REPORT_EVERY_S", 0.1)
+        monkeypatch.setattr("fairlead_workergroup._transport.futures.REPORT_EVERY_S", 0.1)
 
         def open_when_logged():
             try:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError, PlacementError, ResourceInsufficientError, Slot
-from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.report import WORKER_PHASES
+from fairlead_workergroup._world import Deadline
 
 from .ray import HEAD_S, PretendedRay
 

@@ -8,7 +8,6 @@ from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup._deadline import Deadline
 from fairlead_workergroup._elastic.replace import Replace
 from fairlead_workergroup._membership import steps
 from fairlead_workergroup._membership.machine import Membership
@@ -17,6 +16,7 @@ from fairlead_workergroup._membership.operations import RestartPolicy, Start
 from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._world import Deadline
 from fairlead_workergroup.exceptions import LateWorker, WorkerFailureError
 
 START_S = 120.0

@@ -12,7 +12,8 @@ from fairlead_workergroup._lifecycle.teardown import Teardown
 from fairlead_workergroup._membership.model import Notice
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe import extensions
-from fairlead_workergroup._observe.extensions import CallObserver, ObservedCalls, extend
+from fairlead_workergroup._observe.calls import CallObserver, ObservedCalls
+from fairlead_workergroup._observe.extensions import extend
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fairlead_workergroup._deadline import NEVER, Deadline
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.operations import Route
 from fairlead_workergroup._membership.phases import LEGAL, Phase
+from fairlead_workergroup._world import NEVER, Deadline
 from fairlead_workergroup.exceptions import ResizeTimeoutError, WorkerGroupError
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "architecture.md"

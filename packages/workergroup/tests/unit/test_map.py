@@ -11,10 +11,10 @@ import pytest
 import ray
 
 from fairlead_workergroup._calls import map as map_module
-from fairlead_workergroup._calls.attempts import SendState
+from fairlead_workergroup._calls.execution import SendState
 from fairlead_workergroup._calls.map import MapOptions, _Balancer, _Item, map_items
-from fairlead_workergroup._calls.wait import ON_THREAD, block
-from fairlead_workergroup._deadline import Deadline
+from fairlead_workergroup._transport.futures import ON_THREAD, block
+from fairlead_workergroup._world import Deadline
 from fairlead_workergroup.exceptions import CallTimeoutError, WorkerFailureError
 
 WORKERS, ITEMS = 500, 2_000

@@ -41,7 +41,6 @@ def test_actor_id(attribute):
 def test_ids_of_a_reference():
     """They are parts of the object's id, and Ray's own method returns the same."""
     assert REF.task_id().binary() == TASK
-    assert private.task_of_ref(REF) == TASK
     assert task_of_future(REF) == TASK
     assert private.actor_id_of_ref(REF) == ACTOR.hex()
 

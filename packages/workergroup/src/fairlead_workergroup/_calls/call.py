@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of one call: its results, outcomes and cancellation, and its use as an argument of other calls."""
 
+import asyncio
 from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,22 +12,28 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .._arguments import Answer, Arguments, Gathered, PassedOn
-from .._deadline import NEVER, Deadline, check_timeout
 from .._display import table_html
-from .._observe.statistics import CallStatistics, Outcome
+from .._observe.calls import CallStatistics, Outcome
 from .._start.worker_class import Method
-from .._transport.futures import is_message
+from .._transport.futures import (
+    ON_THREAD,
+    OnLoop,
+    ResultStream,
+    Waiter,
+    block,
+    is_message,
+    iterate,
+    iterate_on_loop,
+    short_traceback,
+)
 from .._transport.messages import Message, references_of
-from .._world import now
+from .._world import NEVER, Deadline, check_timeout, now
 from ..exceptions import CallTimeoutError, WorkerFailureError
-from .attempts import SendState
-from .errors import short_traceback
-from .execution import Execution
+from .execution import Execution, SendState
 from .follow import Follower
 from .plan import CallOptions, Column, Recipients
 from .results import MultiWorkerFuture, ResultFetcher
 from .sender import Order, Sender, make_requests, store_columns
-from .wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -281,7 +288,19 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         return ResultStream(self._following(partial(execution.stream, timeout), timeout))
 
     def __await__(self) -> Generator[Any, None, Result]:
-        return self._execution.awaited().__await__()
+        return self._wait_on_loop().__await__()
+
+    async def _wait_on_loop(self) -> Result:
+        with short_traceback():
+            try:
+                async with OnLoop() as loop:
+                    result: Result = await self._execution.results(loop)
+                    return result
+            except asyncio.CancelledError:
+                if self._execution.sender.roster.connected:
+                    # A second cancellation ends this wait, but not the thread.
+                    await asyncio.shield(asyncio.to_thread(self.cancel))
+                raise
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
         return iterate_on_loop(self._following(self._execution.iterate))

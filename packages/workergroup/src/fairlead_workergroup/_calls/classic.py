@@ -6,8 +6,8 @@ from typing import Any
 
 from ray import ObjectRef
 
+from .._transport.futures import short_traceback
 from .call import Call, dispatch
-from .errors import short_traceback
 from .execution import Execution
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_columns, plan_call
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle

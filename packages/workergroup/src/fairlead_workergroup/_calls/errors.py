@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of calls: the exception that is raised, its traceback, and errors that no caller asks for."""
+"""The errors of calls: the exception that is raised, and errors that no caller asks for."""
 
 import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -21,16 +20,14 @@ from .._observe.evidence import LOOK_S, judge_errors
 from .._observe.query import late_workers
 from .._observe.remote_errors import explain_errors
 from .._ray_private import actor_id_of_ref, still_referenced
-from .._transport.futures import get, is_message, wait
-from ..exceptions import WorkerGroupError, format_lines
+from .._transport.futures import get, is_message, is_not_ready, wait
+from ..exceptions import format_lines
 from .sender import Sender
 
 logger = logging.getLogger(__name__)
 
 # Ray knows within a moment that a process has ended.
 KNOWN_S = 5.0
-# Packages whose frames say nothing about the user's error.
-INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_lane", "fairlead_placement", "fairlead_workergroup", "ray"})
 LOOK_EVERY_S = 0.5
 # How long the exit of the interpreter waits for a look.
 EXIT_S = 5.0
@@ -38,42 +35,6 @@ EXIT_S = 5.0
 
 class Refused(Exception):
     """Workers refused a call of a handle, because they are in another epoch; `Execution.follow` repeats it."""
-
-
-class short_traceback:
-    """Drop the frames of Fairlead and Ray from the tracebacks of errors that Fairlead raises on purpose.
-
-    The frame with the `with` statement stays, and so do frames of the user's code below it. Other errors, which may be
-    a defect of Fairlead, keep all frames.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if traceback is None or error is None:
-            return
-        if not isinstance(error, (WorkerGroupError, ray.exceptions.RayError)) and not isinstance(
-            error.__cause__, ray.exceptions.RayError
-        ):
-            return
-        while isinstance(error.__context__, ray.exceptions.RayError) and error.__cause__ is None:
-            error.__context__ = error.__context__.__context__
-        kept, frame = [traceback], traceback.tb_next
-        while frame is not None:
-            if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL:
-                kept.append(frame)
-            frame = frame.tb_next
-        for above, below in zip(kept, [*kept[1:], None], strict=True):
-            above.tb_next = below
-        error.__traceback__ = kept[0]
-
-
-def is_not_ready(error: BaseException) -> bool:
-    """Return whether Ray itself ran out of time; a worker's own GetTimeoutError arrives as a RayTaskError."""
-    return isinstance(error, ray.exceptions.GetTimeoutError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sender | None) -> BaseException:

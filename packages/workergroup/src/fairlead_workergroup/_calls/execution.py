@@ -1,29 +1,267 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collection of the results of one call, and of its failures."""
+"""One call: its requests, their cancellation and repetitions, and the collection of its results and failures."""
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from ray import ObjectRef
 
-from .._deadline import NEVER, Deadline
-from .._observe.statistics import Outcome
-from .._transport.futures import end_of, is_stream, sum_sizes
+from .. import _world
+from .._membership.gate import wait_for_event
+from .._observe.calls import Outcome
+from .._start.worker_class import Method
+from .._transport.futures import (
+    ON_THREAD,
+    REPORT_EVERY_S,
+    Waiter,
+    block,
+    end_of,
+    is_stream,
+    sum_sizes,
+    wait,
+)
+from .._world import NEVER, Deadline, Event, check_timeout, now
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
-from .attempts import Attempts, SendState
-from .errors import Refused, explain_failure, retrieve_late, short_traceback
-from .wait import ON_THREAD, REPORT_EVERY_S, OnLoop, Waiter, block
+from .errors import Refused, describe_missing, explain_failure, retrieve_late
+from .plan import CallOptions, Recipients
+from .sender import Order, Sender, Sent
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Execution(Attempts):
-    """A call, and what has arrived from its workers."""
+class SendState(Enum):
+    """The progress of the sending of a call."""
+
+    WAITING = "waits to be sent"
+    SENT = "sent"
+    # It was cancelled first, or its workers could not be restarted.
+    FAILED = "could not be sent"
+
+
+@dataclass(eq=False, repr=False)
+class Execution:
+    """One call: its requests, and what has arrived from its workers."""
+
+    sender: Sender
+    owner: object  # it stays alive as long as a caller waits for the call
+    order: Order
+    sent: Sent | Future[Sent]  # the futures of the requests, or a future of them for a call that had to wait
+    recipients: Recipients
+    options: CallOptions
+    submit_s: float = 0.0
+    fetched_at: set[int] = field(default_factory=set)  # the positions of the workers whose results have been fetched
+    cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
+    items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)  # that have arrived, by position
+    attempt: int = 0
+    _handed_out: dict[int, int] = field(default_factory=dict)
+    _handed_out_bytes: int = 0
+    # The attempt whose late errors are being retrieved.
+    _retrieved_attempt: int = -1
+    # What happens when the thread that repeats the call has done so; None if no thread does.
+    _repeated: Event | None = None
+
+    def __post_init__(self) -> None:
+        self.submit_s = now() - self.order.began
+        self.method: Method = self.order.method
+        self.yields_items: bool = self.method.result == "items"  # whether the method is a generator
+        self.is_single: bool = self.options.collect == ()
+        # The future of what has been sent, for a call that had to wait; None for one that was sent at once.
+        self.sending: Future[Sent] | None = self.sent if isinstance(self.sent, Future) else None
+        if not isinstance(self.sent, Future):
+            self.futures, self.epoch, self.entries = self.sent.futures, self.sent.epoch, [self.sent.entry]
+        elif not self.options.retries:
+            # Only retries need the requests again. Those of a call that is sent at once are made one by one.
+            self.order = self.order._replace(requests=())
+
+    @cached_property
+    def futures(self) -> list[Any]:
+        """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
+        return self.wait_until_sent(self.order.deadline).futures
+
+    @cached_property
+    def epoch(self) -> int:
+        """The epoch in which the workers run the call, of the latest attempt; wait as for `futures`."""
+        return self.wait_until_sent(self.order.deadline).epoch
+
+    @cached_property
+    def entries(self) -> list[int]:
+        """The numbers of the call, and of its repetitions, in the log; wait as for `futures`."""
+        return [self.wait_until_sent(self.order.deadline).entry]
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that are called."""
+        return self.recipients.called
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The positions of the workers that return a result, in the order of the results."""
+        return self.recipients.positions[0]
+
+    @cached_property
+    def answering(self) -> frozenset[int]:
+        """The same as `positions`, as a set."""
+        return frozenset(self.positions)
+
+    @property
+    def send_state(self) -> SendState:
+        """The progress of the sending."""
+        sending = self.sending
+        if sending is None:
+            return SendState.SENT
+        if not sending.done():
+            return SendState.WAITING
+        return SendState.FAILED if sending.cancelled() or sending.exception() is not None else SendState.SENT
+
+    def wait_until_sent(self, deadline: Deadline) -> Sent:
+        """Wait until the call has been sent, and return what has been."""
+        if not isinstance(self.sent, Future):
+            return self.sent
+        try:
+            error = self.sent.exception(deadline.left())
+        except CancelledError:
+            raise CallCancelledError(self.method.name, self.cancelled) from None
+        except TimeoutError:
+            raise self.sender.unsent_error(self.order) from None
+        if error is not None:
+            raise error.with_traceback(None)
+        return self.sent.result()
+
+    async def until_sent(self, on: Waiter, deadline: Deadline) -> None:
+        """Wait until the call has been sent, on a thread or an event loop."""
+        if self.sending is not None:
+            await on.sent(self.sending, deadline.left())
+            self.wait_until_sent(Deadline.after(0.0))
+
+    def withdraw(self, *, force: bool) -> bool:
+        """Give up a call that has not been sent; return False, and do nothing, if it has been."""
+        sending = self.sending
+        if sending is None or (state := self.send_state) is SendState.SENT:
+            return False
+        if state is SendState.WAITING:
+            self.cancelled = tuple(self.ranks)
+        if not sending.cancel():  # it is being sent now
+
+            def drop(sent: Future[Sent]) -> None:
+                if sent.exception() is None:
+                    retrieve_late(sent.result().futures, self)
+                    futures = dict(zip(self.ranks, sent.result().futures, strict=True))
+                    self.sender.cancel(futures, self.method.name, force=force)
+
+            sending.add_done_callback(drop)
+        return True
+
+    def cancel(self, *, force: bool = False) -> list[int]:
+        """Give the call up; see `Call.cancel`."""
+        if self.withdraw(force=force):
+            return []
+        pending = self.pending()
+        if not pending:
+            return []
+        self.cancelled = tuple(self.ranks[at] for at in pending)
+        retrieve_late(self.futures, self)
+        return self.sender.cancel({self.ranks[at]: self.futures[at] for at in pending}, self.method.name, force=force)
+
+    def repeat(self, attempt: int, deadline: Deadline) -> bool:
+        """Repeat an attempt on lost workers, or on all if all were restarted; return whether there is another one."""
+        self.check_open()
+        self.wait_until_sent(Deadline.after(0.0))
+        return bool(self.options.retries) and self._repeat_once(attempt, deadline, self._repeat)
+
+    def _repeat_once(self, attempt: int, limit: Deadline, repeat: Callable[[Deadline], bool]) -> bool:
+        """Repeat an attempt, unless another thread does; return whether there is another attempt."""
+        mine = _world.current.event()
+        try:
+            while True:
+                with self.sender.repeating:
+                    if self.attempt != attempt:
+                        return True
+                    if self._repeated is None:
+                        self._repeated = mine
+                    other = self._repeated
+                if other is mine:
+                    return repeat(limit)
+                if not wait_for_event(other, limit):
+                    raise self._late_error(self.pending())
+        finally:
+            with self.sender.repeating:
+                if self._repeated is mine:
+                    self._repeated = None
+            mine.set()
+
+    def _repeat(self, limit: Deadline) -> bool:
+        lost = [at for at, ref in self.completions.items() if self.sender.is_lost(ref)]
+        # Without a lost worker the error is the worker's own, about a group that it uses.
+        if self.attempt == self.options.retries or not lost:
+            return False
+        if self.sender.policy.restarts_all:
+            lost = list(range(len(self.futures)))
+        requests = list(self.order.requests)
+        again = self.order._replace(
+            ranks=[self.ranks[at] for at in lost], requests=[requests[at] for at in lost], deadline=limit
+        )
+        with self.sender.explained():
+            sent = self.sender.send(again)
+        self.epoch = sent.epoch
+        self.entries.append(sent.entry)
+        for at, future in zip(lost, sent.futures, strict=True):
+            self.futures[at] = future
+            self.items.pop(at, None)
+            self._handed_out.pop(at, None)
+        self.__dict__.pop("completions", None)
+        self.attempt += 1
+        return True
+
+    def follow(self, attempt: int, deadline: Deadline) -> None:
+        """Send a call that all of its workers have refused again; only calls of handles are refused."""
+        if (again := self.order.follow) is not None:
+            self._repeat_once(attempt, deadline, partial(again, self))
+
+    def begin_again(self, order: Order, recipients: Recipients, sent: Sent) -> None:
+        """Begin with the requests of a call that was sent again because no worker had run it."""
+        self.order, self.recipients = order, recipients
+        self.futures, self.epoch = sent.futures, sent.epoch
+        self.entries.append(sent.entry)
+        self.items.clear()
+        for name in ("completions", "answering"):
+            self.__dict__.pop(name, None)
+        self.attempt += 1
+
+    @cached_property
+    def completions(self) -> dict[int, ObjectRef[Any]]:
+        """The ref that is ready when a worker has finished, by position."""
+        return {at: end_of(future) for at, future in enumerate(self.futures)}
+
+    def pending(self) -> list[int]:
+        """Return the positions of the workers that have not finished."""
+        self.sender.roster.check_connected()
+        at_of = {ref: at for at, ref in self.completions.items()}
+        _, pending = wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
+        return [at_of[ref] for ref in pending]
+
+    def until(self, timeout: float | None) -> Deadline:
+        """Return the deadline of a wait: that of the call, or `timeout` seconds from now if that is sooner."""
+        deadline = self.order.deadline
+        return deadline if timeout is None else deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
+
+    def check_open(self) -> None:
+        """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
+        if self.cancelled:
+            raise CallCancelledError(self.method.name, self.cancelled)
+        self.sender.roster.check_connected()
+
+    def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
+        late = self.sender.late_workers([self.ranks[at] for at in pending])
+        reason = describe_missing(self.order.sources) if late else ""
+        return CallTimeoutError(self.method.name, now() - self.order.began, len(self.futures), late, reason)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all called workers and fetch the results; see `Call.result`."""
@@ -38,10 +276,12 @@ class Execution(Attempts):
                 self.check_open()
                 if self.sending is not None:
                     await self.until_sent(on, deadline)
-                if self.yields_items:
-                    return self.shape(await self._collect_items(on, deadline))
                 wanted, others = self.recipients.positions
-                values = await self.fetch(on, [self.futures[at] for at in (*wanted, *others)], deadline)
+                if self.yields_items:
+                    await self._explained(on, on.drain(self.unfinished(), lambda: deadline, self.check_late))
+                    return self.shape([await self._get_items(on, at) for at in wanted])
+                futures = list(map(self.futures.__getitem__, [*wanted, *others]))
+                values = await self._explained(on, on.all(futures, deadline, self.check_late))
                 self.fetched_at.update(wanted)
                 return self.shape(values[: len(wanted)])
             except WorkerFailureError as error:
@@ -52,24 +292,12 @@ class Execution(Attempts):
             except Refused:
                 await on.apart(self.follow, attempt, deadline)
 
-    async def awaited(self) -> Any:
-        """Return the result; the cancellation of the waiting task cancels the call."""
-        with short_traceback():
-            try:
-                async with OnLoop() as loop:
-                    return await self.results(loop)
-            except asyncio.CancelledError:
-                if self.sender.roster.connected:
-                    # A second cancellation ends this wait, but not the thread.
-                    await asyncio.shield(asyncio.to_thread(self.cancel))
-                raise
-
-    async def _collect_items(self, on: Waiter, deadline: Deadline) -> list[Any]:
+    async def _explained(self, on: Waiter, waiting: Coroutine[Any, Any, T]) -> T:
+        """Return what a wait returns, or raise the failure of the call."""
         try:
-            await on.drain(self.unfinished(), lambda: deadline, self.check_late)
+            return await waiting
         except Exception as error:  # noqa: BLE001  any exception of a worker
             raise (await on.apart(self.failure, error))  # noqa: B904  chained there
-        return [await self._get_items(on, at) for at in self.positions]
 
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of the workers."""
@@ -105,16 +333,18 @@ class Execution(Attempts):
             if not any(self.items.get(at) for at in streams.values()):
                 kept = {stream: self.items.setdefault(at, []) for stream, at in streams.items()}
                 news = await on.some(kept, deadline, self.check_late, here=True, most=1)
-                for stream in (stream for stream, has_ended in news.items() if has_ended):
-                    del streams[stream]
+                streams = {stream: at for stream, at in streams.items() if not news.get(stream)}
             for at in [at for at in streams.values() if self.items.get(at)]:
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
-                (value,) = await self.fetch(on, self.items[at][:1], deadline)
-                yield self.hand_out(at, value)
+                (value,) = await self._explained(on, on.all(self.items[at][:1], deadline, self.check_late))
+                self._handed_out_bytes += sum_sizes(self.items[at][:1])
+                self._handed_out[at] = self._handed_out.get(at, 0) + 1
+                del self.items[at][0]
+                yield self._make_outcome(at, value)
                 del value
                 deadline = self.until(timeout)  # of the next item
         # A stream whose worker has died just stops; the completion has the error.
-        await self.fetch(on, [*self.completions.values()], self.until(timeout))
+        await self._explained(on, on.all([*self.completions.values()], self.until(timeout), self.check_late))
 
     async def iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
@@ -124,9 +354,8 @@ class Execution(Attempts):
         at_of = {future: at for at, future in enumerate(self.futures)}
         waiting = self.unfinished()
         while waiting:
-            for future, has_ended in (await on.some(waiting, deadline, self.check_late)).items():
-                if not has_ended:
-                    continue
+            news = await on.some(waiting, deadline, self.check_late)
+            for future in [future for future, has_ended in news.items() if has_ended]:
                 del waiting[future]
                 outcome = await self.outcome(on, at := at_of[future], {})
                 if at in self.answering or outcome.error is not None:
@@ -166,24 +395,12 @@ class Execution(Attempts):
             for at, future in enumerate(self.futures)
         }
 
-    def hand_out(self, at: int, value: Any) -> Outcome:
-        """Return the first item of a generator as an outcome, and release it."""
-        kept = self.items[at]
-        self._handed_out_bytes += sum_sizes(kept[:1])
-        self._handed_out[at] = self._handed_out.get(at, 0) + 1
-        del kept[0]
-        return Outcome(self.ranks[at], self.coords(at), value)
-
     def coords(self, at: int) -> Mapping[str, int]:
         """Return the coordinates of a called worker."""
         return dict(self.sender.roster.now[self.ranks[at]].coords)
 
-    async def fetch(self, on: Waiter, refs: Sequence[ObjectRef[Any]], deadline: Deadline) -> list[Any]:
-        """Return values, or raise the failure of the call."""
-        try:
-            return await on.all(refs, deadline, self.check_late)
-        except Exception as error:  # noqa: BLE001  any exception of a worker
-            raise (await on.apart(self.failure, error))  # noqa: B904  chained there
+    def _make_outcome(self, at: int, value: Any = None, error: BaseException | None = None) -> Outcome:
+        return Outcome(self.ranks[at], self.coords(at), value, error)
 
     def failure(self, error: BaseException) -> BaseException:
         """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""
@@ -238,7 +455,7 @@ class Execution(Attempts):
     async def outcome(self, on: Waiter, at: int, unfinished: Mapping[int, BaseException]) -> Outcome:
         """Return the outcome of a called worker."""
         if at in unfinished:
-            return Outcome(self.ranks[at], self.coords(at), error=unfinished[at])
+            return self._make_outcome(at, error=unfinished[at])
         future = self.futures[at]
         try:
             if is_stream(future):
@@ -248,19 +465,14 @@ class Execution(Attempts):
                 if at in self.answering:
                     self.fetched_at.add(at)
         except Exception as error:  # noqa: BLE001  any exception of the worker
-            return await on.apart(self.failed_outcome, at, error)
-        return Outcome(self.ranks[at], self.coords(at), value)
-
-    def failed_outcome(self, at: int, error: BaseException) -> Outcome:
-        """Return the outcome of a worker whose fetch raised an error."""
-        if self.ranks[at] in self.cancelled:
-            error = CallCancelledError(self.method.name, (self.ranks[at],))
-        else:
+            if self.ranks[at] in self.cancelled:
+                return self._make_outcome(at, error=CallCancelledError(self.method.name, (self.ranks[at],)))
             own = [self.completions[at], *self.items.get(at, ())[-1:]]
-            error = explain_failure(own, error, self.sender)
-            if isinstance(error, Refused):
-                raise error
-        return Outcome(self.ranks[at], self.coords(at), error=error)
+            failure = await on.apart(explain_failure, own, error, self.sender)
+            if isinstance(failure, Refused):
+                raise failure from None
+            return self._make_outcome(at, error=failure)
+        return self._make_outcome(at, value)
 
     async def _get_items(self, on: Waiter, at: int) -> list[Any]:
         """Return the items of a generator that has ended."""
@@ -270,17 +482,13 @@ class Execution(Attempts):
             values = await on.all(items, NEVER, self.check_late)
         except Exception as error:  # noqa: BLE001  any exception of a worker
             raise (await on.apart(explain_failure, self._ends(), error, self.sender))  # noqa: B904
-        self.check_complete(at)
-        self.fetched_at.add(at)
-        return values
-
-    def check_complete(self, at: int) -> None:
-        """Refuse to return some of a generator's items as if they were all."""
         if count := self._handed_out.get(at):
             raise WorkerGroupError(
                 f"stream() has handed out {count} item(s) of {self.method.name!r} of rank {self.ranks[at]}, and they "
                 "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."
             )
+        self.fetched_at.add(at)
+        return values
 
     @property
     def fetched(self) -> tuple[int, int]:

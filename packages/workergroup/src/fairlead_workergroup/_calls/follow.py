@@ -9,9 +9,9 @@ from ray.exceptions import TaskCancelledError
 
 from fairlead_sharding import NamedSharding
 
-from .._deadline import Deadline
+from .. import _world
 from .._transport.futures import get_one, wait
-from .._world import world
+from .._world import Deadline
 from ..exceptions import EpochError, format_ranks
 from .errors import refused_epochs, retrieve_late
 from .execution import Execution
@@ -46,7 +46,7 @@ class Follower:
         if ran or is_argument or (is_ahead and self.was_ahead) or attempt == MOST_REFUSALS:
             raise _refused_error(call, newest, ran) from None
         self.was_ahead |= is_ahead
-        world().event().wait(limit.left(at_most=PAUSE_S * 2**attempt))
+        _world.current.event().wait(limit.left(at_most=PAUSE_S * 2**attempt))
         call.sender.renew(newest)
         order, found = call.order, self.recipients
         # Values that were split for the size of the group before have to be sent to the same recipients.

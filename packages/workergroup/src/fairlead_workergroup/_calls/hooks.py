@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._deadline import Deadline
 from .._lifecycle.delivery import Delivery, send_handover
-from .._world import now
+from .._world import Deadline, now
 from ..exceptions import CallTimeoutError
 from .call import dispatch
 from .errors import explain_failure

@@ -11,17 +11,16 @@ from typing import Any, Literal, NamedTuple
 from ray import ObjectRef
 
 from .._arguments import Arguments
-from .._deadline import Deadline
 from .._display import Bar
 from .._start.worker_class import Method
+from .._transport.futures import REPORT_EVERY_S, Inbox, ResultStream, Waiter
+from .._world import Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
-from .attempts import SendState
 from .call import dispatch
 from .errors import retrieve_late
-from .execution import Execution
+from .execution import Execution, SendState
 from .plan import CallOptions, Column, Recipients
 from .sender import Sender
-from .wait import REPORT_EVERY_S, Inbox, ResultStream, Waiter
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 

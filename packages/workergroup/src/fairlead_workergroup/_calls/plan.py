@@ -2,7 +2,7 @@
 """The plan of a call: which workers it reaches, which values they get, and which of them return a result. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,10 +13,10 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .._arguments import PassedOn, PerWorker, Shard, is_inlined
-from .._deadline import check_timeout
 from .._display import shorten_rows, table_html
 from .._membership.model import Resize
 from .._start.worker_class import Method
+from .._world import check_timeout
 from ..exceptions import EpochError
 
 Axes = str | Iterable[str] | None
@@ -35,8 +35,8 @@ class CallOptions:
 
     collect: Axes = None
     first_along: Axes = ()
-    timeout: float | None = None
-    retries: int = 0
+    timeout: float | None = field(default=None, compare=False)  # the plan of a call depends on the others only
+    retries: int = field(default=0, compare=False)
     discard: bool = False
 
     def __post_init__(self) -> None:
@@ -302,12 +302,14 @@ def make_columns(
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
     """Plan a call; `RayWorkerGroup.call` describes the options."""
-    return make_plan(mesh, None if collect is None else as_axes(collect), as_axes(first_along), discard)
+    return make_plan(mesh, CallOptions(collect, first_along, discard=discard))
 
 
 @lru_cache(maxsize=64)
-def make_plan(mesh: Mesh, collect: tuple[str, ...] | None, first: tuple[str, ...], discard: bool) -> CallPlan:
-    """Plan a call with the axes as tuples, as `CallOptions` has them."""
+def make_plan(mesh: Mesh, options: CallOptions) -> CallPlan:
+    """Plan a call with these options."""
+    collect: Any = options.collect  # a tuple or None, as those of `first_along` are
+    first, discard = as_axes(options.first_along), options.discard
     for axes in (collect or (), first):
         mesh.check(axes)
         if len(set(axes)) != len(axes):

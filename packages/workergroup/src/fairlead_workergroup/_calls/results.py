@@ -11,15 +11,24 @@ from typing import Any, Protocol
 
 from ray import ObjectRef, ObjectRefGenerator
 
-from .._deadline import Deadline
-from .._ray_private import actor_id_of_ref, task_of_ref
-from .._transport.futures import end_of, is_message, is_stream, task_of_future, wait
+from .._ray_private import actor_id_of_ref
+from .._transport.futures import (
+    ON_THREAD,
+    REPORT_EVERY_S,
+    block,
+    end_of,
+    is_message,
+    is_stream,
+    short_traceback,
+    task_of_future,
+    wait,
+)
 from .._transport.messages import references_of
+from .._world import Deadline
 from ..exceptions import CallTimeoutError
-from .errors import explain_failure, retrieve_late, short_traceback
+from .errors import explain_failure, retrieve_late
 from .plan import split_positions
 from .sender import Sender
-from .wait import ON_THREAD, REPORT_EVERY_S, block
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +138,7 @@ class ClassicFutures:
     def late_error(self, pending: Sequence[ObjectRef], called: int, otherwise: float) -> CallTimeoutError:
         """Return the error that names the workers that have not finished the calls behind these refs."""
         method, began = min(
-            (self._made.get(task_of_ref(ref), ("a method", otherwise)) for ref in pending), key=lambda made: made[1]
+            (self._made.get(task_of_future(ref), ("a method", otherwise)) for ref in pending), key=lambda made: made[1]
         )
         workers = [self.sender.roster.find(actor_id_of_ref(ref)) for ref in pending]
         late = self.sender.late_workers(sorted({facts.rank for facts in workers if facts is not None}))

@@ -10,7 +10,6 @@ import ray
 
 from fairlead_placement import PortLease
 
-from .._deadline import NEVER, Deadline
 from .._lifecycle.resources import Resources
 from .._membership.gate import Gate
 from .._membership.judge import Evidence
@@ -20,7 +19,8 @@ from .._membership.roster import Roster
 from .._observe.evidence import evidence_of
 from .._observe.query import late_workers
 from .._ray_private import refuse_methods
-from .._transport.base import Transport
+from .._transport.messages import Transport
+from .._world import NEVER, Deadline
 from ..exceptions import LaneError, LateWorker
 from .sender import Sender
 

@@ -21,23 +21,21 @@ from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._arguments import Arguments, Gathered, NotPicklableError, Source
-from .._deadline import Deadline
+from .._lifecycle.delivery import OverlappingCalls
 from .._lifecycle.launcher import Launcher
 from .._membership.judge import Evidence, Verdict
 from .._membership.machine import Membership
 from .._membership.model import Snapshot
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
-from .._observe.extensions import ObservedCalls
+from .._observe.calls import Counters, ObservedCalls
 from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
-from .._observe.statistics import Counters
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
-from .._transport.base import Transport
-from .._transport.messages import Message
+from .._transport.messages import Message, Transport
+from .._world import Deadline
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
-from .overlapping import OverlappingCalls
 from .plan import Column, Recipients
 
 
@@ -138,7 +136,7 @@ class Sender:
     transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
     users_of_transport: int = 0  # how many blocks have opened it and not closed it
     # It protects which thread repeats a call: one does, and others wait until it has.
-    repeating: _world.Lock = field(default_factory=lambda: _world.world().lock())
+    repeating: _world.Lock = field(default_factory=lambda: _world.current.lock())
     is_owner: ClassVar[bool] = True  # whether this process has made the group
 
     @property
@@ -159,12 +157,8 @@ class Sender:
         now = self.roster.check_alive()
         if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
             raise self._lost_error(lost)
-        self.check(method, called)
-
-    def check(self, method: Method, ranks: Sequence[int]) -> None:
-        """Let packages refuse a call."""
         for check in list(self.checks):
-            check(method.name, ranks)
+            check(method.name, called)
 
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.now
@@ -209,7 +203,8 @@ class Sender:
             check_ranks(order, self.roster.now)
         now = self.roster.check_alive()
         if not order.passes:
-            self.check(order.method, order.ranks)  # again: the group or the worker may have changed
+            for check in list(self.checks):  # again: the group or the worker may have changed
+                check(order.method.name, order.ranks)
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.
@@ -238,7 +233,7 @@ class Sender:
             order = self._store_answers(order)
         members, requests = now.members, order.requests
         refs = []
-        with self.roster.direct(order.ranks):
+        with contextlib.nullcontext() if transport is None else transport.detour(order.ranks):
             for rank, request in zip(order.ranks, requests, strict=True):
                 method = getattr(members[rank].handle, request.method)
                 if request.backpressure is not None:

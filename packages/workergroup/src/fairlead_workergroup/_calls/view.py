@@ -9,13 +9,13 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 from fairlead_sharding import NamedSharding
 
 from .._arguments import PerWorker, Shard, find_obstacle
+from .._transport.futures import ResultStream
 from ..exceptions import EpochError
 from .call import Call, dispatch
 from .map import MapOptions, Strategy, map_items
 from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, make_plan, select
 from .route import serving_handles
 from .sender import Sender
-from .wait import ResultStream
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -69,7 +69,7 @@ class Target:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive meanwhile."""
         target = self
         while True:
-            plan = target.plan(options)
+            plan = make_plan(target.mesh, options)
             columns, named = make_columns(args, kwargs, plan.column)
             sharding, replan = target.sharding, None if self.sender.is_owner else partial(target.replan, options)
             try:
@@ -86,14 +86,14 @@ class Target:
     def replan(self, options: CallOptions) -> tuple[CallPlan, NamedSharding]:
         """Return the plan of a call on the present axes of the group, and these axes."""
         target = self.follow()
-        return target.plan(options), target.sharding
+        return make_plan(target.mesh, options), target.sharding
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         """Explain a call; see `GroupView.explain`."""
         called = self.sender.launcher.worker_class.method(method)
-        explanation = self.plan(options).explain(called, args, kwargs)
+        explanation = make_plan(self.mesh, options).explain(called, args, kwargs)
         if (transport := self.sender.transport) is None:
             return explanation
         reasons = [called.obstacle, *map(find_obstacle, (*args, *kwargs.values()))]
@@ -102,12 +102,6 @@ class Target:
             return replace(explanation, route=transport.name)
         reason = f"by Ray and not by the {transport.name}: {obstacle}"
         return replace(explanation, summary=f"{explanation.summary}, {reason}")
-
-    def plan(self, options: CallOptions) -> CallPlan:
-        """Return the plan of a call with these options."""
-        collect, first_along, discard = options.collect, options.first_along, options.discard
-        # `CallOptions` has made tuples of the axes.
-        return make_plan(self.mesh, collect, first_along, discard)  # type: ignore[arg-type]
 
 
 class AddressedWorkers:
@@ -177,7 +171,7 @@ class AddressedWorkers:
         """
         target = self._target
         all_options = replace(target.options or CallOptions(), **options)
-        target.plan(all_options)
+        make_plan(target.mesh, all_options)
         return GroupView(self._owner, replace(target, options=all_options))
 
     def map(

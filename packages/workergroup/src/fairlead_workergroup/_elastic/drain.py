@@ -6,10 +6,10 @@ import math
 import time
 import weakref
 
-from .._deadline import Deadline
 from .._head import drain_deadlines
 from .._membership.machine import Membership
 from .._membership.roster import Roster
+from .._world import Deadline
 from .replace import Replace
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .._deadline import NEVER, Deadline
 from .._membership.model import Snapshot
 from .._membership.operations import Facilities, Plan
+from .._world import NEVER, Deadline
 from ..exceptions import BrokenEpochError
 
 

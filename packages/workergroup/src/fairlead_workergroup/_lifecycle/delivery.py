@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of a change to workers that keep running, through the queue of their calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import ray
 from ray import ObjectRef
 
-from .._deadline import NEVER, Deadline
 from .._display import Bar
 from .._membership.model import Member
 from .._membership.roster import direct
 from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
+from .._ray_private import still_referenced
 from .._remote.facts import apply_facts, do_nothing
-from .._transport.futures import get_one, wait
+from .._transport.futures import end_of, get_one, is_message, wait
+from .._world import NEVER, Deadline
 from ..exceptions import LateWorker, WorkerFailure
 from .launcher import Launcher
 
@@ -23,6 +25,8 @@ from .launcher import Launcher
 OTHERS_S = 10.0
 # How often a wait for calls looks whether it is to be given up.
 LOOK_EVERY_S = 0.2
+# Finished calls are dropped whenever there are more than this, or twice the unfinished ones.
+MOST_NOTED = 4096
 
 
 @cache
@@ -52,13 +56,51 @@ def send_handover(member: Member, method: str) -> tuple[ObjectRef, ObjectRef]:
     return value, end
 
 
+class OverlappingCalls:
+    """The unfinished calls of workers whose async methods overlap. The lock of those who send protects it.
+
+    Ray delivers a call to such a worker when its arguments are there, which may be after a request that was sent later.
+    """
+
+    def __init__(self) -> None:
+        # Ids and weak references: others would keep the results alive.
+        self._ids: list[bytes] = []
+        self._messages: list[weakref.ref[Any]] = []
+        self._most = MOST_NOTED
+
+    def note(self, futures: Iterable[Any]) -> None:
+        """Note a call that has been sent, given by the future of each worker."""
+        if len(self._ids) + len(self._messages) >= self._most:
+            self._most = max(MOST_NOTED, 2 * self._forget_finished(0.0))
+        for future in futures:
+            end = end_of(future)
+            if is_message(end):
+                self._messages.append(weakref.ref(end))
+            else:
+                self._ids.append(end.binary())
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait for all calls whose results somebody still refers to; return whether they end by the deadline."""
+        return not self._forget_finished(deadline.left())
+
+    def _forget_finished(self, timeout_s: float | None) -> int:
+        """Wait for the calls, forget those that have finished, and return the number of the others."""
+        noted = still_referenced(self._ids) if self._ids else []
+        noted += [end for message in self._messages if (end := message()) is not None]
+        unfinished: list[Any] = []
+        if noted:
+            _, unfinished = wait(noted, num_returns=len(noted), timeout=timeout_s, fetch_local=False)
+        self._ids = [end.binary() for end in unfinished if not is_message(end)]
+        self._messages = [weakref.ref(end) for end in unfinished if is_message(end)]
+        return len(unfinished)
+
+
 class Delivery:
     """Make these requests for the owner of the membership."""
 
-    # `wait_for_calls` waits for calls that a worker whose methods overlap may begin after what is sent later.
-    def __init__(self, launcher: Launcher, wait_for_calls: Callable[[Deadline], bool]) -> None:
+    def __init__(self, launcher: Launcher, overlapping: OverlappingCalls) -> None:
         self._launcher = launcher
-        self._wait_for_calls = wait_for_calls
+        self._overlapping = overlapping
 
     def quiesce(
         self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None], *, all_calls: bool
@@ -67,7 +109,7 @@ class Delivery:
         if all_calls:
             # A worker that leaves may hang in a call, so half of the time is for the others.
             half = Deadline.after(None if deadline.at is None else (deadline.left() or 0.0) / 2)
-            while not self._wait_for_calls(half.sooner(Deadline.after(LOOK_EVERY_S))) and not half.passed:
+            while not self._overlapping.wait(half.sooner(Deadline.after(LOOK_EVERY_S))) and not half.passed:
                 check()
         refs = self._drain(members, deadline)
         errors, late = self.wait_for(refs, deadline, "Waiting for calls", check, patient=True)

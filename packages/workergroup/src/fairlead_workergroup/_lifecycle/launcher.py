@@ -12,12 +12,11 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._arguments import Arguments, NotPicklableError
-from .._deadline import NEVER, Deadline
 from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started, configure_ask
+from .._observe.calls import Counters
 from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration, actor_name
-from .._observe.statistics import Counters
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.devices import WorkerOptions, device_facts
@@ -26,6 +25,7 @@ from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_starte
 from .._start.options import recursive_merge_options
 from .._start.report import StartClock
 from .._start.worker_class import WorkerClass, describe_class
+from .._world import NEVER, Deadline
 from .resources import Resources
 from .shutdown import RunningWorker
 

@@ -12,7 +12,7 @@ import ray
 from fairlead_placement import PlacementError, Slot
 from fairlead_placement.spi import head_deadline
 
-from .._deadline import Deadline
+from .. import _world
 from .._head import REQUEST_S, alive_nodes
 from .._membership.model import Notice, Place, WorkerProcess
 from .._ray_private import actor_id_of
@@ -20,7 +20,7 @@ from .._remote.facts import warm_up
 from .._remote.process import mark_of
 from .._start.environment import RANK_VARIABLES
 from .._start.launch import create_actor
-from .._world import world
+from .._world import Deadline
 from .delivery import pickle_function
 from .launcher import Launcher
 from .resources import usable_slots
@@ -55,7 +55,7 @@ class Standbys:
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
-        self._lock = world().lock()
+        self._lock = _world.current.lock()
         self._warm: list[Standby] = []
         # Slots without a process, and those in which one is starting.
         self._cold: list[Slot] = []

@@ -4,11 +4,11 @@
 import logging
 import threading
 
-from .._deadline import Deadline
+from .. import _world
 from .._head import REQUEST_S
 from .._membership.gate import wait_for_event
 from .._membership.machine import Membership
-from .._world import world
+from .._world import Deadline
 from .launcher import Launcher
 from .resources import JOIN_S
 from .shutdown import wait_for_cleanup
@@ -32,7 +32,7 @@ class Teardown:
         self._begun = threading.Lock()
         # Set when no cleanup is waited for any more, and when everything has ended.
         self._is_forced = threading.Event()
-        self._ended = world().event()
+        self._ended = _world.current.event()
         self._succeeded = False
 
     def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
@@ -63,7 +63,7 @@ class Teardown:
 
     def _begin(self, cleanup_method: str | None, deadline: Deadline, *, force: bool) -> None:
         if not self._begun.locked():
-            world().spawn("fairlead-change", lambda: self._end(None if force else cleanup_method, deadline))
+            _world.current.spawn("fairlead-change", lambda: self._end(None if force else cleanup_method, deadline))
 
     def _end(self, cleanup_method: str | None, deadline: Deadline) -> None:
         if not self._begun.acquire(blocking=False):  # which is never released

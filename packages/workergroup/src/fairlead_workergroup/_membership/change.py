@@ -4,8 +4,8 @@
 import contextvars
 from collections.abc import Callable
 
-from .._deadline import NEVER, Deadline
-from .._world import now, world
+from .. import _world
+from .._world import NEVER, Deadline, now
 from ..exceptions import LateWorker, ResizeTimeoutError
 from .gate import wait_for_event
 from .operations import Operation
@@ -30,7 +30,7 @@ class Change:
         self.ranks: tuple[int, ...] = ()  # those that it has started
         self._roster = roster
         self._context = contextvars.copy_context()
-        self._done = world().event()
+        self._done = _world.current.event()
         self._error: BaseException | None = None
         self._is_cancelled = self._is_sealed = False
 

@@ -4,8 +4,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from .._deadline import Deadline
-from .._world import Event, world
+from .. import _world
+from .._world import Deadline, Event
 from ..exceptions import WorkerGroupError
 
 _T = TypeVar("_T")
@@ -16,7 +16,7 @@ class Gate:
 
     def __init__(self) -> None:
         # It protects the order of calls: a call is submitted to all of its workers before the next one.
-        self._lock = world().lock()
+        self._lock = _world.current.lock()
         self._inside: int | None = None
         self._is_closed = False
         self._waiting: list[Event] = []
@@ -26,7 +26,7 @@ class Gate:
 
         The function must not wait. It `passes` a closed gate if it belongs to the change that has closed it.
         """
-        me = world().thread()
+        me = _world.current.thread()
         while True:
             # Otherwise it would wait for itself. Another thread inside does not count.
             if self._inside == me and self._lock.locked():
@@ -42,7 +42,7 @@ class Gate:
                         return submit()
                     finally:
                         self._inside = None
-                opens = world().event()
+                opens = _world.current.event()
                 self._waiting.append(opens)
             if not wait_for_event(opens, deadline):
                 return None

@@ -8,8 +8,8 @@ from typing import Any
 
 from fairlead_placement.spi import head_deadline
 
-from .._deadline import NEVER, Deadline
-from .._world import now, world
+from .. import _world
+from .._world import NEVER, Deadline, now
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
 from .gate import Gate, wait_for_event
@@ -29,12 +29,12 @@ class Membership:
         self._roster = roster
         self._ports = crew, transport, hooks
         # It protects the queue: there is a thread while there is work, and only one.
-        self._lock = world().lock()
+        self._lock = _world.current.lock()
         self._queue: deque[Change] = deque()
         self._running: Change | None = None
         self._began = 0.0
         self._thread: int | None = None
-        self._idle = world().event()
+        self._idle = _world.current.event()
 
     @property
     def phase(self) -> Phase:
@@ -67,7 +67,7 @@ class Membership:
 
     def begin(self, operation: Operation, deadline: Deadline = NEVER, *, is_shared: bool = False) -> Change:
         """Queue an operation, and return what it will become; with `is_shared` perhaps one that is on its way."""
-        if self._thread == world().thread():
+        if self._thread == _world.current.thread():
             raise WorkerGroupError(
                 f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
                 "when that has ended."
@@ -83,7 +83,7 @@ class Membership:
                 self._queue.append(change)
         # For a shared one too: Ctrl-C may have come between its request and the start of the thread.
         if self._thread is None:
-            world().spawn("fairlead-change", self._serve)
+            _world.current.spawn("fairlead-change", self._serve)
         return change
 
     def restart_lost(self, deadline: Deadline) -> bool:
@@ -112,7 +112,7 @@ class Membership:
     def join(self, deadline: Deadline) -> bool:
         """Wait until no operation runs; return whether that was before the deadline."""
         with self._lock:
-            if self._thread is None or self._thread == world().thread():
+            if self._thread is None or self._thread == _world.current.thread():
                 return True
             idle = self._idle
         return wait_for_event(idle, deadline)
@@ -138,7 +138,7 @@ class Membership:
         with self._lock:
             if self._thread is not None:
                 return
-            self._thread, self._idle = world().thread(), world().event()
+            self._thread, self._idle = _world.current.thread(), _world.current.event()
         while True:
             with self._lock:
                 if not self._queue:

@@ -8,7 +8,7 @@ from typing import Protocol
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .._deadline import NEVER, Deadline
+from .._world import NEVER, Deadline
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
 from .gate import Gate
 from .model import Resize, Snapshot

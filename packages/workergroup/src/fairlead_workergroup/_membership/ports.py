@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
-from .._deadline import Deadline
+from .._world import Deadline
 from ..exceptions import LateWorker, WorkerFailure
 from .facts import WorkerFacts
 from .model import Member, Place, Snapshot, Started

@@ -11,8 +11,9 @@ from typing import Any
 from fairlead_placement.spi import connection
 from fairlead_sharding import NamedSharding
 
+from .. import _world
 from .._ray_private import actor_id_of
-from .._world import Event, world
+from .._world import Event
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
@@ -40,7 +41,7 @@ class Roster:
         self.standby_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
         self.ending: bool = False
-        self.end_begun: Event = world().event()
+        self.end_begun: Event = _world.current.event()
         # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
         self.detour: Detour | None = None
         self._made_on = connection()
@@ -48,7 +49,7 @@ class Roster:
         self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
-        self._lock = world().lock()
+        self._lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
         # The members as they are now. It is read without the lock.
@@ -77,7 +78,7 @@ class Roster:
 
     def check_connected(self) -> None:
         """Refuse to continue without the Ray that the group was made on."""
-        if not self.connected:
+        if self._made_on != connection():
             raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
 
     def check_alive(self) -> Snapshot:

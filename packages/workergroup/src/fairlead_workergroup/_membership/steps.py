@@ -9,7 +9,7 @@ from typing import Any
 
 from fairlead_placement import HeadTimeoutError
 
-from .._deadline import Deadline
+from .._world import Deadline
 from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change
 from .gate import Gate

@@ -10,11 +10,11 @@ import ray
 
 from fairlead_placement.spi import choose_alive
 
-from .._deadline import Deadline
 from .._membership.judge import Evidence
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._remote.process import mark_of, read_verdicts, start_guard
+from .._world import Deadline
 from ..exceptions import WorkerGroupError
 from .query import ask_nodes
 

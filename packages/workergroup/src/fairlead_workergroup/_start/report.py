@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._display import record_html
-from .._observe.statistics import GroupStatistics
+from .._observe.calls import GroupStatistics
 
 PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
 DRIVER_PHASES: tuple[PhaseName, ...] = ("reserve", "environment", "agents", "describe")

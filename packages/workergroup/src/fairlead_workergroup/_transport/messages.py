@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of workers that a transport carries, and which are not objects of Ray."""
+"""The interface of a transport, which carries the calls of a group instead of Ray, and the answers that it carries."""
 
 import asyncio
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
+from .._membership.model import Snapshot
 from .._ray_private import object_sizes
 
 
@@ -33,6 +35,50 @@ class Carrier(Protocol):
     def cancel(self, task: bytes, *, asks: bool) -> bool:
         """Drop a request that has not been sent, and return whether it was; with `asks`, cancel a coroutine that
         runs."""
+
+
+class Transport(Carrier, Protocol):
+    """Carries the calls of a group while the group uses it.
+
+    The calls of a group to one worker begin in the order in which they are sent, whatever carries them.
+
+    Attributes:
+        name: what explanations and statistics call it.
+        most_waiting: the calls of a worker that may wait to be sent; further calls wait until there is room.
+    """
+
+    name: str
+    most_waiting: int
+
+    def encode(self, requests: Iterable[Any]) -> list[Any]:
+        """Return requests in the form in which they are sent; it may run code of the user's classes."""
+
+    def send(self, now: Snapshot, ranks: Sequence[int], encoded: Sequence[Any], *, yields_items: bool) -> list[Any]:
+        """Send a request to each rank without waiting, and return an `Message` for each, or an `MessageStream`.
+
+        All ranks get the call or, if Ctrl-C comes, none. `yields_items` says that the method is a generator.
+        """
+
+    def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
+        """Wait while too many calls of these workers wait to be sent; return whether there is room in time."""
+
+    def makes_way(self, ranks: Collection[int]) -> bool:
+        """Return whether Ray can be given a call of these ranks now, in its turn; `wait_for_way` waits for that."""
+
+    def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
+        """Wait until these workers have begun all earlier calls; return whether they have in time."""
+
+    def detour(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
+        """Let these workers run Ray's calls that are sent in a block after all earlier calls, and before later ones."""
+
+    def open(self, timeout_s: float) -> None:
+        """Wait until the workers take calls, or raise an error that says which do not."""
+
+    def stop(self) -> None:
+        """Take no further call, and end when the earlier ones have been answered; do not wait."""
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the end, or raise an error that says which workers are late."""
 
 
 class Message:
