@@ -20,6 +20,7 @@ from ._builder import ClassLike, RayWorkerBuilder
 from ._group import RayWorkerGroup
 from ._membership.model import Place
 from ._options import Timeouts
+from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._world import Deadline
 
@@ -54,7 +55,7 @@ def launch(
         init_args: the positional arguments of the constructor.
         init_kwargs: the keyword arguments of the constructor.
         address: the `host:port` of a Ray cluster; "local" for a new one on this machine.
-        gpus_per_worker: the GPUs of each worker, or the part of one.
+        gpus_per_worker: the GPUs of each worker, or with 0.5, say, the part of one that workers share.
         cpus_per_worker: the CPUs of each worker.
         python: the Python of the workers, as for `RayWorkerGroup`.
         env_vars: the environment variables of the workers, as for `RayWorkerGroup`.
@@ -110,6 +111,7 @@ def launch(
             sharding_annotations=sharding,
             env_vars=env_vars,
             python=python,
+            worker=WorkerOptions(share_devices=0 < gpus_per_worker < 1),
             timeouts=Timeouts(start_s=deadline.left() or 0.001),
         )
         group.made = made.pop_all()

@@ -59,6 +59,14 @@ class TestOnRunningRay:
         assert held_groups() == []
         assert ray.is_initialized()
 
+    @pytest.mark.parametrize(("gpus", "devices"), [(1, 4), (0.5, 2)])
+    def test_gpus(self, gpus, devices):
+        """Each worker has its own logical GPU; with parts of one, workers share it."""
+        with launch(Policy, workers=4, gpus_per_worker=gpus) as policy:
+            seen = [slot.accelerator_ids for slot in policy.cluster.slots()]
+            assert len(policy.call("read").result(60)) == 4
+        assert len(set(seen)) == devices
+
     def test_shutdown(self):
         """Without a `with`, `shutdown` does the same; a second one does nothing."""
         policy = launch(Policy, workers=2)
