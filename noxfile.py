@@ -393,33 +393,38 @@ def tpu_psum(session: nox.Session) -> None:
 
 @nox.session
 def verl(session: nox.Session) -> None:
-    """Run verl's own tests on Fairlead and on verl's own groups, on CPUs; `nox -s verl -- tests`. Not part of `ci`.
+    """Run verl's own tests on Fairlead and on verl's own groups, on CPUs; `nox -s verl -- sft` runs a trainer instead.
 
     They are the tests of its worker groups, in its distribution; `--source PATH` takes them, and verl, from a checkout.
+    Trainers are `sft`, `grpo` and `kill`, which loses a worker. Not part of `ci`.
     """
     options = argparse.ArgumentParser(prog="nox -s verl --")
-    options.add_argument("what", choices=["tests"], nargs="?", default="tests")
+    options.add_argument("what", choices=["tests", "sft", "grpo", "kill"], nargs="?", default="tests")
     options.add_argument("--source", type=Path, help="a checkout of verl, instead of the version in its constraints")
     given = options.parse_args(session.posargs)
     groups = map(package, [*SIBLINGS["verl"], "verl", *SIBLINGS["inspect"], "inspect"])
     session.install("-c", "constraints-verl.txt", "-r", "constraints-verl.txt", *groups, env=UV_ENV)
     inside = "import pathlib, verl; print(pathlib.Path(verl.__file__).parent.parent)"
     found = session.run("python", "-c", inside, env={"VERL_USE_EXTERNAL_PLUGINS": "none"}, silent=True)
-    source = given.source or Path(str(found).splitlines()[-1])
+    source = (given.source or Path(str(found).splitlines()[-1])).resolve()
     logs = make_folder(session, "logs")
     here = ROOT / "packages/verl/tests"
     # Workers import the helpers and the tests too.
-    path = os.pathsep.join(map(str, (here / "logical_gpus", here / "verl", source)))
+    path = os.pathsep.join(map(str, (here / "logical_gpus", here / "verl", here / "trainers", source)))
+    pytest = ["pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(source), "--import-mode=prepend"]
+    pytest += ["-p", "fairlead_logical_gpus_pytest", "-p", "no:cacheprovider", "--asyncio-mode=auto", "--tb=short"]
+    pytest += ["-W", "ignore"]
+    if given.what != "tests":
+        with session.chdir(logs):
+            session.run(*pytest, str(here / "trainers"), "-k", given.what, env={**RAY_ENV, "PYTHONPATH": path})
+        return
     results: dict[str, dict[str, str]] = {}
     for name, choice in (("Fairlead", "1"), ("verl", "0")):
         began, log = time.monotonic(), logs / f"{name}.xml"
         env = {**RAY_ENV, "PYTHONPATH": path, "FAIRLEAD_VERL": choice}
         tests = [str(source / "tests/single_controller"), str(here / "verl")]
-        pytest = ["pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(source), "--import-mode=prepend"]
-        pytest += ["-p", "fairlead_logical_gpus_pytest", "-p", "no:cacheprovider", "--asyncio-mode=auto", "--tb=short"]
-        pytest += ["-W", "ignore", "--timeout=150", f"--junitxml={log}"]
         with session.chdir(logs):
-            session.run(*pytest, *tests, env=env, success_codes=[0, 1])
+            session.run(*pytest, "--timeout=150", f"--junitxml={log}", *tests, env=env, success_codes=[0, 1])
         results[name] = read_outcomes(log)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     tests = list({**results["verl"], **results["Fairlead"]})

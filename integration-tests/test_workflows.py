@@ -67,6 +67,15 @@ def test_arguments():
     assert all('read -ra arguments <<< "$ARGUMENTS"' in script for script in running)
 
 
+def test_verl():
+    """The weekly workflow runs each part of the session `verl`, with a version from the index and with verl's main."""
+    job = yaml.safe_load((ROOT / ".github/workflows/verl.yml").read_text())["jobs"]["verl"]
+    choices = re.search(r'"what", choices=(\[.*?\])', (ROOT / "noxfile.py").read_text())
+    assert job["strategy"]["matrix"]["what"] == ast.literal_eval(choices[1])
+    commands = [step["run"] for step in job["steps"] if "nox -s verl" in step.get("run", "")]
+    assert commands == ['nox -s verl -- "$WHAT"', 'nox -s verl -- "$WHAT" --source build/verl']
+
+
 def test_actions():
     """Every action is pinned to one commit in all workflows, with its version in a comment."""
     texts = [file.read_text() for file in sorted((ROOT / ".github/workflows").glob("*.yml"))]

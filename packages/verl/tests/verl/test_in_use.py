@@ -24,32 +24,17 @@ from verl import DataProto
 from verl.single_controller import ray as verl_ray
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from whose_classes import IS_ON, METHODS, OURS, VERLS, WANTED, name_modules
 
 from fairlead_workergroup import WorkerFailureError
 
-VERLS = "verl.single_controller.ray.base"
-OURS = {"RayWorkerGroup": "fairlead_verl._groups"} | dict.fromkeys(
-    ["RayResourcePool", "SubRayResourcePool"], "fairlead_verl._pools"
-)
-IS_ON = os.environ.get("FAIRLEAD_VERL") != "0"
 only_on = pytest.mark.skipif(not IS_ON, reason="verl's own groups")
-# A method that each class defines itself, here and in verl.
-METHODS = {
-    "RayWorkerGroup": "execute_all_sync",
-    "RayResourcePool": "get_placement_groups",
-    "SubRayResourcePool": "__init__",
-}
 PROGRAM = """
 import pickle
 pickle.loads(bytes.fromhex({pickled!r}))
 from verl.single_controller import ray
 print([getattr(getattr(ray, name), method).__module__ for name, method in {methods}.items()])
 """
-
-
-def name_modules():
-    """Return the module that implements each of verl's classes."""
-    return {name: getattr(getattr(verl_ray, name), method).__module__ for name, method in METHODS.items()}
 
 
 def run_program(pickled, **variables):
@@ -102,9 +87,8 @@ def make_group():
 
 def test_classes(make_group):
     """Pools and groups are those of this package in the driver and in workers, or verl's own in both."""
-    wanted = OURS if IS_ON else dict.fromkeys(OURS, VERLS)
-    assert name_modules() == wanted
-    assert [modules for modules, _ in make_group().modules()] == [wanted] * 2
+    assert name_modules() == WANTED
+    assert [modules for modules, _ in make_group().modules()] == [WANTED] * 2
 
 
 @pytest.mark.parametrize("off", [{"FAIRLEAD_VERL": "0"}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}], ids=repr)
