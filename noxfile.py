@@ -378,6 +378,14 @@ def grpo(session: nox.Session) -> None:
 
 
 @nox.session
+def async_grpo(session: nox.Session) -> None:
+    """Run reinforcement learning with generators that run ahead; `-- --kill` kills the driver, and resumes."""
+    groups = map(package, [*SIBLINGS["transfer"], "transfer", "batching", "rollouts"])
+    install(session, *groups, "torch", "transformers", "matplotlib")
+    session.run("python", "examples/async_grpo.py", *session.posargs, env=EXAMPLE_ENV)
+
+
+@nox.session
 def elastic(session: nox.Session) -> None:
     """Train while the group grows, loses a worker and shrinks; the loss must be that of one process."""
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup"]), "torch", "matplotlib")
@@ -654,6 +662,7 @@ CI_SESSIONS: dict[str, list[str]] = {
     "interop": [],
     "nixl": [],
     "grpo": ["--steps", "5"],
+    "async_grpo": ["--steps", "4", "--kill", "--dp", "1"],
     "soak": ["60"],
     "survive": ["--steps", "120"],
     "elastic": [],
