@@ -48,6 +48,7 @@ from fairlead_rollouts import (
 from fairlead_rollouts.metrics import export
 from fairlead_rollouts.nemo import LedgerSampler
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
+from fairlead_rollouts.slime import LedgerDataSource, generate_rollout
 from fairlead_rollouts.verl import LedgerReplayBuffer
 
 State = Literal["unseen", "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped"]
@@ -214,6 +215,22 @@ async def adapt_nemo(buffer: object) -> None:
     assert_type(sampler.is_on_policy, bool)
     assert_type(sampler.required_buffer_capacity(4), int | None)
     assert_type(sampler.set_dispatch_index(3), None)
+
+
+def adapt_slime(args: object) -> None:
+    data = LedgerDataSource(args)
+    assert_type(data.ledger, Ledger)
+    assert_type(data.metadata, dict[str, Any])
+    assert_type(data.get_samples(1), list[list[Any]])
+    assert_type(data.add_samples([[1]]), None)
+    assert_type(data.begin(1), None)
+    assert_type(data.take(1, [[1]]), None)
+    assert_type(data.save(1), None)
+    assert_type(data.load(1), None)
+    assert_type(data.update_metadata({}), None)
+    assert_type(data.get_metadata(), dict[str, Any])
+    assert_type(data.get_buffer_length(), int)
+    generate_rollout(args, 1, data)
 
 
 def look(ledger: Ledger, event: Event) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-STUBS = ("PIL", "datasets", "requests")
+STUBS = ("PIL", "datasets", "pyarrow", "requests", "sglang", "sglang_router")
 
 
 class BarePackages:
@@ -59,6 +59,12 @@ def verl_buffer():
 def nemo_samplers():
     """The module of NeMo RL's samplers, from the folder of `nox -s seams -- --source FOLDER`."""
     return import_source("nemo_rl", "nemo_rl.algorithms.async_utils.staleness_sampler")
+
+
+@pytest.fixture(scope="session")
+def slime_source():
+    """The module of slime's data source, from the same folder."""
+    return import_source("slime", "slime.rollout.data_source")
 
 
 def import_source(checkout, module):

@@ -19,6 +19,7 @@ OPTIONAL = {
     "_show.py": {"rich"},
     "metrics.py": {"opentelemetry"},
     "verl.py": {"verl"},
+    "slime.py": {"slime"},
     "plugin.py": {"pytest"},
     "suite.py": {"pytest"},
 }
