@@ -473,9 +473,7 @@ def seams(session: nox.Session) -> None:
     verl comes from the package index. `nox -s seams -- --source FOLDER` tests those of the checkouts in a folder too.
     """
     options = argparse.ArgumentParser(prog="nox -s seams --")
-    options.add_argument(
-        "--source", type=Path, help="a folder with checkouts of NeMo RL and slime named nemo_rl and slime"
-    )
+    options.add_argument("--source", type=Path, help="a folder with checkouts named nemo_rl, miles and slime")
     given, more = options.parse_known_args(session.posargs)
     session.install("--no-deps", "-c", "constraints-verl.txt", "verl", env=UV_ENV)
     paths = map(package, ["placement", "rollouts"])  # the first one for conftest.py

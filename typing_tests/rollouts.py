@@ -42,6 +42,7 @@ from fairlead_rollouts import (
     WeightFifo,
     Windowed,
     exceptions,
+    miles,
     room_for,
     sample_id,
 )
@@ -231,6 +232,19 @@ def adapt_slime(args: object) -> None:
     assert_type(data.get_metadata(), dict[str, Any])
     assert_type(data.get_buffer_length(), int)
     generate_rollout(args, 1, data)
+
+
+async def adapt_miles(args: object, ordinal: int) -> None:
+    data = miles.LedgerDataSource(args)
+    assert_type(data.latest, miles.LedgerDataSource | None)
+    assert_type(data.end(ordinal), Lease | None)
+    assert_type(data.dataset, Any)
+    with data.lock:
+        assert_type(data.ledger, Ledger)
+    buffer = miles.LedgerDataBuffer(args)
+    assert_type(await buffer.put(args), None)
+    assert_type(await buffer.get(current_version=1), Any)
+    assert_type(buffer.get_metrics(), dict[str, float])
 
 
 def look(ledger: Ledger, event: Event) -> None:

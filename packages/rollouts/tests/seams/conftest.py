@@ -6,20 +6,35 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock
+from types import ModuleType
 
 import pytest
 
-STUBS = ("PIL", "datasets", "pyarrow", "requests", "sglang", "sglang_router")
+# Libraries and modules that seams import and do not call.
+STUBS = ("PIL", "datasets", "miles.utils.chat_template_utils", "pyarrow", "requests", "sglang", "sglang_router")
 
 
-class BarePackages:
-    """Import packages of a framework without running their `__init__`, which would import all of it."""
+class Stub(ModuleType):
+    """A module that has every member, each an empty class."""
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class SeamFinder:
+    """Import packages of a framework without their `__init__`, which would import all of it, and stubs."""
 
     def __init__(self, root, names):
         self.root, self.names = root, names
+        self.stubs = [one for one in STUBS if "." in one or importlib.util.find_spec(one) is None]
 
     def find_spec(self, name, path=None, target=None):
+        if any(name == stub or name.startswith(f"{stub}.") for stub in self.stubs):
+            return importlib.util.spec_from_loader(name, self, is_package=True)
         if name not in self.names:
             return None
         spec = importlib.util.spec_from_loader(name, self, is_package=True)
@@ -27,20 +42,17 @@ class BarePackages:
         return spec
 
     def create_module(self, spec):
-        return None
+        return None if spec.name in self.names else Stub(spec.name)
 
     def exec_module(self, module):
         pass
 
 
 def import_seam(root, module):
-    """Import a module below a folder. Packages above it stay bare, and libraries for data are replaced by stubs."""
+    """Import a module below a folder."""
     parts = module.split(".")
     names = {".".join(parts[:end]) for end in range(1, len(parts))} | {f"{parts[0]}.utils"}
-    sys.meta_path.insert(0, BarePackages(root, names))
-    for stub in STUBS:
-        if importlib.util.find_spec(stub) is None:
-            sys.modules[stub] = MagicMock(__spec__=None)
+    sys.meta_path.insert(0, SeamFinder(root, names))
     return importlib.import_module(module)
 
 
@@ -65,6 +77,13 @@ def nemo_samplers():
 def slime_source():
     """The module of slime's data source, from the same folder."""
     return import_source("slime", "slime.rollout.data_source")
+
+
+@pytest.fixture(scope="session")
+def miles_buffer():
+    """The module of miles' data buffer, and that of its data source, from the same folder."""
+    import_source("miles", "miles.rollout.data_source")
+    return import_source("miles", "miles.rollout.fully_async_data_buffer")
 
 
 def import_source(checkout, module):

@@ -20,6 +20,7 @@ OPTIONAL = {
     "metrics.py": {"opentelemetry"},
     "verl.py": {"verl"},
     "slime.py": {"slime"},
+    "miles.py": {"miles"},
     "plugin.py": {"pytest"},
     "suite.py": {"pytest"},
 }
