@@ -52,7 +52,7 @@ def main() -> None:
     chosen = arguments.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ray.init(num_cpus=2)
+    ray.init(num_cpus=2, log_to_driver=False)
     trainers = [Trainer.options(name=f"trainer-{r}").remote(r, chosen.ranks, port) for r in range(chosen.ranks)]
     running = [trainer.fit.remote() for trainer in trainers]
     if not chosen.why:
