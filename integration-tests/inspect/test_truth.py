@@ -39,11 +39,12 @@ HANGS = {
     "wait_for_the_last": ("late", "Stage", [], "in_queue"),
     "cycle": ("deadlock", "Stage", [], ""),
     "pending_actor": ("pending", "Stage", [], ""),
+    "pending_group": ("pending", "", [], ""),
 }
 # No process is to blame, or none can be known.
 OPEN = ("other_collective", "awaited", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
-IN_CI = "in_queue in_socket in_native swallowed stopped killed chain cycle pending_actor"
+IN_CI = "in_queue in_socket in_native swallowed stopped killed chain cycle pending_actor pending_group"
 IN_CI += " other_collective long_work restarted"
 CASES = [*HANGS, *OPEN, *CONTROLS]
 
@@ -103,7 +104,7 @@ def judge(case, found):
         return "wrong" if blamed else "right"
     kind, of, ranks, function = HANGS[case]
     for one in blamed:
-        classes = {actor["class"] for actor in one["actors"]}
+        classes = {actor["class"] for actor in one["actors"]} or {""}
         if one["kind"] != kind or classes != {of} or one["ranks"] != ranks:
             return "wrong"
         if function and not any(function in frame["function"] for frame in one["where"]):

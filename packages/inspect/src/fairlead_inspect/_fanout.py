@@ -4,7 +4,7 @@
 import dataclasses
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import ray
@@ -14,7 +14,7 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import ask_head
 
 from . import _ray_private
-from ._model import Actor, Call, Child, Frame, Job, Node, Process, Reference, Snapshot, Stack, Thread
+from ._model import Actor, Call, Child, Frame, Job, Node, Process, Reference, Reservation, Snapshot, Stack, Thread
 from ._node.look import look
 from ._node.references import calibrate
 
@@ -54,6 +54,7 @@ def look_at_cluster(
         actors += [dataclasses.replace(one, created=events[2].get(one.actor_id, one.created)) for one in rows]
         calls += events[0]
         finished |= events[1]
+    reservations = _read_reservations(notes, {one.job_id for one in jobs}, timeout_s=head_s)
     wanted = _choose(jobs, actors, calls)
     alive = {one["NodeID"]: one["NodeManagerAddress"] for one in nodes if one["Alive"]}
     left = timeout_s - (time.monotonic() - began)
@@ -68,8 +69,18 @@ def look_at_cluster(
     seen = tuple(_describe_node(one, wanted, answers) for one in nodes if one["Alive"] or one["NodeID"] in wanted)
     return Snapshot(
         time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
-        took_s=time.monotonic() - began, notes=tuple(notes),
+        took_s=time.monotonic() - began, notes=tuple(notes), reservations=reservations,
     )  # fmt: skip
+
+
+def _read_reservations(notes: list[str], jobs: Collection[str], *, timeout_s: float) -> tuple[Reservation, ...]:
+    """Return the placement groups of jobs that are not placed. Without them, waits for them are not explained."""
+    try:
+        found = ask_head("list the placement groups", _ray_private.read_reservations, timeout_s=timeout_s)
+    except (HeadTimeoutError, ray.exceptions.RayError) as error:
+        notes.append(f"no placement groups: {type(error).__name__}")
+        return ()
+    return tuple(one for one in found if one.job_id in jobs)
 
 
 def _try(notes: list[str], *fallback: Any, job: str, timeout_s: float) -> tuple[Any, ...]:

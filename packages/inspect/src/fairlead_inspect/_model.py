@@ -154,6 +154,27 @@ class Actor:
 
 
 @dataclass(frozen=True)
+class Reservation:
+    """A placement group that Ray has not placed: who made it ("" for the driver), when, and Ray's reason.
+
+    `bundles` says what it holds, for people.
+    """
+
+    group_id: str
+    job_id: str
+    name: str = ""
+    creator: str = ""
+    reason: str = ""
+    bundles: str = ""
+    requested: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """How people call it."""
+        return f"placement group {self.name or self.group_id[:8]} ({self.bundles})"
+
+
+@dataclass(frozen=True)
 class Node:
     """A node, and how it answered: "answered", "silent", "lost", or "unasked" if it holds no process of the job."""
 
@@ -218,6 +239,7 @@ class Snapshot:
         processes: their processes, as the kernel and py-spy know them.
         nodes: the nodes, and how they answered.
         calls: the calls and tasks that had not finished.
+        reservations: the placement groups that Ray had not placed.
         finished: the ids of tasks that are over.
         claimed: the ids of actors that another source judges, which `diagnose` does not blame.
         took_s: how long the look took.
@@ -234,6 +256,7 @@ class Snapshot:
     claimed: frozenset[str] = frozenset()
     took_s: float = 0.0
     notes: tuple[str, ...] = ()
+    reservations: tuple[Reservation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,6 +328,7 @@ class Finding:
         confidence: "certain", "likely" or "guess".
         blames: whether it names the cause of a wait.
         text: the statement in words.
+        subject: what it is about, if that is no process, such as a placement group.
         fleet: the fleet that it is about.
         ranks: the ranks that it is about.
         ordinals: whom it is about without a rank, by their creation.
@@ -340,3 +364,4 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     remedy: str = ""
     moves: bool = False
+    subject: str = ""

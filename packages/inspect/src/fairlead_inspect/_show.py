@@ -105,6 +105,8 @@ def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
 
 
 def _name(finding: Finding) -> str:
+    if finding.subject:
+        return finding.subject
     who = _who(finding.ranks, finding.ordinals)
     if who and finding.fleet:
         return f"{who} of {finding.fleet}"

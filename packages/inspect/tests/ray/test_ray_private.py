@@ -6,9 +6,11 @@ import time
 import pytest
 import ray
 from ray.core.generated.common_pb2 import TaskStatus, TaskType
+from ray.util import placement_group, remove_placement_group
 
 from fairlead_inspect import _ray_private
 from fairlead_inspect._node.references import FUNCTIONS, ID_BYTES, LISTS, calibrate
+from fairlead_inspect._verdict.waits import is_promise
 
 NEVER = "fairlead-test-never"
 
@@ -71,6 +73,26 @@ def test_tables(job, eventually):
     dead = next(found for found in _ray_private.read_actors(job) if found.death)
     assert dead.death.intended
     assert abs(dead.death.at - time.time()) < 120
+
+
+def test_placement_groups(job, monkeypatch):
+    """The placement groups that are not placed, read by the accessor and by the public function without it."""
+    placed = placement_group([{"CPU": 1}])
+    assert placed.wait(60)
+    held = placement_group([{"CPU": 1, NEVER: 1}] * 2, name="never")
+    ready = held.ready()
+    assert is_promise(ready.hex())
+    assert not is_promise(Sleeper.remote().ready.remote().hex())
+    (found,) = _ray_private.read_reservations()
+    expected = (held.id.hex(), job, "never", "", "2 x 1 CPU, 1 fairlead-test-never")
+    assert (found.group_id, found.job_id, found.name, found.creator, found.bundles) == expected
+    assert found.reason == "INFEASIBLE"
+    assert abs(found.requested - time.time()) < 120
+    monkeypatch.setattr(_ray_private, "_accessor", object)
+    (public,) = _ray_private.read_reservations()
+    assert (public.group_id, public.job_id, public.name, public.bundles) == (expected[0], *expected[1:3], expected[4])
+    for group in (placed, held):
+        remove_placement_group(group)
 
 
 def test_offset(local_ray):

@@ -43,6 +43,7 @@ def large(monkeypatch):
         read_jobs=lambda: [Job(JOB, "train.py", 811, "n0", "driver")],
         read_actors=lambda job: actors,
         read_calls=lambda job: ([], frozenset(), {}),
+        read_reservations=list,
     )
     monkeypatch.setattr(_fanout, "_ray_private", tables)
     monkeypatch.setattr(_fanout, "ask_head", lambda what, function, *args, timeout_s: function(*args))

@@ -22,6 +22,7 @@ from seen import (
     NODE,
     NOW,
     QUEUE,
+    SITE,
     actor,
     actor_id,
     environ,
@@ -32,7 +33,7 @@ from seen import (
     task,
 )
 
-from fairlead_inspect._model import Actor, Call, Child, Death, Frame, Node
+from fairlead_inspect._model import Actor, Call, Child, Death, Frame, Node, Reservation
 from fairlead_inspect._verdict.rules import diagnose, exit_status
 
 
@@ -186,6 +187,48 @@ def test_dead():
         blamed(replace(moment, actors=actors, processes=tuple(one for one in moment.processes if one.pid != 1002)))
         == []
     )
+
+
+PLACEMENT = (
+    Frame(SITE + "ray/util/placement_group.py", "_call_placement_group_ready", 113),
+    Frame(SITE + "ray/util/placement_group.py", "PlacementGroup.wait", 73),
+    Frame("/w/main.py", "main", 7),
+)
+# Of `ray.get(group.ready())`: no task makes the object, as its number says.
+PROMISE = f"00{'f' * 38}{JOB}01e1f505", False
+BIG = Reservation("ab" * 18, JOB, "big", "", "INFEASIBLE", "2 x 8 GPU", NOW - 90)
+
+
+@pytest.mark.parametrize(("stack", "references"), [(PLACEMENT, ()), (GET, [PROMISE])])
+@pytest.mark.parametrize("age", [90.0, 5.0])
+def test_pending_placement_group(stack, references, age):
+    """A placement group that is not placed, and that the driver waits for, is to blame once it has waited for long."""
+    driver = process(811, stack, refs=references, driver=True, title="python")
+    (found,) = diagnose(look([], [driver], reservations=(replace(BIG, requested=NOW - age),)))
+    assert (found.kind, found.subject, found.blames) == ("pending", "placement group big (2 x 8 GPU)", age == 90)
+    assert (found.since_s, found.moves, found.waiting.count) == (age, age != 90, 1)
+    assert found.text == "is not placed: no node can hold it, even when it is idle (INFEASIBLE)"
+    assert found.confidence == ("certain" if stack is PLACEMENT else "likely")
+
+
+def test_placement_group_of_another():
+    """Only who waits for a placement group explains it: other waits, other jobs and other makers do not."""
+    driver = process(811, GET, refs=[PROMISE], driver=True, title="python")
+    assert diagnose(look([], [driver], reservations=(replace(BIG, job_id="02000000"),))) == ()
+    working = process(811, LOOP, driver=True, title="python")
+    assert diagnose(look([], [working], reservations=(BIG,))) == ()
+    both = (BIG, replace(BIG, name="small", creator="c" * 32))
+    assert [one.subject for one in diagnose(look([], [driver], reservations=both))] == [
+        "placement group big (2 x 8 GPU)"
+    ]
+
+
+def test_wait_for_one_that_waits_for_a_placement_group():
+    """Who waits for an actor that waits for a placement group is explained, and the actor is not blamed."""
+    maker = process(1000, GET, refs=[PROMISE])
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True, title="python")
+    (found,) = diagnose(look([actor(0)], [maker, driver], reservations=(replace(BIG, creator=actor_id(0)),)))
+    assert (found.subject, found.waiting.count, found.actors) == ("placement group big (2 x 8 GPU)", 1, ())
 
 
 def test_pending_and_missing():

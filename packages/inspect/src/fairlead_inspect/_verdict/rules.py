@@ -8,7 +8,7 @@ from typing import Any
 from .._fleets import find_fleets
 from .._model import Actor, Confidence, Evidence, Finding, Fleet, Kind, Named, Snapshot, Waiting
 from .positions import Position
-from .waits import Graph, Wait, driver_key, make_graph
+from .waits import Graph, Wait, driver_key, is_promise, make_graph
 
 # A rank may wait so long for a file or a server and be well.
 AFTER_S = 60.0
@@ -17,6 +17,13 @@ NOTICED_S = 5.0
 _PENDING = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 # Those in other states wait for objects, or have just died.
 _REQUESTING = ("PENDING_CREATION", "PENDING_NODE_ASSIGNMENT")
+_PLACEMENT = "/ray/util/placement_group.py"
+# Ray's reasons why a placement group is not placed.
+_REASONS = {
+    "INFEASIBLE": "no node can hold it, even when it is idle (INFEASIBLE)",
+    "NO_RESOURCES": "others hold what it needs (NO_RESOURCES)",
+}
+_NODES = "python -m fairlead_placement nodes shows what each node has, and who holds it"
 _MOST_NAMED = 256
 _RAN, _WAITED = "last run of its thread", "the first of those that wait"
 
@@ -49,9 +56,10 @@ class _Judge:
         self._waiters = {waiter for wait in graph.waits for waiter in wait.waiters}
 
     def judge(self) -> list[Finding]:
-        found = [*self._dead(), *self._stopped(), *self._nodes(), *self._pending(), *self._deadlocks()]
+        reservations, held_up = self._reservations()
+        found = [*self._dead(), *self._stopped(), *self._nodes(), *self._pending(), *reservations, *self._deadlocks()]
         # Who waits for one of these is explained.
-        explained = {actor.id for one in found for actor in one.actors if one.blames}
+        explained = held_up | {actor.id for one in found for actor in one.actors if one.blames}
         if any(one.kind == "stopped" and not one.actors for one in found):
             explained.add(self._driver)
         late: dict[tuple[str, ...], Finding] = {}
@@ -160,6 +168,39 @@ class _Judge:
             if wait.fleet is not None and wait.fleet.missing and not wait.fleet.disputed:
                 found.append(self._missing(wait, wait.fleet))
         return _unique(found)
+
+    def _reservations(self) -> tuple[list[Finding], set[str]]:
+        """Name the placement groups that are not placed and that processes wait for; return also who waits."""
+        groups = [one for one in self._snapshot.reservations if one.job_id == self._job]
+        waiting = {key: self._waits_for_placement(key) for key in self._graph.processes if groups}
+        sure = {key: is_sure for key, is_sure in waiting.items() if is_sure is not None}
+        found, held_up = [], set[str]()
+        for group in groups:
+            # Whoever has made others waits for one of these.
+            makers = {one.creator or self._driver for one in groups}
+            own = [key for key in sure if key == (group.creator or self._driver) or key not in makers]
+            if not own:
+                continue
+            age = self._snapshot.looked_at - group.requested if group.requested else None
+            settled = age is None or age >= self._after_s
+            certain = all(sure[key] for key in own) and len(groups) == 1
+            text = f"is not placed: {_REASONS.get(group.reason, group.reason or 'Ray does not say why')}"
+            one = self._say(
+                "pending", [], text, Wait("get", tuple(own), ()), confidence="certain" if certain else "likely",
+                evidence=(Evidence("placement groups", f"{group.reason}: {group.bundles}", age),), since_s=age,
+                since_source="Ray's tables", subject=group.label, blames=settled, moves=not settled, remedy=_NODES,
+            )  # fmt: skip
+            found.append(one)
+            held_up |= {*own} if settled else set()
+        return found, held_up
+
+    def _waits_for_placement(self, key: str) -> bool | None:
+        """Return whether a process waits for a placement group for sure, or None if it does not wait for any."""
+        at, references = self._graph.positions[key], self._graph.processes[key].references
+        if at.thread is not None and any(frame.file.endswith(_PLACEMENT) for frame in at.thread.stack[:3]):
+            return True
+        promised = at.kind == "ray-get" and references and all(is_promise(one.object_id) for one in references)
+        return False if promised else None
 
     def _missing(self, wait: Wait, fleet: Fleet) -> Finding:
         long = (self._describe_waiting(wait).since_s or 0.0) >= self._after_s

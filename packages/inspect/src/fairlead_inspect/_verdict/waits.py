@@ -11,6 +11,15 @@ from .positions import Position, locate
 WaitKind = Literal["collective", "get", "wait"]
 # An object's id begins with the id of the task that creates it: 48 digits, of which the last 32 are its actor's id.
 _TASK, _ACTOR = slice(0, 48), slice(16, 48)
+_MOST_RESULTS = 100_000_000
+
+
+def is_promise(object_id: str) -> bool:
+    """Return whether no task makes an object: one of `ray.put`, or of `PlacementGroup.ready`, for which one may wait.
+
+    The last four bytes of an object's id count the objects of a task, results first (Ray's `kMaxTaskReturns`).
+    """
+    return int.from_bytes(bytes.fromhex(object_id[48:56]), "little") > _MOST_RESULTS
 
 
 def driver_key(job_id: str) -> str:
