@@ -328,7 +328,7 @@ class Finding:
         confidence: "certain", "likely" or "guess".
         blames: whether it names the cause of a wait.
         text: the statement in words.
-        subject: what it is about, if that is no process, such as a placement group.
+        subject: what it is about, if that is not a process, such as a placement group.
         fleet: the fleet that it is about.
         ranks: the ranks that it is about.
         ordinals: whom it is about without a rank, by their creation.
