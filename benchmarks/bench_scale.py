@@ -24,7 +24,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
-from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, plan_call
 from fairlead_workergroup._calls.sender import make_requests, store_columns
 from fairlead_workergroup._membership.model import Member, Started
@@ -35,6 +34,7 @@ from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_worke
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.report import StartClock
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
+from fairlead_workergroup._transport.arguments import Arguments
 
 NODES, PER_NODE, ROUNDS = 8, 16, 2
 SIMULATED_NODES, SIMULATED_PER_NODE = 1_024, 8

@@ -25,7 +25,6 @@ from fairlead_inspect._remote.ring import CALL, CALLS_FILE, make_ring, start_rin
 from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
-from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
 from fairlead_workergroup._calls.sender import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
@@ -34,6 +33,7 @@ from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import Record
 from fairlead_workergroup._start.worker_class import Method
+from fairlead_workergroup._transport.arguments import Arguments
 
 WORKERS = 8
 

@@ -15,8 +15,6 @@
 >>> ray.shutdown()
 """
 
-from ._arguments import PerWorker, Shard
-from ._builder import RayWorkerBuilder
 from ._calls.call import Call
 from ._calls.plan import CallExplanation
 from ._calls.results import MultiWorkerFuture
@@ -29,9 +27,11 @@ from ._membership.model import Place
 from ._observe.calls import CallStatistics, GroupStatistics, Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
+from ._start.builder import RayWorkerBuilder
 from ._start.devices import WorkerOptions
 from ._start.options import recursive_merge_options
 from ._start.report import GroupState, StartPhase, StartReport
+from ._transport.arguments import PerWorker, Shard
 from ._transport.futures import ResultStream
 from .exceptions import (
     BrokenEpochError,

@@ -13,7 +13,6 @@ from fairlead_placement.spi import head_deadline, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from ._builder import ClassLike, RayWorkerBuilder
 from ._calls.classic import ClassicCalls
 from ._calls.hooks import Hooks
 from ._calls.map import MapOptions, Strategy
@@ -23,7 +22,6 @@ from ._calls.route import serving_handles, use_transport
 from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
-from ._display import table_html
 from ._elastic.axis import find_elastic_axis
 from ._elastic.drain import DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
@@ -41,12 +39,14 @@ from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.calls import Counters
+from ._observe.display import table_html
 from ._observe.evidence import RayWitnesses
 from ._observe.extensions import extend
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
+from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out

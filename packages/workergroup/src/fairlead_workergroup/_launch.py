@@ -16,10 +16,10 @@ from fairlead_placement.spi import read_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from ._builder import ClassLike, RayWorkerBuilder
 from ._group import RayWorkerGroup
 from ._membership.model import Place
 from ._options import Timeouts
+from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._world import Deadline

@@ -18,15 +18,15 @@ import ray
 
 from ._calls.route import Site
 from ._calls.sender import Sender, find_sender
-from ._display import record_html
 from ._group import RayWorkerGroup
 from ._handle import GroupHandle
-from ._head import alive_nodes, drain_deadlines, process_is_alive
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
 from ._observe.calls import CallObserver
+from ._observe.display import record_html
 from ._observe.evidence import judge_errors, read_deaths
+from ._observe.head import alive_nodes, drain_deadlines, process_is_alive
 from ._observe.observer import STUCK_AFTER_S, Observer, check_seconds
 from ._observe.publications import RegisteredGroup, RegisteredWorker, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers

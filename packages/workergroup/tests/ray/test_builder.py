@@ -123,7 +123,7 @@ class TestOneWorker:
         """A worker whose bundle has no room for it is killed at its deadline."""
         (group,) = cluster.get_placement_groups()
         first = RayWorkerBuilder(Configured)(group, 1, 0)
-        monkeypatch.setattr("fairlead_workergroup._builder.START_S", 2.0)
+        monkeypatch.setattr("fairlead_workergroup._start.builder.START_S", 2.0)
         with pytest.raises(WorkerStartError, match=r"has not finished after 2 s: .* bundle 1 has no room"):
             RayWorkerBuilder(Configured)(group, 1, 0)
         ray.kill(first)

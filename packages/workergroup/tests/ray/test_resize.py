@@ -31,9 +31,9 @@ from fairlead_workergroup import (
     current_worker,
     spi,
 )
-from fairlead_workergroup._display import Bar
 from fairlead_workergroup._lifecycle import delivery, launcher
 from fairlead_workergroup._observe import memory, query
+from fairlead_workergroup._observe.display import Bar
 from fairlead_workergroup.testing import kill
 
 AXES = NamedSharding.from_shape(dp=2)

@@ -24,12 +24,12 @@ from fairlead_workergroup import (
     Timeouts,
     WorkerFailureError,
     _handle,
-    _head,
     attach,
 )
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.phases import Phase
+from fairlead_workergroup._observe import head as _head
 from fairlead_workergroup._observe import query
 from fairlead_workergroup.testing import kill
 

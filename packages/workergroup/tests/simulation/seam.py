@@ -76,7 +76,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         "ray.cancel": pretended.cancel,
         "ray.is_initialized": pretended.is_initialized,
         # All requests to the head but `choose_alive`.
-        f"{ours}._head._ask": pretended.ask_head,
+        f"{ours}._observe.head._ask": pretended.ask_head,
         f"{ours}._observe.query.choose_alive": pretended.choose_alive,
         f"{ours}._observe.evidence.choose_alive": pretended.choose_alive,
         f"{ours}._observe.evidence.collect": world.collect,
@@ -99,7 +99,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         f"{ours}._lifecycle.standbys.create_actor": placement.create_actor,
         # The class of the user is described once for all runs.
         f"{ours}._lifecycle.launcher.describe_class": describe_model,
-        f"{ours}._arguments.ObjectRef": SimRef,
+        f"{ours}._transport.arguments.ObjectRef": SimRef,
         # Variables of the driver.
         f"{ours}._start.launch.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from fairlead_workergroup import PerWorker, Shard
-from fairlead_workergroup._arguments import Arguments, NotPicklableError, is_inlined
+from fairlead_workergroup._transport.arguments import Arguments, NotPicklableError, is_inlined
 
 
 class Holder:

@@ -4,7 +4,7 @@
 import pytest
 
 from fairlead_workergroup import CallStatistics, GroupStatistics, Outcome, StuckWorker, WorkerStatus, WorkerUsage
-from fairlead_workergroup._display import MOST_ROWS, Records
+from fairlead_workergroup._observe.display import MOST_ROWS, Records
 
 
 @pytest.mark.parametrize(

@@ -199,4 +199,4 @@ def test_one_module_reads_deaths():
             names += [one.attr] if isinstance(one, ast.Attribute) else []
             if {"dead_actors", "death_causes", "ActorDiedError", "WorkerCrashedError", "NodeDiedError"} & {*names}:
                 found.add(str(module.relative_to(folder)))
-    assert found == {"_head.py", "_observe/evidence.py"}
+    assert found == {"_observe/head.py", "_observe/evidence.py"}

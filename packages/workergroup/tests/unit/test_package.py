@@ -47,17 +47,17 @@ OF_THE_HEAD = {
 
 
 def test_one_module_asks_the_head():
-    """All other modules get what the head's tables say from `_head`, which gives every request a deadline."""
+    """All other modules get what the head's tables say from `head`, which gives every request a deadline."""
     folder = Path(fairlead_workergroup.__file__).parent
     found = {
         (str(module.relative_to(folder)), name.name)
         for module in folder.rglob("*.py")
         for one in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
-        if isinstance(one, ast.ImportFrom) and one.module != "_head"
+        if isinstance(one, ast.ImportFrom) and one.module not in ("head", "_observe.head")
         for name in one.names
         if name.name in OF_THE_HEAD
     }
-    assert found == {("_head.py", "placement_group_table")}
+    assert found == {("_observe/head.py", "placement_group_table")}
 
 
 FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")

@@ -11,10 +11,10 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
-from .._arguments import Answer, Arguments, Gathered, PassedOn
-from .._display import table_html
 from .._observe.calls import CallStatistics, Outcome
+from .._observe.display import table_html
 from .._start.worker_class import Method
+from .._transport.arguments import Answer, Arguments, Gathered, PassedOn
 from .._transport.futures import (
     ON_THREAD,
     OnLoop,

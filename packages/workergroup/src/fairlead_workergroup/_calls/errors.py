@@ -12,7 +12,6 @@ from ray import ObjectRef, ObjectRefGenerator
 
 from fairlead_placement.spi import Rounds, block_shutdown, connection
 
-from .._arguments import Source
 from .._membership.judge import Verdict
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster, find_worker
@@ -20,6 +19,7 @@ from .._observe.evidence import LOOK_S, judge_errors
 from .._observe.query import late_workers
 from .._observe.remote_errors import explain_errors
 from .._ray_private import actor_id_of_ref, still_referenced
+from .._transport.arguments import Source
 from .._transport.futures import get, is_message, is_not_ready, wait
 from ..exceptions import format_lines
 from .sender import Sender

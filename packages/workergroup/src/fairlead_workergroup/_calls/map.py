@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from ray import ObjectRef
 
-from .._arguments import Arguments
-from .._display import Bar
+from .._observe.display import Bar
 from .._start.worker_class import Method
+from .._transport.arguments import Arguments
 from .._transport.futures import REPORT_EVERY_S, Inbox, ResultStream, Waiter
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError

@@ -12,10 +12,10 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
-from .._arguments import PassedOn, PerWorker, Shard, is_inlined
-from .._display import shorten_rows, table_html
 from .._membership.model import Resize
+from .._observe.display import shorten_rows, table_html
 from .._start.worker_class import Method
+from .._transport.arguments import PassedOn, PerWorker, Shard, is_inlined
 from .._world import check_timeout
 from ..exceptions import EpochError
 

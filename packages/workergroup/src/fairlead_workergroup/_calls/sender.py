@@ -20,7 +20,6 @@ from fairlead_placement.spi import never_connect
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._arguments import Arguments, Gathered, NotPicklableError, Source
 from .._lifecycle.delivery import OverlappingCalls
 from .._lifecycle.launcher import Launcher
 from .._membership.judge import Evidence, Verdict
@@ -33,6 +32,7 @@ from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
+from .._transport.arguments import Arguments, Gathered, NotPicklableError, Source
 from .._transport.messages import Message, Transport
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError

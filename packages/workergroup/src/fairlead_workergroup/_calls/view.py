@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
-from .._arguments import PerWorker, Shard, find_obstacle
+from .._transport.arguments import PerWorker, Shard, find_obstacle
 from .._transport.futures import ResultStream
 from ..exceptions import EpochError
 from .call import Call, dispatch

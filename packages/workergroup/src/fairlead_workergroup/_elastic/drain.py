@@ -6,9 +6,9 @@ import math
 import time
 import weakref
 
-from .._head import drain_deadlines
 from .._membership.machine import Membership
 from .._membership.roster import Roster
+from .._observe.head import drain_deadlines
 from .._world import Deadline
 from .replace import Replace
 

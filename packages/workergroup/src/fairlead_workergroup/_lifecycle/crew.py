@@ -12,11 +12,11 @@ from ray.exceptions import RayError
 from fairlead_placement import HeadTimeoutError, PlacementError, PortLease, RayVirtualCluster, Slot
 
 from .. import _world
-from .._head import alive_nodes, read_placement_group
 from .._membership.facts import WorkerFacts
 from .._membership.model import Member, Place, Snapshot, Started
 from .._membership.operations import Plan, RestartPolicy
 from .._observe.evidence import check_head
+from .._observe.head import alive_nodes, read_placement_group
 from .._start.layout import choose_slots, move_places, resize_places
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError

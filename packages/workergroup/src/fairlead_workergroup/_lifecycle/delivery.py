@@ -9,9 +9,9 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from .._display import Bar
 from .._membership.model import Member
 from .._membership.roster import direct
+from .._observe.display import Bar
 from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
 from .._ray_private import still_referenced

@@ -11,7 +11,6 @@ from fairlead_placement.spi import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
-from .._arguments import Arguments, NotPicklableError
 from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started, configure_ask
 from .._observe.calls import Counters
@@ -25,6 +24,7 @@ from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_starte
 from .._start.options import recursive_merge_options
 from .._start.report import StartClock
 from .._start.worker_class import WorkerClass, describe_class
+from .._transport.arguments import Arguments, NotPicklableError
 from .._world import NEVER, Deadline
 from .resources import Resources
 from .shutdown import RunningWorker

@@ -14,8 +14,8 @@ import ray
 from fairlead_placement import PlacementError, PortLease, ResourceInsufficientError, Slot, lease_ports
 from fairlead_placement.spi import SlotClaim, claim_slots, run_in_thread
 
-from .._head import alive_nodes, draining_nodes
 from .._membership.roster import Roster
+from .._observe.head import alive_nodes, draining_nodes
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
 from .shutdown import RunningWorker, kill_and_wait

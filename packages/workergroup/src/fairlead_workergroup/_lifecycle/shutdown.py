@@ -12,7 +12,7 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
-from .._head import actors_being_made, draining_nodes
+from .._observe.head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of
 from .._remote.process import WORKER_GRACE_S, Process, end_trees, find_children

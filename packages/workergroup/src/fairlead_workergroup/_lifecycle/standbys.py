@@ -13,8 +13,8 @@ from fairlead_placement import PlacementError, Slot
 from fairlead_placement.spi import head_deadline
 
 from .. import _world
-from .._head import REQUEST_S, alive_nodes
 from .._membership.model import Notice, Place, WorkerProcess
+from .._observe.head import REQUEST_S, alive_nodes
 from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
 from .._remote.process import mark_of

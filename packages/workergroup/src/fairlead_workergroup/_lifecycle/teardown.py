@@ -5,9 +5,9 @@ import logging
 import threading
 
 from .. import _world
-from .._head import REQUEST_S
 from .._membership.gate import wait_for_event
 from .._membership.machine import Membership
+from .._observe.head import REQUEST_S
 from .._world import Deadline
 from .launcher import Launcher
 from .resources import JOIN_S

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._display import record_html
+from .display import record_html
 
 logger = logging.getLogger("fairlead_workergroup")
 

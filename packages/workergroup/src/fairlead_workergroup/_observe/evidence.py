@@ -12,13 +12,13 @@ from ray.exceptions import RayTaskError
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import choose_alive, collect, head_deadline
 
-from .._head import dead_actors, death_causes
 from .._membership.judge import Evidence, Judge, Verdict, decide
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._ray_private import how_it_ended
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
+from .head import dead_actors, death_causes
 from .memory import MemoryLimit
 from .query import ANSWER_S, ask_nodes
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from fairlead_placement.spi import choose_alive, group_pairs, usage_on_nodes
 
-from .._display import Records
 from .._membership.model import Snapshot, WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
 from ..exceptions import WorkerFailure
+from .display import Records
 from .evidence import weigh_answers
 from .query import ANSWER_S, HEAD_S, ask_nodes, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of

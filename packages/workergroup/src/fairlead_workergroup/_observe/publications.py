@@ -11,8 +11,8 @@ from typing import Any
 from fairlead_placement.spi import Agent, read_boards
 from fairlead_sharding import NamedSharding
 
-from .._head import find_agents
 from ..exceptions import WorkerGroupError
+from .head import find_agents
 from .registration import KEY, SCHEMA, Registration
 
 # Agents answer in milliseconds; those of a node that hangs do not.

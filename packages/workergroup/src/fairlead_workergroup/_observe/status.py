@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .._display import record_html
 from ..exceptions import format_coords
+from .display import record_html
 
 State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"]
 

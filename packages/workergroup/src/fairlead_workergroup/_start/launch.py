@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement.spi import ask_head, never_connect
 from fairlead_sharding import NamedSharding
 
-from .._display import Bar
 from .._membership.model import Place, WorkerProcess, make_process
+from .._observe.display import Bar
 from .._observe.evidence import judge_error
 from .._observe.remote_errors import remote_traceback
 from ..exceptions import WorkerStartError

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .._display import record_html
 from .._observe.calls import GroupStatistics
+from .._observe.display import record_html
 
 PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
 DRIVER_PHASES: tuple[PhaseName, ...] = ("reserve", "environment", "agents", "describe")

@@ -8,16 +8,16 @@ import numbers
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from ._ray_private import object_sizes, ownership_of
-from ._remote.references import has_references
-from ._transport.messages import Message
+from .._ray_private import object_sizes, ownership_of
+from .._remote.references import has_references
+from .messages import Message
 
 _storing = threading.local()
 
@@ -172,16 +172,16 @@ class Gathered:
     refs: tuple[ObjectRef[Any], ...]
 
 
+@dataclass(eq=False)
 class Arguments:
     """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive."""
 
-    def __init__(self, put: Callable[[Any], Any] = ray.put, *, for_lane: bool = False) -> None:
-        self.obstacle: str = ""  # why a lane cannot carry the arguments
-        self.has_answers: bool = False
-        self._put = put
-        self._for_lane = for_lane
-        self._refs: dict[int, ObjectRef[Any]] = {}
-        self.sources: list[Source] = []
+    put: Callable[[Any], Any] = ray.put
+    for_lane: bool = False
+    obstacle: str = ""  # why a lane cannot carry the arguments
+    has_answers: bool = False
+    sources: list[Source] = field(default_factory=list)
+    _refs: dict[int, ObjectRef[Any]] = field(default_factory=dict)
 
     def prepare(self, value: Any) -> Any:
         """Return what travels: an inlined value (lists and dicts copied), or a reference to the one stored copy."""
@@ -202,16 +202,16 @@ class Arguments:
         ref = self._refs.get(id(value))
         if ref is None:
             ref = self._refs[id(value)] = self._store(value)
-            if self._for_lane and has_references(value):
+            if self.for_lane and has_references(value):
                 self.obstacle = HOLDS_REFERENCES
-            elif self._for_lane and ownership_of(ref) is None:
+            elif self.for_lane and ownership_of(ref) is None:
                 self.obstacle = "this version of Ray does not say who owns a stored argument"
         return ref
 
     def _store(self, value: Any) -> ObjectRef[Any]:
         with refuse_marks():
             try:
-                ref: ObjectRef[Any] = self._put(value)
+                ref: ObjectRef[Any] = self.put(value)
                 return ref
             except RayError:
                 raise

@@ -11,12 +11,12 @@ from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ._arguments import Arguments
-from ._head import read_placement_group
-from ._start.environment import worker_environment
-from ._start.options import check_concurrency, recursive_merge_options
-from ._start.worker_class import describe_class, full_name
-from .exceptions import WorkerStartError
+from .._observe.head import read_placement_group
+from .._transport.arguments import Arguments
+from ..exceptions import WorkerStartError
+from .environment import worker_environment
+from .options import check_concurrency, recursive_merge_options
+from .worker_class import describe_class, full_name
 
 START_S = 600.0
 

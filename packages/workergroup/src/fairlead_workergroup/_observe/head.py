@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from fairlead_placement import spi
 from fairlead_placement.spi import Agent, ask_head, head_deadline
 
-from . import _ray_private
+from .. import _ray_private
 
 _T = TypeVar("_T")
 # The head answers within milliseconds.
