@@ -223,6 +223,20 @@ def test_placement_group_of_another():
     ]
 
 
+@pytest.mark.parametrize(
+    ("reservations", "said"), [((BIG,), "big (2 x 8 GPU), which is not placed: no node"), ((), "abababab")]
+)
+def test_actor_of_a_placement_group(reservations, said):
+    """A pending actor requests parts of its placement group, whose state explains it."""
+    held = {f"CPU_group_0_{BIG.group_id}": 1.0, f"CPU_group_{BIG.group_id}": 1.0, f"bundle_group_{BIG.group_id}": 0.001}
+    pending = actor(0, "Big", state="PENDING_CREATION", pid=0, resources=held)
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True, title="python")
+    (found,) = diagnose(look([pending], [driver], reservations=reservations))
+    assert found.text.startswith("has not started: PENDING_CREATION, it requests 1 CPU of placement group ")
+    assert said in found.text
+    assert "_group_" not in found.text
+
+
 def test_wait_for_one_that_waits_for_a_placement_group():
     """Who waits for an actor that waits for a placement group is explained, and the actor is not blamed."""
     maker = process(1000, GET, refs=[PROMISE])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._fleets import find_fleets
-from .._model import Actor, Confidence, Evidence, Finding, Fleet, Kind, Named, Snapshot, Waiting
+from .._model import Actor, Confidence, Evidence, Finding, Fleet, Kind, Named, Reservation, Snapshot, Waiting
 from .positions import Position
 from .waits import Graph, Wait, driver_key, is_promise, make_graph
 
@@ -149,8 +149,7 @@ class _Judge:
             for key in wait.targets:
                 actor, task = self._graph.actors.get(key), self._graph.tasks.get(key.removeprefix("task:"))
                 if actor is not None and actor.state in _PENDING:
-                    wants = ", ".join(f"{amount:g} {name}" for name, amount in sorted(actor.resources.items()))
-                    text = f"has not started: {actor.state}" + (f", it requests {wants}" if wants else "")
+                    text = f"has not started: {actor.state}{self._describe_request(actor)}"
                     source, began, state = "actor table", actor.created, actor.state
                 elif actor is None and task is not None and task.state.startswith("PENDING"):
                     text, state = f"task {task.name} has not started: {task.state}", task.state
@@ -169,6 +168,19 @@ class _Judge:
                 found.append(self._missing(wait, wait.fleet))
         return _unique(found)
 
+    def _describe_request(self, actor: Actor) -> str:
+        """Return what an actor requests, as a clause; of a bundle Ray calls it "CPU_group_0_" and the group's id."""
+        parts = {name: name.partition("_group_") for name in actor.resources}
+        wants = {base: actor.resources[name] for name, (base, _, _) in sorted(parts.items()) if base != "bundle"}
+        if not wants:
+            return ""
+        ids = {group.rpartition("_")[2] for _, _, group in parts.values() if group}
+        groups = [one for one in self._snapshot.reservations if one.group_id in ids]
+        text = ", it requests " + ", ".join(f"{amount:g} {base}" for base, amount in wants.items())
+        if groups:
+            return f"{text} of {groups[0].label}, which {_describe_reason(groups[0])}"
+        return text + (f" of placement group {min(ids)[:8]}" if ids else "")
+
     def _reservations(self) -> tuple[list[Finding], set[str]]:
         """Name the placement groups that are not placed and that processes wait for; return also who waits."""
         groups = [one for one in self._snapshot.reservations if one.job_id == self._job]
@@ -183,10 +195,9 @@ class _Judge:
                 continue
             age = self._snapshot.looked_at - group.requested if group.requested else None
             settled = age is None or age >= self._after_s
-            certain = all(sure[key] for key in own) and len(groups) == 1
-            text = f"is not placed: {_REASONS.get(group.reason, group.reason or 'Ray does not say why')}"
+            confidence: Confidence = "certain" if all(sure[key] for key in own) and len(groups) == 1 else "likely"
             one = self._say(
-                "pending", [], text, Wait("get", tuple(own), ()), confidence="certain" if certain else "likely",
+                "pending", [], _describe_reason(group), Wait("get", tuple(own), ()), confidence=confidence,
                 evidence=(Evidence("placement groups", f"{group.reason}: {group.bundles}", age),), since_s=age,
                 since_source="Ray's tables", subject=group.label, blames=settled, moves=not settled, remedy=_NODES,
             )  # fmt: skip
@@ -418,6 +429,10 @@ class _Judge:
         if there is None:
             return kind + (f" {actor.name}" if actor and actor.name else "")
         return f"{kind} {f'rank {there[1].rank}' if there[1].rank is not None else f'#{there[1].ordinal}'}"
+
+
+def _describe_reason(group: Reservation) -> str:
+    return f"is not placed: {_REASONS.get(group.reason, group.reason or 'Ray does not say why')}"
 
 
 def _unique(found: Sequence[Finding]) -> list[Finding]:
