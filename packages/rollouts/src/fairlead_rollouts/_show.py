@@ -5,10 +5,14 @@ import html
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ._audit import explain_group
 from ._book import Book
 from ._statistics import Statistics
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 __all__ = ["Picture", "draw_ledger"]
 
@@ -35,25 +39,28 @@ class Picture:
     def _repr_html_(self) -> str:
         return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'
 
-    def print(self) -> None:
-        """Print in color with rich, or as plain text without it."""
-        try:
-            from rich.console import Console
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError:
-            sys.stdout.write(f"{self}\n")
-            return
-        console = Console(highlight=False, markup=False)
-        console.print(Text(self.title, "bold"))
+    def __rich__(self) -> "Group":
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        parts: list[Text | Table] = [Text(self.title, "bold")]
         for name, rows in self.sections:
             table = Table("", "", "", title=name, title_justify="left", box=None, show_header=False)
             table.columns[1].justify = "right"
             for label, count, bar in _scale(rows):
                 table.add_row(Text(label), f"{count:,}", Text(bar, COLORS.get(label, "green")))
-            console.print(table)
-        for line in self.lines:
-            console.print(Text(line))
+            parts.append(table)
+        return Group(*parts, *map(Text, self.lines))
+
+    def print(self) -> None:
+        """Print in color with rich, or as plain text without it."""
+        try:
+            from rich.console import Console
+        except ImportError:
+            sys.stdout.write(f"{self}\n")
+            return
+        Console(highlight=False, markup=False).print(self)
 
 
 def _scale(rows: Rows) -> Iterable[tuple[str, int, str]]:
@@ -67,7 +74,7 @@ def as_rows(counts: Mapping[int, int] | Mapping[str, int]) -> Rows:
 
 
 def draw_ledger(book: Book, numbers: Statistics, at: int) -> Picture:
-    """Return the groups in each state, the staleness of claims, drops by reason and the three oldest open groups."""
+    """Return the groups in each state, the staleness of claims, drops by reason and the three oldest groups."""
     sections = [("groups", tuple((state, getattr(numbers, state)) for state in STATES))]
     for name, counts in (
         ("claimed groups by staleness", numbers.staleness),
@@ -75,7 +82,8 @@ def draw_ledger(book: Book, numbers: Statistics, at: int) -> Picture:
     ):
         if counts:
             sections.append((name, as_rows(counts)))
-    oldest = sorted(book.records.values(), key=lambda record: (record.oldest, record.ordinal))[:OLDEST]
+    waiting = (record for record in book.records.values() if record.state != "trained")
+    oldest = sorted(waiting, key=lambda record: (record.oldest, record.ordinal))[:OLDEST]
     lines = tuple(explain_group(book, record.ordinal, record.state, at) for record in oldest)
     title = f"Ledger at version {numbers.version}, room() is {numbers.room:,}"
     return Picture(title, tuple(sections), lines)

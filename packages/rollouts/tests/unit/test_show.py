@@ -39,12 +39,12 @@ def ledger(finish):
 
 
 def test_show(ledger, capsys):
-    """`show` prints the states, the staleness and the three oldest groups."""
+    """`show` prints the states, the staleness and the three oldest groups that are not trained."""
     ledger.show()
     printed = capsys.readouterr().out
     assert "sealed" in printed
     assert "Ordinal 0 is leased" in printed
-    assert [line.split()[1] for line in printed.splitlines() if line.startswith("Ordinal")] == ["0", "1", "2"]
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("Ordinal")] == ["0", "3", "4"]
 
 
 def test_show_without_rich(ledger, capsys, monkeypatch):
