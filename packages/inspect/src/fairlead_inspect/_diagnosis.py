@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a group. Pure.
+"""The faults of a group. Pure.
 
 Workers of one group make the same calls, so those that are elsewhere than most are the ones that the others wait for.
 """
@@ -22,7 +22,7 @@ from ._stacks import write_frames
 from ._stragglers import WorkerTiming
 from ._timeline import CallKey
 
-# Stopped by SIGSTOP; late: others wait for it; stuck: no progress, and nobody is elsewhere; unknown: its node did not
+# Stopped by SIGSTOP; late: others wait for it; stuck: no progress, and all are at one place; unknown: its node did not
 # answer; starting: its constructor has not finished; driver: stopped or gone; straggler: slower than its peers.
 Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
 MOST_STRAGGLERS = 8
@@ -243,7 +243,7 @@ def find_axes(sharding: NamedSharding, late: Sequence[SeenWorker], waiting: Sequ
 
 
 def _find_stuck(still: Sequence[SeenWorker]) -> list[Finding]:
-    """Report workers without progress where nobody is known to wait for anybody."""
+    """Report workers without progress where no wait for another worker is known."""
     stuck = [one for one in still if one.since_progress_s >= STUCK_AFTER_S]
     return [
         _about("starting" if group[0].method == "__init__" else "stuck", group, f"{_who_is(group)}.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a look can read on each node, and what keeps it from more."""
+"""The abilities of a look on each node, and the reasons why it cannot read more."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ PTRACE = (
 
 @dataclass(frozen=True)
 class NodeAbilities:
-    """What a look could read on a node.
+    """The abilities of a look on one node.
 
     Attributes:
         node: its address.

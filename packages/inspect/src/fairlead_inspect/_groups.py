@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of registered groups are doing, read from the agents of their nodes."""
+"""The activity of the workers of registered groups, read from the agents of their nodes."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class SeenWorker:
-    """What one worker was doing when it was looked at; what is not known is empty or 0."""
+    """The activity of one worker at one moment. A field that is not known is empty or 0."""
 
     rank: int
     coords: Mapping[str, int]

@@ -91,7 +91,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Process:
-    """What the kernel and py-spy know of a process in two looks, `window_s` apart.
+    """A process as the kernel and py-spy see it in two looks, `window_s` apart.
 
     `ticks` are the CPU ticks of all its threads between them, `environ` has allowed variables only, `note` says why
     there are no stacks, and `file` names the function of the kernel that a wait for a disk is in.
@@ -136,7 +136,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Actor:
-    """What Ray's head knows of an actor. `owner` is the worker id of its creator."""
+    """An actor in the tables of Ray's head. `owner` is the worker id of its creator."""
 
     actor_id: str
     class_name: str

@@ -12,7 +12,7 @@ from ._model import Actor, Call, Death, Job, Reservation
 # The numbers of these in Ray's task events.
 FINISHED, FAILED, RUNNING = 11, 12, 8
 _CREATION = 1
-# The states of placement groups that nobody waits for.
+# The states of placement groups for which no process waits.
 _PLACED = ("CREATED", "REMOVED")
 # The page size of the state API.
 LIMIT = 10_000

@@ -46,8 +46,8 @@ def write_report(snapshot: Snapshot, findings: Sequence[Finding], path: str | os
     Values that look like a token or a password are redacted, and texts of the job are escaped.
 
     Args:
-        snapshot: a look, as of `look`.
-        findings: its verdict, as of `diagnose`.
+        snapshot: a look that `look` returned.
+        findings: its verdict, which `diagnose` returned.
         path: the file, which is replaced.
 
     Raises:

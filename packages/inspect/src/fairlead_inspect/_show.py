@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people and programs read of a look and its findings: tables, text and JSON, without secrets and escapes."""
+"""A look and its findings as tables, text and JSON, without secrets and escapes."""
 
 import os
 import re
@@ -265,7 +265,7 @@ def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
     """Return the distinct positions of a look with the processes that stand there, the smallest class first.
 
     Args:
-        snapshot: a look, as of `look`.
+        snapshot: a look that `look` returned.
     """
     classes = group_pairs(
         ((row["fleet"] or row["class"], at.kind, at.where), (row, at)) for row, at in list_processes(snapshot)

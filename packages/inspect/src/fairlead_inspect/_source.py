@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 @dataclass(frozen=True)
 class Report:
-    """What a source says of its actors: whether something is wrong, as JSON, and for people."""
+    """The verdict of a source about its actors: whether something is wrong, as JSON, and for people."""
 
     wrong: bool
     fields: Mapping[str, Any]

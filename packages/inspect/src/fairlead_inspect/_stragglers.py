@@ -19,7 +19,7 @@ SLOWER = 1.1
 CERTAIN = 3.0
 # How a late begin of a call changes its duration: 0 if workers do not wait for each other, -1 if they end together.
 SYNCHRONOUS = -0.5
-# Deviations that are so many times as large as usual are left out: the machine did something else meanwhile.
+# Deviations that are so many times as large as usual are left out: the machine did something else.
 OUTLIER = 4.0
 
 

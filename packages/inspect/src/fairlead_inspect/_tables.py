@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people see of groups and workers on a terminal."""
+"""Groups and workers as tables for a terminal."""
 
 from collections.abc import Sequence
 

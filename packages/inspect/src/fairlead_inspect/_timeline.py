@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group has done lately, by one clock: read from the agents of its nodes while its driver and workers run."""
+"""The latest calls of a group by one clock, read from the agents of its nodes while its workers run."""
 
 import math
 import time
@@ -38,7 +38,7 @@ class Request:
 
     method: str  # or what was done or lost; a loss is a moment and no call
     start: float  # by the clock of this process
-    end: float | None  # when its caller had the results; None if nobody waited for it, or until then
+    end: float | None  # when its caller had the results; None without a wait for it, or until then
     failed: bool
     workers: int  # how many were called; 0 if it is no call
     tasks: tuple[bytes, ...]  # of the first of them
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class WorkerTimeline:
-    """What one worker has done lately."""
+    """The latest calls of one worker."""
 
     worker: RegisteredWorker
     spans: tuple[Span, ...]  # in the order in which they ended; the one that runs is the last
@@ -61,7 +61,7 @@ class WorkerTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a group has done lately, by the clock of this process."""
+    """The latest calls of a group, by the clock of this process."""
 
     group: RegisteredGroup
     workers: tuple[WorkerTimeline, ...]  # those that could be read, by rank

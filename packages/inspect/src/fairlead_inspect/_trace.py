@@ -135,7 +135,7 @@ def _draw_driver(
             continue
         there = [event for task in request.tasks for event in reached.get(task, ())]
         ends = [zero + (event["ts"] + event["dur"]) / 1e6 for event in there]
-        # Nobody has waited for it: it lasted as long as its workers.
+        # The caller did not wait for it, so it lasted as long as its workers.
         end = request.end or max(ends, default=until)
         track = next((at for at, free in enumerate(free_from) if free <= request.start), len(free_from))
         free_from[track : track + 1] = [end]

@@ -102,7 +102,7 @@ class _Spans:
             context = self._context("request", identity)
             parents.update((task, context) for task in request.tasks)
             known = [ends[task] for task in request.tasks if task in ends]
-            # Nobody waited for it: it lasted as long as its workers.
+            # The caller did not wait for it, so it lasted as long as its workers.
             end = request.end or max((one for one in known if one is not None), default=None)
             if end is not None and None not in known:
                 yield self._request(request, end, context)

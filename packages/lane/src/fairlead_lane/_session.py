@@ -93,7 +93,7 @@ class _Pending:
 
     task: bytes
     body: Body
-    # Nobody needs the items of a generator that the caller has dropped.
+    # The items of a generator that the caller has dropped are not needed.
     future: Message | weakref.ref[MessageStream]
 
     def target(self) -> Message | MessageStream | None:
@@ -211,7 +211,7 @@ class Session:
 
     def _send_call(self, call: _Pending) -> bool:
         """Send a call, or fail it because of its arguments; return whether it was sent."""
-        # The worker runs also a generator whose items nobody reads any more, because it may do more than yield them.
+        # The worker runs also a generator whose items are not read any more, because it may do more than yield them.
         target = call.target()
         if (failed := call.body.failed) is not None:
             # The death of the worker that should have made the argument is not the death of this one.

@@ -2,7 +2,7 @@
 """The lane of a group: its connections with the workers, and the thread that owns them.
 
 Callers hand this thread what is to be done and wait until there is enough, and never touch a socket. So nothing that
-interrupts a caller, such as the handler of a signal, interrupts a message, and nobody waits for a lock.
+interrupts a caller, such as the handler of a signal, interrupts a message, and no thread waits for a lock.
 """
 
 import contextlib
@@ -186,7 +186,7 @@ class Lane:
 
     @contextlib.contextmanager
     def detour(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Let these workers serve Ray's calls that are made meanwhile, after all earlier calls, then the lane again."""
+        """Let these workers serve Ray's calls of a block, after all earlier calls, then the lane again."""
         with self._order:
             now = self._site.members()
             served = [rank for rank in ranks if rank in self._sessions and not (self._closed or self._closing)]
@@ -309,7 +309,7 @@ class Lane:
         """Let the lane's thread do something."""
         self._commands.append(command)
         self._router.interrupt()
-        if self._closed:  # nobody else does it any more
+        if self._closed:  # no other thread does it any more
             self._join()
             self._run_commands()
 
@@ -343,8 +343,8 @@ class Lane:
         while not self._closed:
             try:
                 self._turn(SLICE_S)
-            except BaseException as error:  # noqa: BLE001  without this thread nobody would answer the workers
-                if self._site.is_connected:  # otherwise Ray has been shut down meanwhile
+            except BaseException as error:  # noqa: BLE001  without this thread the workers would get no answer
+                if self._site.is_connected:  # otherwise Ray has been shut down
                     logger.warning("A lane could not take a message: %r", error)
                     time.sleep(SLICE_S)
             if not self._site.is_connected:

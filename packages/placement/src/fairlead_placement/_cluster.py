@@ -371,8 +371,8 @@ class RayVirtualCluster:
         Raises:
             ValueError: a count below 1, or no multiple of `segment_size`; the cluster has `gpu_ids`, or different
                 `node_resource_constraints` for its logical nodes; or this is a view. Nothing has been requested.
-            ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as of `reserve`. Nothing has changed.
-            PlacementError: the cluster was shut down meanwhile. Nothing of the extension stays reserved.
+            ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as for `reserve`. Nothing has changed.
+            PlacementError: the cluster was shut down during the wait. Nothing of the extension stays reserved.
         """
         counts = _model.check_counts("bundle_counts", bundle_counts, least=1)
         check_seconds("timeout_s", timeout_s)

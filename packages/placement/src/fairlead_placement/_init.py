@@ -55,7 +55,7 @@ def init_ray(
         num_gpus: GPUs of a local cluster; None for those of the machine.
 
     Returns:
-        Ray's context, as of `ray.init`. `ray.shutdown()` ends what was started.
+        Ray's context, as `ray.init` returns it. `ray.shutdown()` ends what was started.
 
     Raises:
         ValueError: the address is not one.

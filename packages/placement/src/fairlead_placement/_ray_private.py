@@ -41,7 +41,7 @@ def drain_deadlines() -> dict[str, float]:
     Fallback: no node. A reservation on such a node then loses its slots when the node dies.
 
     Returns:
-        The latest time of the end of each node, as of `time.time()`, by id; infinity if Ray was not told of one.
+        The latest time of the end of each node, by `time.time()`, by id; infinity if Ray was not told of one.
     """
     try:
         deadlines: Mapping[str, int] = ray._private.state.state.get_draining_nodes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command lines share: attaching to a cluster, output, and exit statuses."""
+"""The common parts of the command lines: attaching to a cluster, output, and exit statuses."""
 
 import argparse
 import contextlib

@@ -479,7 +479,7 @@ class NamedSharding:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        """What makes two of them equal: the names, the shape, and the ranks, or the first of ranks that count up."""
+        """The parts that decide equality: the names, the shape, and the ranks, or the first of ranks that count up."""
         return self._names, self._layout.shape, self._layout.tobytes() if self._start is None else self._start
 
     @cached_property

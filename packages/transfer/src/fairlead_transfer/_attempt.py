@@ -145,7 +145,7 @@ class Attempt:
             try:
                 self._route = self._router.make_from_replicas(self._source, good, ranks)
             except LayoutMismatchError as error:
-                text = f"Nobody holds this version of some tensors any more:\n{error}\n{SEND}"
+                text = f"No rank holds this version of some tensors any more:\n{error}\n{SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
             self._verified = True
             try:
@@ -420,7 +420,7 @@ class Attempt:
             why = f"target rank {rank} could not read from it: {value.get('reason', 'it was lost')}"
             raise _Repeat({source: self._source.lost.get(source, why)}, lost=True)
         if "overwritten" in value:
-            raise _Repeat({value["overwritten"]: "what it had staged was overwritten meanwhile"}, lost=False)
+            raise _Repeat({value["overwritten"]: "what it had staged was overwritten before it was read"}, lost=False)
         if "waiting" in value:
             reasons = dict.fromkeys(value["waiting"], f"what it staged did not reach target rank {rank} in time")
             raise self._error("move", "source", reasons, MORE_TIME)

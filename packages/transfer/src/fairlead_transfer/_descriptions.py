@@ -13,7 +13,7 @@ from .exceptions import LayoutMismatchError, Mismatch
 
 
 class Described(NamedTuple):
-    """What one rank says of one tensor; the order is that of `describe` in the workers."""
+    """One tensor as one rank describes it; the order is that of `describe` in the workers."""
 
     name: str  # the tensor
     library: str  # "numpy" or "torch"

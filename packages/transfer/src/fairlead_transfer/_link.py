@@ -276,7 +276,7 @@ class Link:
         The workers describe their tensors; nothing is staged or moved.
 
         Raises:
-            LayoutMismatchError, TransferError, WorkerGroupError: as of `send`.
+            LayoutMismatchError, TransferError, WorkerGroupError: as for `send`.
         """
         with self._turn(timeout, self._version or 0) as deadline:
             attempt = self._attempt(self._source, self._version or 0, deadline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transfer has cost, and how the next one will travel, for people and programs."""
+"""The cost of a transfer, and the way of the next one, for people and programs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -34,7 +34,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Staged:
-    """What the source ranks keep of a version until the next one."""
+    """The parts of a version that the source ranks keep until the next one."""
 
     version: int  # which one
     route: Route  # by which it was staged
@@ -98,7 +98,7 @@ class Router:
         return route
 
     def make_from_replicas(self, replicas: Side, good: Collection[int], ranks: Collection[int]) -> Route:
-        """Make the route from target ranks that hold a version to others; refuse tensors that nobody holds."""
+        """Make the route from target ranks that hold a version to others; refuse tensors that no rank holds."""
         held = self._read(replicas, good)
         wanted = with_ranks(self._read(self._target, ranks), ranks)
         return self._route(replicas, held, wanted, good, ranks)

@@ -26,7 +26,7 @@ def _pickled_serve() -> bytes:
 
 @dataclass
 class EndState:
-    """What the driver knows of the end in one worker.
+    """The end in one worker, as the driver knows it.
 
     Attributes:
         process: the worker's process; a restarted rank has another one.
@@ -148,11 +148,11 @@ class Side:
         return changed
 
     def release(self, ranks: Iterable[int], epoch: int) -> None:
-        """Have ends drop the tensors of an attempt; nobody waits for it."""
+        """Have ends drop the tensors of an attempt, without waiting for it."""
         self.ask(ranks, "release", lambda rank: (epoch,))
 
     def close(self) -> None:
-        """Have the ends drop everything; nobody waits for it. Nothing if the group has been shut down."""
+        """Have the ends drop everything, without waiting for it. Nothing if the group has been shut down."""
         try:
             self.look()
         except WorkerGroupError:

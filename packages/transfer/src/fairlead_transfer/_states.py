@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each target rank holds, as far as the driver knows."""
+"""The version that each target rank holds, as far as the driver knows."""
 
 import weakref
 from collections.abc import Iterable

@@ -77,7 +77,7 @@ class StaleWeightsError(Exception):
     Attributes:
         method: the method that was called.
         needed: the last version; None if nothing has been sent yet.
-        held: what each of these ranks holds, as of `Link.versions`.
+        held: what each of these ranks holds, as in `Link.versions`.
     """
 
     def __init__(self, method: str, needed: int | None, held: Mapping[int, State]) -> None:
@@ -108,7 +108,7 @@ class TransferError(Exception):
         phase: "collect", "stage", "move", "verify" or "commit".
         version: the version that was sent.
         failures: one entry for each rank that failed.
-        versions: what each target rank holds, as of `Link.versions`.
+        versions: what each target rank holds, as in `Link.versions`.
         remedy: what to do.
     """
 

@@ -3,7 +3,7 @@
 
 A torch CPU tensor is sent as a numpy array over its memory and the name of its dtype. Memory read from Ray's store is
 read-only, which torch cannot express: a write to a tensor over it ends the process. So a reader gets a private copy
-of each tensor, unless the sender has promised that nobody writes.
+of each tensor, unless the sender has promised not to write.
 """
 
 from typing import Any

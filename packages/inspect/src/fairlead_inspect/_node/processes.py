@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of processes and threads. Shipped by value."""
+"""Processes and threads, as the kernel describes them. Shipped by value."""
 
 import os
 import re

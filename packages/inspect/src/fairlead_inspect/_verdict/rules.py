@@ -83,7 +83,7 @@ class _Judge:
             if actor is None or actor.death is None or self._is_replaced(actor, actor.death.at):
                 continue
             age = max(0.0, self._snapshot.looked_at - actor.death.at) if actor.death.at else None
-            # Whoever ends a group of actors ends one after the other, and the last ones may wait meanwhile.
+            # Whoever ends a group of actors ends one after the other, and the last ones may wait until then.
             if actor.death.intended and (age or 0.0) < self._after_s:
                 continue
             # `ray.get` raises for an actor that is dead, so that only what Ray has not yet noticed waits for it.

@@ -287,7 +287,7 @@ class NetworkLink:
         self._send_frame(last)
 
     def receive(self, *, waits: bool) -> list[bytes] | None:
-        """Return a message; None if there is none, or if the connection was lost or made meanwhile."""
+        """Return a message; None if there is none, or if the connection was lost or made while it waited."""
         if waits and self.lost_at is None:
             # Waiting for the monitor at the same time would double the time of a message.
             try:

@@ -33,7 +33,7 @@ ray.cloudpickle.register_pickle_by_value(probe)
 
 @dataclass(frozen=True)
 class Expected:
-    """What the cluster should have: how many nodes (None for any), and how much of some resources on each of them."""
+    """The expected cluster: how many nodes (None for any), and how much of some resources on each of them."""
 
     nodes: int | None = None
     each: Mapping[str, float] = field(default_factory=dict)

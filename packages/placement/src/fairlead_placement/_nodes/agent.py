@@ -81,7 +81,7 @@ def start_agents(node_ids: Iterable[str]) -> None:
         started = {key: pool.submit(contextvars.copy_context().run, _create, key) for key in missing}
     for key, agent in started.items():
         with _lock:
-            # Another thread may have created it meanwhile: Ray returns the same actor for the same name.
+            # Another thread may have created it since: Ray returns the same actor for the same name.
             _handles.setdefault(key, agent.result())
 
 
@@ -196,7 +196,7 @@ class NodeAgent:
         self._ask("unwatch", watcher)
 
     def run(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
-        """Call a function on the node and return what it returns. The agent answers other requests meanwhile.
+        """Call a function on the node and return what it returns. The agent still answers other requests.
 
         Args:
             function: shipped by value if its module is registered for that, else by name.
@@ -228,7 +228,7 @@ def dismiss_agents(node_ids: Iterable[str]) -> None:
 
 
 def notify_node(node_id: str, method: str, *args: Any) -> None:
-    """Send a request whose answer nobody wants to the agent of a node."""
+    """Send a request without an answer to the agent of a node."""
     _handle(node_id).answer.options(num_returns=0).remote(method, *args)
 
 
@@ -272,7 +272,7 @@ def usage_on_nodes(
         timeout_s: seconds that all requests together may take.
 
     Returns:
-        By node id, a list as of `NodeAgent.usage`, or the exception with which the request failed.
+        By node id, a list as `NodeAgent.usage` returns it, or the exception with which the request failed.
     """
     answers = ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
     return {

@@ -110,7 +110,7 @@ class AgentProcess(Board):
                     self.release_of_ended(worker_is_alive)
                     is_wanted = is_wanted and worker_is_alive(driver) is not False
             except Exception:
-                # Ray's head does not answer, or a child has ended meanwhile. The next check may succeed.
+                # Ray's head does not answer, or a child has just ended. The next check may succeed.
                 logging.getLogger(__name__).debug("cannot check what keeps the agent", exc_info=True)
         try:
             ray.kill(me)
@@ -143,7 +143,7 @@ class AgentProcess(Board):
         """
         with self._lock:
             if any(one in self._unwanted for one in lease_ids):
-                return [], 0, 0  # released already: nobody waits for them
+                return [], 0, 0  # released already
             if all(one in self._held for one in lease_ids):
                 return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
             size = high - low + 1
@@ -243,8 +243,8 @@ def _hold(port: int) -> socket.socket | None:
     It is bound without SO_REUSEADDR, so neither another lease nor a plain bind can use the port. The option is set
     afterwards, so that a server that sets it too (torch's TCPStore, gRPC) can listen while the lease is held.
 
-    The socket is bound on IPv6 and IPv4 together, so that nobody can use the port on either. On a machine without IPv6
-    it is bound on IPv4.
+    The socket is bound on IPv6 and IPv4 together, so that no other process can use the port on either. On a machine
+    without IPv6 it is bound on IPv4.
     """
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         with contextlib.ExitStack() as undo:

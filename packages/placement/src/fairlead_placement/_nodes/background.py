@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def start(function: Callable[..., _T], *args: Any, name: str = "fairlead-head") -> Job[_T]:
-    """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread meanwhile."""
+    """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread until then."""
     job = Job(name, functools.partial(function, *args))
     try:
         jobs = _idle.pop()
@@ -127,7 +127,7 @@ def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[
     """Call a function on a thread that never starts a Ray, and return the future of what it will return.
 
     Args:
-        name: the name of the thread meanwhile. It does not keep the process alive.
+        name: the name of the thread until then. It does not keep the process alive.
         function: the function.
         args: its arguments.
     """

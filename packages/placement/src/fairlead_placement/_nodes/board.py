@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes publish at a node's agent, for anybody who attaches to the cluster. Runs in the agent's process.
+"""The facts that processes publish at a node's agent for other processes of the cluster. Runs in the agent's process.
 
 Shipped by value, as `agent_process`: it imports the standard library only.
 """

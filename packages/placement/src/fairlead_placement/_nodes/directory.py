@@ -67,7 +67,7 @@ def withdraw(key: str, node_ids: Iterable[str]) -> None:
 
 
 class _Publications:
-    """What this process has published, and publishes again where an agent has died."""
+    """The facts that this process has published, and publishes again where an agent has died."""
 
     def __init__(self) -> None:
         # By key: this process's worker id, the version, and the values by node id. Each change is atomic.
@@ -154,7 +154,7 @@ def _find_agents() -> list[Agent]:
         try:
             agents.append(Agent(job_id, node_id, ray.get_actor(row["name"], namespace=NAMESPACE)))
         except ValueError:
-            continue  # it has ended meanwhile
+            continue  # it has ended since
     return agents
 
 

@@ -117,7 +117,7 @@ def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float 
 
     Args:
         done: returns whether it holds. Looking at Ray's tables takes a few milliseconds.
-        deadline: when to stop waiting, as of `time.monotonic`.
+        deadline: when to stop waiting, by `time.monotonic`.
         longest_s: the longest pause in seconds.
 
     Returns:

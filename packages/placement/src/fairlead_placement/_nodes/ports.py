@@ -123,5 +123,5 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
 def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:
     if not per_node or not ray.is_initialized():
         return  # the agents ended with the job, and their sockets with them
-    # A node that has gone meanwhile holds no sockets.
+    # A node that has gone holds no sockets.
     ask_living("release", {node_id: (per_node[node_id],) for node_id in choose_alive(per_node)}, timeout_s)

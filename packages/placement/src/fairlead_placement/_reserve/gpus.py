@@ -240,7 +240,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
 
     Yields the groups by node id and GPU id. The block may drop some of them earlier. All of them are gone after it,
-    also if it or the start fails. The deadline is that of the reservation, as of `time.monotonic`.
+    also if it or the start fails. The deadline is that of the reservation, by `time.monotonic`.
     """
     groups: list[PlacementGroup] = []
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]

@@ -148,7 +148,7 @@ def _create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]
 
 
 def _remove_late(groups: Sequence[PlacementGroup]) -> None:
-    """Remove groups whose creation nobody waits for any more."""
+    """Remove groups whose creation is not awaited any more."""
     # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
     # with Ray 2.60 when the group was removed immediately, never after this wait.
     ids = {group.id.hex() for group in groups}
@@ -164,7 +164,7 @@ def wait_placed(
 ) -> list[PlacementGroup]:
     """Return the groups that Ray has placed, once it has placed all or seems to place no more.
 
-    `sizes` are the numbers of their bundles. The deadline is the end of the reservation's time, as of `time.monotonic`.
+    `sizes` are the numbers of their bundles. The deadline is the end of the reservation's time, by `time.monotonic`.
     After it, Ray must place a further group within every `PLACING_S` seconds, and all within `PLACING_S` and `BUNDLE_S`
     for each bundle: a reservation that takes only what is free now (0 s) waits that long.
     """

@@ -34,7 +34,7 @@ GIVE_BACK_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a cluster holds between a reservation and its shutdown. Each change makes another one.
+    """The resources of a cluster between its reservation and its shutdown. Each change makes another one.
 
     `places` are the slots by numbers that stay the same when slots are added, replaced and released; views keep the
     numbers. `replacements` numbers the placement groups that have replaced parts of others, by id.
@@ -66,7 +66,7 @@ class Held:
 
 
 class Holding:
-    """What a virtual cluster requests, and what it holds. The cluster's finalizer refers to it, and it not to that."""
+    """The request and the resources of a virtual cluster. The cluster's finalizer refers to it, and it not to that."""
 
     def __init__(self, request: Request, counts: Sequence[int], *, monitor_memory: bool = False) -> None:
         self.request = request
@@ -433,7 +433,7 @@ def _take(
     look: Callable[[], Sequence[Node]] = read_nodes,
     held: Callable[[], Mapping[str, Mapping[str, float]]] | None = None,
 ) -> tuple[Slot, ...]:
-    """Reserve a request and return its slots. If a node is lost or starts to drain meanwhile, plan again."""
+    """Reserve a request and return its slots. If a node is lost or starts to drain during that, plan again."""
     deadline = time.monotonic() + request.timeout_s
     while True:
         left = replace(request, timeout_s=max(0.0, deadline - time.monotonic()))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to run on: configurations, TPU types, and the slices among the nodes of a cluster. Pure."""
+"""Accelerators: configurations, TPU types, and the slices among the nodes of a cluster. Pure."""

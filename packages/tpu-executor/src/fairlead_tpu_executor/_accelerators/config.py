@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to run on, and how: frozen values that are checked when they are made."""
+"""Configurations of runs: frozen values that are checked when they are made."""
 
 import dataclasses
 import math

@@ -31,7 +31,7 @@ _CANCEL_S = 10.0
 
 @dataclass(frozen=True)
 class RunScope:
-    """What all attempts of a run have in common. Closing the pool ends the epoch, and with it the run."""
+    """The facts that all attempts of a run share. Closing the pool ends the epoch, and with it the run."""
 
     work: Work
     payload: Any

@@ -104,7 +104,7 @@ class _Registration:
     ranges: list[tuple[str, int, int]]
     handles: list[Any]
     tensors: list[Any]  # which are in use now
-    # Whether the memory still exists, for each tensor; None if nobody can say.
+    # Whether the memory still exists, for each tensor; None if that is unknown.
     watches: list[Callable[[], bool] | None]
 
     def is_freed(self) -> bool:

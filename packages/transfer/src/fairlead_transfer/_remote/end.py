@@ -251,7 +251,7 @@ class End:
         return None
 
     async def _in_thread(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        """Run what blocks: in a thread where other methods may run meanwhile."""
+        """Run what blocks: in a thread where other methods may run beside it."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
     async def _call(self, worker: Any, method: str | None, *args: Any) -> Any:

@@ -21,7 +21,7 @@ CLOSE_S = 0.1
 
 
 class Inbox(NamedTuple):
-    """What a target rank reads from a source rank, kept from one send to the next."""
+    """The reads of a target rank from a source rank, kept from one send to the next."""
 
     key: Any  # what it was made for
     owner: str  # of the registered memory
@@ -31,7 +31,7 @@ class Inbox(NamedTuple):
 
 
 class Outbox(NamedTuple):
-    """What a source rank lets others read, kept from one send to the next."""
+    """The memory that a source rank lets others read, kept from one send to the next."""
 
     key: Any  # what it was made for
     runs: list[Run]  # where each block is
@@ -128,7 +128,7 @@ class Nixl:
         _release_ended()
         places = [Run(device, address, strides) for address, strides, device in map(tools.memory, into or ())]
         key = staged["agent"], staged["metadata"], staged["number"], order, places
-        # Nobody else uses it while this thread reads, and nobody ever does if the reads do not end.
+        # No other thread uses it while this one reads, and none ever does if the reads do not end.
         inbox = self._inboxes.pop(source, None)
         if inbox is None or inbox.key != key:
             if inbox is not None:

@@ -88,7 +88,7 @@ class Mapping:
         return memoryview(self._page)[HEAD : HEAD + self._size]
 
     def holds(self, generation: int) -> bool:
-        """Return whether the content is that of a generation, and nobody writes it."""
+        """Return whether the content is that of a generation, and no writer is at it."""
         marks = [struct.unpack_from(MARK, self._page, at) for at in (HEAD + self._size, 0)]
         return marks == [(self.token, generation)] * 2
 

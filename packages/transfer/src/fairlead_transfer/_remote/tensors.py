@@ -55,7 +55,7 @@ class NumpyLibrary:
         return value.__array_interface__["data"][0], value.strides, "cpu"
 
     def watch(self, value: Any) -> Callable[[], bool] | None:
-        """Return None: nobody can say later whether this memory exists. An array with weak references cannot resize."""
+        """Return None: it is unknown later whether this memory exists. An array with weak references cannot resize."""
         return None
 
     def buffer(self, length: int, device: str) -> Any:
@@ -99,7 +99,7 @@ class TorchLibrary:
             length = count * self.dtype(dtype).itemsize
             return buffer[offset : offset + length].view(self.dtype(dtype)).view(tuple(sizes))
         with warnings.catch_warnings():
-            # It warns that the buffer cannot be written; nobody writes it.
+            # It warns that the buffer cannot be written; it is never written.
             warnings.simplefilter("ignore")
             flat = self._torch.frombuffer(buffer, dtype=self.dtype(dtype), count=count, offset=offset)
         return flat.view(tuple(sizes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ends of a link ask of a transport, and how a transport says that it has failed."""
+"""The interface of a transport to the ends of a link, and its errors."""
 
 import time
 import traceback
@@ -35,7 +35,7 @@ class Blocked(Exception):
 
 
 class Lost(Exception):
-    """What a source rank has staged is gone, as after its death; says why."""
+    """The staged data of a source rank is gone, as after its death; says why."""
 
 
 class Overwritten(Exception):
@@ -43,7 +43,7 @@ class Overwritten(Exception):
 
 
 class Late(Exception):
-    """What a source rank has staged did not arrive by the deadline."""
+    """The staged data of a source rank did not arrive by the deadline."""
 
 
 class Transport(Protocol):

@@ -46,7 +46,7 @@ def ensure_venv(
         env.mkdir()
         mode = os.stat(env).st_mode
         share(env, folder.parent)
-        # uv and `setup` let nobody write whom the folder of all environments does not let write, whatever the umask is.
+        # Only users who may write to the folder of all environments may write here, whatever the umask is.
         umask = 0o777 & ~(mode & os.stat(env).st_mode)
         lay_out(files(), stage)
         secrets = recipe.secrets | ambient_secrets()

@@ -45,12 +45,12 @@ def make_folder(folder: Path, root: Path) -> None:
 
 
 def is_shared_by_group(seen: os.stat_result) -> bool:
-    """Return whether the group of a folder may replace what is in it, and nobody else but the owner."""
+    """Return whether the group of a folder may replace what is in it, and no other user but the owner."""
     return seen.st_mode & (OTHERS | stat.S_ISVTX) == stat.S_IWGRP
 
 
 def share(path: str | Path, root: str | Path) -> None:
-    """Let the group of `root` write to a new file or folder in it if it may write to `root`, else nobody."""
+    """Let the group of `root` write to a new file or folder in it if it may write to `root`, else only the owner."""
     top, made = os.stat(root), os.stat(path)
     mode = stat.S_IMODE(made.st_mode) & ~OTHERS
     if is_shared_by_group(top) and made.st_gid == top.st_gid:

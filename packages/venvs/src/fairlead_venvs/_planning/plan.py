@@ -25,7 +25,7 @@ DISTRIBUTIONS = (".whl", ".tar.gz", ".zip")
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver has read and decided for a spec; the recipe is a draft before the requirements are resolved."""
+    """The driver's decisions about a spec; the recipe is a draft before the requirements are resolved."""
 
     spec: BaseSpec
     settings: Settings
