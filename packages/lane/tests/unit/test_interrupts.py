@@ -196,7 +196,6 @@ class TestTurns:
             lost=(), sharding=None, members=[member], epoch=0, is_broken=False, ended=False, has=lambda ranks: True
         )
         sender.roster.check_alive = lambda: now
-        sender.roster.direct = lambda ranks: contextlib.nullcontext()
         sender.roster.now = now
         sender.roster.check_connected = lambda: None
         launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
