@@ -49,7 +49,8 @@ def start(program, choice, folder, *arguments):
         process = subprocess.Popen(command, env={**ENV, **own}, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
-        deadline = time.monotonic() + 10
+        # Workers notice only after the driver has exited that their Ray is gone.
+        deadline = time.monotonic() + 60
         while (left := find_processes(mark)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert left == []
