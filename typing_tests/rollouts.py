@@ -221,15 +221,12 @@ async def adapt_nemo(buffer: object) -> None:
 def adapt_slime(args: object) -> None:
     data = LedgerDataSource(args)
     assert_type(data.ledger, Ledger)
-    assert_type(data.metadata, dict[str, Any])
     assert_type(data.get_samples(1), list[list[Any]])
     assert_type(data.add_samples([[1]]), None)
     assert_type(data.begin(1), None)
     assert_type(data.take(1, [[1]]), None)
     assert_type(data.save(1), None)
     assert_type(data.load(1), None)
-    assert_type(data.update_metadata({}), None)
-    assert_type(data.get_metadata(), dict[str, Any])
     assert_type(data.get_buffer_length(), int)
     generate_rollout(args, 1, data)
 

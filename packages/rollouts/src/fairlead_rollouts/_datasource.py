@@ -25,7 +25,6 @@ class LedgerSource:
 
     Attributes:
         ledger: the ledger; the ordinal of a group is its `group_index`.
-        metadata: as in the data source of the framework.
         dataset: the dataset.
         lock: held during each call of the ledger.
     """
@@ -37,7 +36,6 @@ class LedgerSource:
             group_size=args.n_samples_per_prompt, groups_per_version=args.rollout_batch_size * self._interval, **config
         )
         self.ledger: Ledger = Ledger(self._config, range(1 << 62))
-        self.metadata: dict[str, Any] = {}
         self._leases: dict[int, Lease] = {}
         self._returned: dict[int, list[Any]] = {}
         # The worker of a framework may ask from a thread of its own.
@@ -104,14 +102,6 @@ class LedgerSource:
     @staticmethod
     def _find_folder(root: str, rollout_id: int) -> Path:
         return Path(root, "rollout", f"ledger_{rollout_id}")
-
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Update `metadata`, as in the data source of the framework."""
-        self.metadata.update(metadata)
-
-    def get_metadata(self) -> dict[str, Any]:
-        """Return `metadata`."""
-        return self.metadata
 
     def get_buffer_length(self) -> int:
         """Return the number of groups that were taken back."""

@@ -86,7 +86,3 @@ class MirrorLedger(Ledger):
             return None
         self._step = claim.step
         return [sample.ref.value for group in claim.groups for sample in group.samples]
-
-    def count_places(self) -> int:
-        """Return how many groups the version of the next batch can still train."""
-        return self._claims.next_place()[1]
