@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run verl's SFT trainer on the CPU: `run_sft.py FOLDER WORKERS STEPS`. Its metrics go to VERL_FILE_LOGGER_PATH.
 
+With `stop` as the last argument, rank 1 stops itself in the middle of a step, before a collective.
 `started.json` has the workers' processes and the address of Ray. If the trainer fails, `raised.json` has the error and
 the time.
 """
 
+import itertools
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import fairlead_logical_gpus_pytest  # noqa: F401  a private cluster with logical GPUs
 import ray
+import torch
 from verl.trainer import sft_trainer_ray
 from whose_classes import check_classes
 
 FOLDER, WORKERS, STEPS = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+STOPS = sys.argv[-1] == "stop"
+
+
+def stop_later(_):
+    """Stop this worker before its tenth reduction."""
+    reduce, calls = torch.distributed.all_reduce, itertools.count(1)
+
+    def stop(*args, **kwargs):
+        if next(calls) == 10:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return reduce(*args, **kwargs)
+
+    torch.distributed.all_reduce = stop
 
 
 class Trainer(sft_trainer_ray.SFTTrainer):
@@ -24,6 +42,8 @@ class Trainer(sft_trainer_ray.SFTTrainer):
     def fit(self):
         started = {"pids": check_classes(self.training_client), "address": ray.get_runtime_context().gcs_address}
         (FOLDER / "started.json").write_text(json.dumps(started))
+        if STOPS:
+            ray.get(self.training_client.workers[1].__ray_call__.remote(stop_later))
         try:
             super().fit()
         except Exception as error:

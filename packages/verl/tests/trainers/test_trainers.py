@@ -111,13 +111,15 @@ def test_grpo(folder):
 
 def test_kill(folder):
     """`why` names the rank that a collective waits for, and after its death the driver raises, within 5 s."""
-    with start("run_sft.py", OURS, folder, 2, 10_000) as process:
-        while len(read_metrics(folder)) < 3:
+    with start("run_sft.py", OURS, folder, 2, 10_000, "stop") as process:
+        while not read_metrics(folder):
             assert process.poll() is None
             time.sleep(0.1)
         started = json.loads((folder / "started.json").read_text())
         stopped = started["pids"][1]
-        os.kill(stopped, signal.SIGSTOP)
+        while psutil.Process(stopped).status() != psutil.STATUS_STOPPED:
+            assert process.poll() is None
+            time.sleep(0.1)
         time.sleep(3)
         steps = len(read_metrics(folder))
         why = [sys.executable, "-m", "fairlead_inspect", "why", "--after=2", "--json", "--address", started["address"]]
