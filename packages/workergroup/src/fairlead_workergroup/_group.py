@@ -295,7 +295,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         `Call.statistics()` say which way a call goes.
 
         Opening waits until all workers have finished their earlier calls, and closing until they have finished those
-        that were made meanwhile; an error that leaves the block does not wait. Opening it again inside does nothing.
+        that were made inside; an error that leaves the block does not wait. Opening it again inside does nothing.
         Ray's task events and `get_task_id()` do not show the calls. Needs the extra `lane`, and pyzmq in the Python of
         workers on other nodes than the driver's.
 
@@ -330,7 +330,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         A worker restarts in its slot. If its node is gone, it restarts in the slot that the cluster's
         `replace_lost_nodes` reserves instead; if Ray drains the node, in a free slot of another node. With
         `Restart(scope="group")` all workers are ended and started, with a new master port. Then the restarted workers
-        run `Restart.method`. Calls of other threads wait meanwhile.
+        run `Restart.method`. Calls of other threads wait until then.
 
         Returns:
             The ranks that were started; an empty list if no worker is dead.

@@ -56,7 +56,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class GroupIdentity:
-    """What finds a group from any process that can reach its cluster."""
+    """The identity by which any process of its cluster finds a group."""
 
     name: str  # the name of the group
     group_id: str  # identifies it among all groups
@@ -210,7 +210,7 @@ class _Described:
 
 
 class _NoChanges:
-    """What stands in place of the membership in the process that made the group: it changes nothing."""
+    """Stands in for the membership outside of the process that made the group: it changes nothing."""
 
     def __init__(self) -> None:
         self.policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
@@ -293,7 +293,7 @@ class _ClientSender(Sender):
             row = rows.get(rank)
             fresh = _member(group, rank, row, None if row is None else handles.get(row.actor_id))
             known = now.members[rank] if rank < len(now.members) else fresh
-            # A loss that this process has met, and that nobody has repaired since.
+            # A loss that this process has met, and that has not been repaired since.
             is_lost = known.failure is not None and known.process == fresh.process
             members.append(("" if row is None else row.actor_id, known if is_lost else fresh))
         self.roster.adopt(group.epoch, group.sharding, members)

@@ -25,7 +25,7 @@ def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list
     (RAY_EXPERIMENTAL_NOSET_*), the process would see all devices of its node, so it forgets that it was told.
 
     Reason: the variable depends on the kind of the device and on who made it, which only Ray knows.
-    Fallback: None. The process then sees what Ray has set for it, and nobody checks that.
+    Fallback: None. The process then sees what Ray has set for it, unchecked.
     """
     for name in [name for name in os.environ if name.startswith("RAY_EXPERIMENTAL_NOSET_")]:
         del os.environ[name]

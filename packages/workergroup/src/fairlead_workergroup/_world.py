@@ -21,7 +21,7 @@ from fairlead_placement.spi import OneTimeEvent, run_in_thread
 
 
 class Event(Protocol):
-    """What `threading.Event` offers."""
+    """The part of `threading.Event` that is used."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
@@ -29,7 +29,7 @@ class Event(Protocol):
 
 
 class Lock(AbstractContextManager[Any], Protocol):
-    """What `threading.Lock` offers in a `with` statement."""
+    """A `threading.Lock` in a `with` statement."""
 
     def locked(self) -> bool: ...
 

@@ -147,7 +147,7 @@ def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_w
         pickled: the function, pickled by `ray.cloudpickle`.
         args: its other arguments; references among them are resolved.
         alone_within_s: run it while no method of the worker runs. On a worker whose async methods overlap, later
-            methods wait meanwhile; if the running ones do not end within so many seconds, `TimeoutError` is raised.
+            methods wait until then; if the running ones do not end within so many seconds, `TimeoutError` is raised.
 
     Returns:
         The reference to the result.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What survives the process: the snapshot in the trainer's checkpoint, and the journal on a local disk."""
+"""Durable state: the snapshot in the trainer's checkpoint, and the journal on a local disk."""

@@ -92,7 +92,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one `at` selects."""
+    """The workers that one `at` selects."""
 
     coords: Mapping[str, int | slice]  # counted from the first one, by axis
     largest: Mapping[str, int]  # the largest coordinate along each axis that the group has to have

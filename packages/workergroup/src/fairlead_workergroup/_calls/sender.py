@@ -180,7 +180,7 @@ class Sender:
             requests = list(order.requests)
             order = order._replace(requests=requests, encoded=transport.encode(requests))
         elif order.has_answers:
-            # Before its turn, because it waits for the answers, and other threads may send calls meanwhile.
+            # Before its turn, because it waits for the answers, and other threads may send calls until then.
             order = self._store_answers(order)
         while True:
             sent = self.membership.gate.run(partial(self._try_to_send, order), order.deadline, passes=order.passes)

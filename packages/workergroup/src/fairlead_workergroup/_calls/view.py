@@ -66,7 +66,7 @@ class Target:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Call:
-        """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive meanwhile."""
+        """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
         target = self
         while True:
             plan = make_plan(target.mesh, options)

@@ -24,7 +24,7 @@ class Replace:
 
     @property
     def name(self) -> str:
-        """What it does, for errors."""
+        """The description for errors."""
         return f"The replacement of rank(s) {', '.join(map(str, self.ranks))}"
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan:

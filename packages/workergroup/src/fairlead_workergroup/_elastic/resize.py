@@ -26,7 +26,7 @@ class Resize:
 
     @property
     def name(self) -> str:
-        """What it does, for errors."""
+        """The description for errors."""
         return f"The resize to {self.axis}={self.size}"
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:

@@ -32,7 +32,7 @@ CAUSE_S = 10.0
 
 @dataclass(frozen=True)
 class Staging:
-    """What the next epoch needs; `slots` are those of the cluster as the group knows them."""
+    """The resources of the next epoch; `slots` are those of the cluster as the group knows them."""
 
     epoch: int
     places: tuple[Place, ...]

@@ -192,7 +192,7 @@ class Resources:
                 try:
                     is_done = not step()
                 except (ray.exceptions.RayError, PlacementError) as error:
-                    if is_done := not self.roster.connected:  # it has ended meanwhile, and everything with it
+                    if is_done := not self.roster.connected:  # it has ended, and everything with it
                         break
                     logger.warning("Cannot %s of a group: %s", name, error)
                 self.gave_all_back = self.gave_all_back and is_done

@@ -16,7 +16,7 @@ UNDO_S = 5.0
 
 
 class Cancelled(Exception):
-    """Nobody waits for the change any more, and it can be undone."""
+    """The change is not awaited any more, and can be undone."""
 
 
 class Change:

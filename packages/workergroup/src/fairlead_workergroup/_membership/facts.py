@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is told about itself: one frozen value for each rank and epoch. Pure."""
+"""The facts of a worker about itself: one frozen value for each rank and epoch. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

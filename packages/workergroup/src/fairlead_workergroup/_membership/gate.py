@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Gate:
-    """Lets calls of a group pass. Nobody waits while holding its lock."""
+    """Lets calls of a group pass. No thread waits while it holds the lock."""
 
     def __init__(self) -> None:
         # It protects the order of calls: a call is submitted to all of its workers before the next one.

@@ -50,7 +50,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the evidence about one process adds up to. "unknown" is never treated as lost, and "lost" is final."""
+    """The sum of the evidence about one process. "unknown" is never treated as lost, and "lost" is final."""
 
     worker: WorkerProcess
     state: Literal["alive", "lost", "unknown"]
@@ -125,7 +125,7 @@ class Witnesses(Protocol):
 
 
 class Judge:
-    """What is known about the processes of one group. It needs no lock, because evidence is only added.
+    """The evidence about the processes of one group. It needs no lock, because evidence is only added.
 
     Without witnesses, a judge knows only what it is told.
     """
@@ -149,7 +149,7 @@ class Judge:
     ) -> dict[WorkerProcess, Verdict]:
         """Return the verdicts on processes, after a look at those that are not known to be lost.
 
-        "all" asks the head, the nodes, and Ray for the causes; "known" asks nobody. Each may take `within_s`.
+        "all" asks the head, the nodes, and Ray for the causes; "known" sends no request. Each may take `within_s`.
         """
         verdicts = {worker: self.tell(worker) for worker in workers}
 

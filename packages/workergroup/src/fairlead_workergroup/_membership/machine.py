@@ -21,7 +21,7 @@ from .steps import Steps
 
 
 class Membership:
-    """Change who is in a group. Nobody else does."""
+    """The only place that changes who is in a group."""
 
     def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
         self.gate: Gate = Gate()
@@ -38,7 +38,7 @@ class Membership:
 
     @property
     def phase(self) -> Phase:
-        """What the group is doing."""
+        """The present phase of the group."""
         if self._roster.now.ended:
             return Phase.ENDED
         return Phase.ENDING if self._roster.ending else self._phase
@@ -126,7 +126,7 @@ class Membership:
             return bool(waiting)
 
     def give_up(self, operation: Operation) -> None:
-        """Withdraw an operation that nobody waits for any more, or undo it if that can still be done."""
+        """Withdraw an operation that is not awaited any more, or undo it if that can still be done."""
         if self.withdraw(operation):
             return
         running = self._running  # after the look at the queue, from which the thread takes it

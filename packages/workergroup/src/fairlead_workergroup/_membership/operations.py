@@ -68,7 +68,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one change does; the machine does it in the same steps for all operations."""
+    """One change; the machine does it in the same steps for all operations."""
 
     what: str  # for people: "The resize to dp=6"
     sharding: NamedSharding  # of the next epoch
@@ -91,7 +91,7 @@ class Plan:
 
 
 class Facilities(Protocol):
-    """What a plan may ask; nothing of that changes anything."""
+    """The questions that a plan may ask; none of them changes anything."""
 
     policy: RestartPolicy
 
@@ -110,7 +110,7 @@ class Operation(Protocol):
 
     @property
     def name(self) -> str:
-        """What it does, for errors: "The restart"."""
+        """The description for errors: "The restart"."""
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
         """Return what to do; None if there is nothing to do."""
@@ -142,7 +142,7 @@ class RestartLost:
 
 @dataclass(frozen=True)
 class Route:
-    """Another way for the calls of the group; the members stay, and no other change runs meanwhile."""
+    """Another way for the calls of the group; the members stay, and no other change runs beside it."""
 
     name: str
     switch: Callable[[Gate], object]

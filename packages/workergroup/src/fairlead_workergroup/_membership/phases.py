@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group is doing about its membership, and what may follow what."""
+"""The phases of a group's membership, and which may follow which."""
 
 from collections.abc import Mapping
 from enum import Enum
 
 
 class Phase(Enum):
-    """What a group is doing about its membership."""
+    """A phase of a group's membership."""
 
     NEW = "new"
     STARTING = "starting"

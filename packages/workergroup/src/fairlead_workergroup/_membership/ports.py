@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change needs from outside: the processes of a group, requests to its workers, and methods of the user."""
+"""The outside of a change: the processes of a group, requests to its workers, and methods of the user."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from .operations import Facilities, Plan
 
 
 class Staged(Protocol):
-    """What the next epoch needs, acquired and not used yet."""
+    """The resources of the next epoch, acquired and not used yet."""
 
     @property
     def places(self) -> Sequence[Place]:
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=Staged)
 
 
 class Crew(Facilities, Protocol[S]):
-    """What acquires, starts and ends the processes of a group."""
+    """Acquires, starts and ends the processes of a group."""
 
     def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> S:
         """Get slots, standbys and the environment for a plan; put what reverts that on the stack first."""

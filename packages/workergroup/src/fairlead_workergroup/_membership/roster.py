@@ -42,7 +42,7 @@ class Roster:
         self.judge: Judge = Judge()
         self.ending: bool = False
         self.end_begun: Event = _world.current.event()
-        # Lets workers serve Ray's calls that are made meanwhile, although a lane is open; None without a lane.
+        # Lets workers serve Ray's calls although a lane is open; None without a lane.
         self.detour: Detour | None = None
         self._made_on = connection()
         # Those who watch the group: each with its listener, and what closes it within some seconds.

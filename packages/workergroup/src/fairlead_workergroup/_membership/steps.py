@@ -259,7 +259,7 @@ class Steps:
         if self._has_begun:
             if isinstance(error, BrokenEpochError):
                 return error
-            if self._plan.follow:  # not by a worker, so that nobody knows who has followed
+            if self._plan.follow:  # not by a worker, so that it is unknown who has followed
                 cause = f"the change was interrupted: {error!r}"
                 now = self._roster.now
                 lost = [process.failure("resize-failed", cause) for process in now.processes]

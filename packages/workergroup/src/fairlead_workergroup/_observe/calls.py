@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of calls: the outcome of each worker, the cost of a call, the counts of a group, and observers."""
+"""Observed calls: the outcome of each worker, the cost of a call, the counts of a group, and observers."""
 
 import functools
 import logging

@@ -77,7 +77,7 @@ class Observer:
         return self._roster.now.lost
 
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
-        # Take the snapshot before the requests: the next look reports a worker that is replaced meanwhile.
+        # Take the snapshot before the requests: the next look reports a worker that is replaced during them.
         now = self._roster.check_alive()
         dead, judge = set(now.lost), self._roster.judge
         asked = [

@@ -68,7 +68,7 @@ def ask_nodes(
 
 
 def late_workers(workers: Sequence[WorkerProcess], *, within_s: float | None = None) -> tuple[LateWorker, ...]:
-    """Return what each of these workers is doing now; `within_s` as of `ask_nodes`."""
+    """Return what each of these workers is doing now; `within_s` as for `ask_nodes`."""
     records: list[Mapping[str, Any]] = [record or {} for record in ask_nodes(workers, read_records, within_s=within_s)]
     return tuple(
         LateWorker(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group publishes at the agents of its nodes: names, places and processes, and never the user's values."""
+"""The facts that a group publishes at its nodes' agents: names, places, processes, and never the user's values."""
 
 import os
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent finds out about the workers of its node for other processes. Shipped by value."""
+"""The look of an agent at the workers of its node, for other processes. Shipped by value."""
 
 import os
 import socket
@@ -49,7 +49,7 @@ def _resident(pid: int) -> int:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return 0  # it has ended meanwhile
+        return 0  # it has just ended
 
 
 def look_at_process(pid: int, started: int, host: str) -> str:

@@ -40,7 +40,7 @@ LOOK_EVERY_S = 0.2
 GUARD_EVERY_S = 0.2
 # The pause between two searches for new children, which read every process of the machine.
 GUARD_LOOK_EVERY_S = 1.0
-# How long the processes of one worker may take to end; other workers are not watched meanwhile.
+# How long the processes of one worker may take to end; other workers are not watched during that.
 END_S = 5.0
 
 

@@ -153,7 +153,7 @@ def is_not_ready(error: BaseException) -> bool:
 
 
 class Inbox(Generic[T]):
-    """What other threads put here for one waiter."""
+    """The results that other threads put here for one waiter."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
