@@ -151,7 +151,7 @@ class TestCalls:
         assert group.call("echo", 1).statistics().route == "ray"
         statistics = group.inspect().statistics
         assert statistics.lane_requests >= 2
-        assert statistics.left_lane >= 1
+        assert statistics.lane_fallbacks >= 1
 
     def test_large_values(self, lane):
         """Large arguments and answers go through the object store, and back into other calls."""

@@ -354,7 +354,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         values = [] if execution.options.discard else [values] if execution.is_single else values
         return [item for items in values for item in items] if execution.yields_items else values
 
-    def made_by(self) -> str:
+    def method_name(self) -> str:
         """Return the name of the method that was called."""
         return self._execution.method.name
 
@@ -368,15 +368,7 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         answers = self._answers
         return answers[0] if self._execution.is_single else Gathered(tuple(answers))
 
-    def as_pieces(self) -> list[ObjectRef[Any]]:
-        """Return the references that travel to the workers of another call, one for each result.
-
-        Raises:
-            ValueError, TypeError: as `answers` does.
-        """
-        return [answer.ref for answer in self.answers()]
-
-    def answers(self) -> list[Answer]:
+    def as_arguments(self) -> list[Answer]:
         """Return each result as an argument of another call.
 
         Raises:

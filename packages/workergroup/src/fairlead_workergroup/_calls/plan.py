@@ -226,7 +226,7 @@ class CallPlan(Recipients):
         layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
         n_pieces = layout.n_pieces
         if isinstance(shard.values, PassedOn):
-            pieces = shard.values.answers()
+            pieces = shard.values.as_arguments()
             if len(pieces) != n_pieces:
                 raise ValueError(f"{len(pieces)} results, but {n_pieces} pieces along {list(shard.axes)}")
         else:
@@ -272,7 +272,7 @@ def _is_reference(value: Any) -> bool:
 def column_per_worker(what: str, values: Any, count: int) -> Column:
     """Return the column in which each of `count` called workers gets its own value from a sequence."""
     if isinstance(values, PassedOn):
-        values = values.answers()
+        values = values.as_arguments()
     elif isinstance(values, (str, bytes)) or hasattr(values, "keys") or not hasattr(values, "__getitem__"):
         raise TypeError(f"{what} must be a list with a value per worker called, got {type(values).__name__}")
     if len(values) != count:

@@ -228,7 +228,7 @@ class Sender:
             self.counters.add(lane_requests=len(sent))
             return sent
         if transport is not None:
-            self.counters.add(left_lane=1)
+            self.counters.add(lane_fallbacks=1)
         if order.has_answers:  # which have been stored, unless the transport has been closed since then
             order = self._store_answers(order)
         members, requests = now.members, order.requests

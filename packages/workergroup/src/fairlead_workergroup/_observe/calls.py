@@ -67,7 +67,7 @@ class GroupStatistics:
         requests: method calls sent to workers.
         puts: values stored in the object store for them.
         lane_requests: the requests among them that went by a lane.
-        left_lane: the calls that went by Ray although a lane was open.
+        lane_fallbacks: the calls that went by Ray although a lane was open.
 
     >>> print(GroupStatistics(calls=1, requests=8, puts=2))
     put 2 values, sent 8 requests in 1 calls
@@ -77,7 +77,7 @@ class GroupStatistics:
     requests: int = 0
     puts: int = 0
     lane_requests: int = 0
-    left_lane: int = 0
+    lane_fallbacks: int = 0
 
     _repr_html_ = record_html
 

@@ -41,7 +41,7 @@ def _check_not_nested(mark: object) -> None:
 class PassedOn:
     """The values of workers that go to other workers without passing through the driver, such as a `Call`."""
 
-    def made_by(self) -> str:
+    def method_name(self) -> str:
         """Return the name of the method that makes the values."""
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ class PassedOn:
         """Return the object that travels in place of the value."""
         raise NotImplementedError
 
-    def answers(self) -> list["Answer"]:
+    def as_arguments(self) -> list["Answer"]:
         """Return each value as an argument."""
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class Answer(PassedOn):
     method: str
     ref: Any
 
-    def made_by(self) -> str:
+    def method_name(self) -> str:
         """Return the name of the method."""
         return self.method
 
@@ -193,7 +193,7 @@ class Arguments:
             passed, results = _read_results(value)
             ids = tuple(one.binary() for one in results if not isinstance(one, Message))
             answers = tuple(weakref.ref(one) for one in results if isinstance(one, Message))
-            self.sources.append(Source(value.made_by() if isinstance(value, PassedOn) else None, ids, answers))
+            self.sources.append(Source(value.method_name() if isinstance(value, PassedOn) else None, ids, answers))
             self.obstacle = next(filter(None, map(_obstacle_of, results)), self.obstacle)
             self.has_answers = self.has_answers or bool(answers)
             return passed
