@@ -34,8 +34,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed.checkpoint as dcp
-from grpo import ANSWERS, END, GAIN, PROBLEMS, STEPS, Generation, Policy, imitate, problems, rewards_of, train
-from matplotlib.figure import Figure
+from grpo import ANSWERS, END, GAIN, PROBLEMS, STEPS, Generation, Policy, draw, imitate, problems, rewards_of, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fairlead_batching import BatchedDataDict
@@ -200,18 +199,6 @@ def check(run: Run, options: argparse.Namespace) -> None:
         raise RuntimeError(f"skipped: {missing}; twice: {twice}; ages: {ages}, and {options.staleness} is the bound.")
 
 
-def draw(runs: dict[str, list[float]], path: str, window: int = 10) -> None:
-    """Draw the reward curves as a PNG."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="GRPO, synchronous and not")
-    for name, rewards in runs.items():
-        means = [np.mean(rewards[max(end - window, 0) : end]) for end in range(1, len(rewards) + 1)]
-        axes.plot(range(1, len(rewards) + 1), means, label=f"{name}, mean of {window} steps")
-    axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="number of GRPO steps")
@@ -252,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = {name: json.loads(Path(folder, f"{name}.json").read_text()) for name in names}
     check(runs["asynchronous"], options)
     rewards = {name: [one["reward"] for one in run] for name, run in runs.items()}
-    draw(rewards, options.plot)
+    draw(rewards, options.plot, "GRPO, synchronous and not")
     fifth, gains = max(options.steps // 5, 1), []
     for name, values in rewards.items():
         first, last = np.mean(values[:fifth]), np.mean(values[-fifth:])

@@ -321,14 +321,15 @@ def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, see
     return rewards
 
 
-def draw(rewards: list[float], path: str, window: int = 10) -> None:
-    """Draw the reward curve as a PNG."""
+def draw(runs: dict[str, list[float]], path: str, title: str, window: int = 10) -> None:
+    """Draw the reward curves of some runs as a PNG."""
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="GRPO: share of correct answers")
-    steps = range(1, len(rewards) + 1)
-    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, label="step")
-    means = [np.mean(rewards[max(end - window, 0) : end]) for end in steps]
-    axes.plot(steps, means, color="tab:blue", label=f"mean of {window} steps")
+    axes = figure.add_subplot(xlabel="step", ylabel="mean reward", ylim=(0, 1), title=title)
+    for name, rewards in runs.items():
+        steps = range(1, len(rewards) + 1)
+        (line,) = axes.plot(steps, rewards, alpha=0.35, label=name)
+        means = [np.mean(rewards[max(end - window, 0) : end]) for end in steps]
+        axes.plot(steps, means, color=line.get_color(), label=f"{name}, mean of {window} steps")
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -365,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     finally:
         ray.shutdown()
-    draw(rewards, options.plot)
+    draw({"reward": rewards}, options.plot, "GRPO: share of correct answers")
     fifth = max(len(rewards) // 5, 1)
     first, last = np.mean(rewards[:fifth]), np.mean(rewards[-fifth:])
     print(f"reward {first:.3f} -> {last:.3f} (first and last fifth; a full run must gain at least {GAIN})")

@@ -58,6 +58,7 @@ from fairlead_placement.spi import (
     collect,
     compare_clocks,
     connection,
+    count_bundles,
     drain_deadlines,
     draining_nodes,
     find_agents,
@@ -175,6 +176,7 @@ def look() -> None:
     assert_type(alive_nodes(), frozenset[str])
     assert_type(alive_nodes(timeout_s=1.0), frozenset[str])
     assert_type(choose_alive(["node"], timeout_s=1.0), list[str])
+    assert_type(count_bundles({"CPU": 1.0}, {"CPU": 4.0}), int)
     with head_deadline(1.0):
         assert_type(ask_head("count the nodes", len, "ab", timeout_s=1.0, undo=print), int)
     assert_type(draining_nodes(), frozenset[str])

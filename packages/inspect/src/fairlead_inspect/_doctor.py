@@ -11,12 +11,7 @@ from rich.text import Text
 from fairlead_placement.spi import group_pairs
 
 from ._model import Node, Process, Snapshot
-from ._show import clean
-
-PTRACE = (
-    "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
-    "the workers, or set kernel.yama.ptrace_scope to 0."
-)
+from ._show import PTRACE, clean, is_refused
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ def _assess_node(node: Node, processes: Sequence[Process], notes: Sequence[str])
     if node.answer in ("silent", "lost"):
         faults.append(node.note)
         remedy = "Look at its raylet, or log in there and run the command with --here."
-    elif any("ermission" in fault for fault in faults):
+    elif any(map(is_refused, faults)):
         remedy = PTRACE
     elif any("py-spy" in fault for fault in faults):
         remedy = "Install fairlead-inspect, which brings py-spy, in the Python of Ray on this node."

@@ -4,7 +4,7 @@
 import dataclasses
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import ray
@@ -49,12 +49,16 @@ def look_at_cluster(
     finished: set[str] = set()
     for job in jobs:
         rows = ask_head(f"list the actors of job {job.job_id}", _ray_private.read_actors, job.job_id, timeout_s=head_s)
-        events = _try(notes, [], frozenset[str](), dict[str, float](), job=job.job_id, timeout_s=head_s)
+        # Without task events fewer waits are known, and nothing else is lost.
+        nothing, what = (list[Call](), frozenset[str](), dict[str, float]()), f"task events of job {job.job_id}"
+        events = _try(notes, what, nothing, _ray_private.read_calls, job.job_id, timeout_s=head_s)
         # When it was created, not when its process was there: members of one fleet start one after the other.
         actors += [dataclasses.replace(one, created=events[2].get(one.actor_id, one.created)) for one in rows]
         calls += events[0]
         finished |= events[1]
-    reservations = _read_reservations(notes, {one.job_id for one in jobs}, timeout_s=head_s)
+    groups = _try(notes, "placement groups", list[Reservation](), _ray_private.read_reservations, timeout_s=head_s)
+    chosen = {one.job_id for one in jobs}
+    reservations = tuple(one for one in groups if one.job_id in chosen)
     wanted = _choose(jobs, actors, calls)
     alive = {one["NodeID"]: one["NodeManagerAddress"] for one in nodes if one["Alive"]}
     left = timeout_s - (time.monotonic() - began)
@@ -73,22 +77,12 @@ def look_at_cluster(
     )  # fmt: skip
 
 
-def _read_reservations(notes: list[str], jobs: Collection[str], *, timeout_s: float) -> tuple[Reservation, ...]:
-    """Return the placement groups of jobs that are not placed. Without them, waits for them are not explained."""
+def _try(notes: list[str], what: str, fallback: _T, ask: Callable[..., _T], *args: Any, timeout_s: float) -> _T:
+    """Ask Ray's head for something that a look can do without; note what is missing then."""
     try:
-        found = ask_head("list the placement groups", _ray_private.read_reservations, timeout_s=timeout_s)
+        return ask_head(f"list the {what}", ask, *args, timeout_s=timeout_s)
     except (HeadTimeoutError, ray.exceptions.RayError) as error:
-        notes.append(f"no placement groups: {type(error).__name__}")
-        return ()
-    return tuple(one for one in found if one.job_id in jobs)
-
-
-def _try(notes: list[str], *fallback: Any, job: str, timeout_s: float) -> tuple[Any, ...]:
-    """Return the task events of a job. Without them fewer waits are known, and nothing else is lost."""
-    try:
-        return ask_head(f"list the tasks of job {job}", _ray_private.read_calls, job, timeout_s=timeout_s)
-    except (HeadTimeoutError, ray.exceptions.RayError) as error:
-        notes.append(f"no task events of job {job}: {type(error).__name__}")
+        notes.append(f"no {what}: {type(error).__name__}")
         return fallback
 
 

@@ -27,6 +27,15 @@ _SECRETS = (
 )
 _HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
 MOST_ROWS = 200
+PTRACE = (
+    "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
+    "the workers, or set kernel.yama.ptrace_scope to 0."
+)
+
+
+def is_refused(note: str) -> bool:
+    """Return whether a note says that the memory of a process may not be read, for which `PTRACE` is the remedy."""
+    return "ermission" in note
 
 
 def clean(text: str) -> str:
@@ -139,8 +148,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
         nodes = len({one.node_id for one in unread})
         notes = "; ".join(sorted({one.note for one in unread})[:3])
         text = f"Stacks of {len(unread)} processes on {nodes} nodes are unreadable: {notes}."
-        remedy = " The probe needs CAP_SYS_PTRACE: securityContext.capabilities.add: [SYS_PTRACE]."
-        parts.append(Text(clean(text + (remedy if "ermission" in notes else "")), style="yellow"))
+        parts.append(Text(clean(text + (f" {PTRACE}" if is_refused(notes) else "")), style="yellow"))
     parts += [Text(clean(one), style="yellow") for one in snapshot.notes[:8]]
     return Group(*parts) if snapshot.jobs else Text("No job runs on this cluster.")
 

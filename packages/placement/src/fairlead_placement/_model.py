@@ -165,6 +165,16 @@ def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]
     return grouped
 
 
+def count_bundles(bundle: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+    """Return how many such bundles fit into amounts of resources, by Ray's precision; 0 for an empty bundle.
+
+    >>> count_bundles({"CPU": 1.0, "GPU": 0.1}, {"CPU": 16.0, "GPU": 1.0})
+    10
+    """
+    units = {name: round(amount * PRECISION) for name, amount in bundle.items()}
+    return min((round(amounts.get(name, 0) * PRECISION) // unit for name, unit in units.items() if unit), default=0)
+
+
 def check_counts(name: str, counts: Any, *, least: int = 0) -> tuple[int, ...]:
     """Return the numbers of bundles per logical node."""
     if not isinstance(counts, (list, tuple)) or not counts:

@@ -7,7 +7,7 @@ what a dropped object holds.
 """
 
 from ._discovery import refuse_client
-from ._model import group_pairs
+from ._model import count_bundles, group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
 from ._nodes.background import OneTimeEvent, run_in_thread
 from ._nodes.directory import (
@@ -60,6 +60,7 @@ __all__ = [
     "collect",
     "compare_clocks",
     "connection",
+    "count_bundles",
     "drain_deadlines",
     "draining_nodes",
     "find_agents",

@@ -92,3 +92,16 @@ def import_source(checkout, module):
     if not folder:
         pytest.skip("needs a checkout: `nox -s seams -- --source FOLDER`")
     return import_seam(Path(folder, checkout), module)
+
+
+@pytest.fixture
+def put_modules(monkeypatch):
+    """Return a function that makes modules with these members importable, by their names."""
+
+    def put(parts):
+        for name, members in parts.items():
+            module = ModuleType(name)
+            vars(module).update(members)
+            monkeypatch.setitem(sys.modules, name, module)
+
+    return put

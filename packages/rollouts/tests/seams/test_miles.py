@@ -7,7 +7,6 @@ import inspect
 import random
 import sys
 from argparse import Namespace
-from types import ModuleType
 
 import pytest
 
@@ -52,15 +51,12 @@ PARTS = {
 
 
 @pytest.fixture(params=["stand-ins", "checkout"])
-def part(request, monkeypatch):
+def part(request, monkeypatch, put_modules):
     """Return a function that returns a member of one of miles' modules."""
     if request.param == "checkout":
         request.getfixturevalue("miles_buffer")
     else:
-        for name, members in PARTS.items():
-            module = ModuleType(name)
-            vars(module).update(members)
-            monkeypatch.setitem(sys.modules, name, module)
+        put_modules(PARTS)
     monkeypatch.setattr(LedgerDataSource, "latest", None)
     return lambda module, name: getattr(sys.modules[module], name)
 

@@ -54,7 +54,7 @@ def load_function_stand_in(path):
 
 
 @pytest.fixture(params=["stand-ins", "checkout"])
-def sample(request, monkeypatch):
+def sample(request, put_modules):
     """Return the class of samples, with slime's modules in place."""
     if request.param == "checkout":
         request.getfixturevalue("slime_source")
@@ -67,10 +67,7 @@ def sample(request, monkeypatch):
         "slime.utils.misc": {"load_function": load_function_stand_in},
         "slime.utils.types": {"Sample": SampleStandIn},
     }
-    for name, members in parts.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(parts)
     return SampleStandIn
 
 

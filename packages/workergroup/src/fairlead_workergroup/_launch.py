@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import RayVirtualCluster, init_ray
-from fairlead_placement.spi import read_nodes
+from fairlead_placement.spi import count_bundles, read_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -97,7 +97,7 @@ def launch(
             made.callback(ray.shutdown)
         _connect(address, sharding.size * cpus_per_worker)
         bundle = {"CPU": float(cpus_per_worker), **gpus}
-        rooms = [_count_that_fit(bundle, node.total) for node in read_nodes()]
+        rooms = [count_bundles(bundle, node.total) for node in read_nodes()]
         cluster = RayVirtualCluster(
             _count_for_each_node(sharding.size, rooms),
             accelerators=gpus,
@@ -153,11 +153,6 @@ def _check_axes(workers: int | None, axes: Mapping[str, int]) -> Mapping[str, in
     if (workers is None) is (not axes):
         raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
     return axes if workers is None else {"worker": workers}
-
-
-def _count_that_fit(bundle: Mapping[str, float], total: Mapping[str, float]) -> int:
-    """Return how many workers a node can hold while nothing else is there."""
-    return int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
 
 
 def _count_for_each_node(workers: int, rooms: Sequence[int]) -> list[int]:

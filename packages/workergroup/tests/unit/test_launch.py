@@ -6,6 +6,7 @@ import collections
 import pytest
 import ray
 
+from fairlead_placement.spi import count_bundles
 from fairlead_workergroup import launch
 from fairlead_workergroup._launch import _count_for_each_node
 
@@ -57,6 +58,7 @@ def test_refused(worker, options, message):
         (5, [4, 4], [1] * 5),
         (5, [4], [5]),
         (4, [], [4]),
+        (20, [count_bundles({"GPU": 0.1}, {"GPU": 1.0})] * 2, [10, 10]),
     ],
 )
 def test_spread(workers, rooms, counts):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_placement import Node
-from fairlead_placement.spi import group_pairs
+from fairlead_placement.spi import count_bundles, group_pairs
 
 from .tpu_types import TpuType, canonical_name
 
@@ -59,7 +59,7 @@ class SliceShortage:
 
     Attributes:
         slice_name: the name of the slice.
-        reason: what is missing or wrong.
+        reason: the missing or wrong part.
 
     >>> print(SliceShortage("slice-1", "1 of 2 hosts, worker 1 is missing"))
     slice-1: 1 of 2 hosts, worker 1 is missing
@@ -161,10 +161,7 @@ def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, ki
     """Return what stands for a slice where there are no TPUs: `count` bundles on the first nodes with room for them."""
     chosen: list[Node] = []
     for node in nodes:
-        fits = min(
-            (int(node.free.get(name, 0) / amount + 1e-9) for name, amount in bundle.items() if amount), default=0
-        )
-        chosen += [node] * min(fits, count - len(chosen))
+        chosen += [node] * min(count_bundles(bundle, node.free), count - len(chosen))
     if len(chosen) < count:
         each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         return Survey(lacking=(SliceShortage(kind, f"room for {len(chosen)} of {count} workers of {each} each"),))
