@@ -112,7 +112,7 @@ class Ends:
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
         """Return the replies of the target ranks."""
         return [
-            self.ask("target", rank, "commit", self.epoch, version, before, False, after, self.apply, chunk_bytes, None)
+            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes, None)
             for rank in range(len(self.workers["target"]))
         ]
 

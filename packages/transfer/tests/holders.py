@@ -94,6 +94,12 @@ class AsyncHolder(Holder):
         await asyncio.sleep(seconds)
         return before, self.holds()
 
+    async def stream(self, count):
+        """Yield what it holds, several times."""
+        for _ in range(count):
+            await asyncio.sleep(0)
+            yield self.holds()
+
     async def generate_until(self, path):
         """Run until a file exists."""
         while not path.exists():

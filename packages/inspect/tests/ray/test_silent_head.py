@@ -10,7 +10,8 @@ from fairlead_inspect import _command, stragglers, trace, watch
 from fairlead_placement import HeadTimeoutError, RayVirtualCluster
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import RayWorkerGroup, _handle
+from fairlead_workergroup import RayWorkerGroup
+from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup._observe import head as _head
 
 # The limit of everything that has none of its own, and of everything that the workers' agents answer.

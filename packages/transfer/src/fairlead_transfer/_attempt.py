@@ -14,7 +14,7 @@ from ._orders import CommitOptions
 from ._remote.transport import explain_failure
 from ._report import TransferReport
 from ._routes import Route, Router, Staged
-from ._side import Requests, Side, describe_reply, first_error, left_to_an_end
+from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
 from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, TransferError
 
@@ -165,11 +165,9 @@ class Attempt:
             reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
             return self._epoch, self._version, *options.as_arguments(), reading
 
-        within_s = None if options.pauses else left_to_an_end(left)
-        if options.before is not None and not options.pauses:
-            # It may end the methods that run, for which the commit waits. Workers run it first.
-            self._target.ask(ranks, "prepare", lambda rank: (self._epoch, options.before))
-        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=within_s)
+        within_s = None if options.pauses else self._left_alone()
+        first = ("prepare", self._epoch, options.before) if options.prepares else None
+        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
         self._rounds += 1
         releases = self._source.name == "source"
         if releases and not self._in_place:
@@ -443,8 +441,9 @@ class Attempt:
         return max(0.0, self._deadline - time.monotonic())
 
     def _left_alone(self) -> float:
-        """Return how long an end may wait for others."""
-        return left_to_an_end(self._left())
+        """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
+        left = self._left()
+        return left - min(1.0, 0.1 * left)
 
     def _live_sources(self) -> list[int]:
         return [one.rank for one in self._source.members if one.failure is None]

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import math
+import pickle
 import threading
 import time
 import uuid
@@ -15,14 +16,15 @@ from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import add_state, check_calls, record_span
+from fairlead_workergroup.spi import Need, add_state, check_calls, record_span
 
 from ._attempt import Attempt
 from ._descriptions import TRAVELLING, Selection
 from ._orders import CommitOptions
+from ._remote.entry import check_version
 from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Staged, Transport
-from ._side import Side
+from ._side import Side, pickled
 from ._states import States
 from .exceptions import StaleWeightsError, State, TransferError
 
@@ -88,18 +90,16 @@ class Link:
     ) -> None:
         if (target is None) == (apply is None):
             raise ValueError(f"give either target= or apply=, got target={target!r} and apply={apply!r}")
-        if transport not in get_args(Transport):
-            raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, got {transport!r}")
-        if commit not in get_args(Commit):
-            raise ValueError(f"commit must be one of {', '.join(get_args(Commit))}, got {commit!r}")
+        choices = ("transport", transport, Transport), ("commit", commit, Commit), ("verify", verify, Verify)
+        for name, value, kind in choices:
+            if value not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
         in_place = commit == "in_place"
         if in_place and (apply is not None or transport not in ("auto", "nixl")):
             raise ValueError(
                 f"commit='in_place' needs target= and transport='nixl', got target={target!r} and "
                 f"transport={transport!r}; with commit='staged', all transports and apply= work"
             )
-        if verify not in get_args(Verify):
-            raise ValueError(f"verify must be one of {', '.join(get_args(Verify))}, got {verify!r}")
         if pauses and before_commit is None:
             raise ValueError("pauses=True needs before_commit=, the method that makes the worker quiet")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -118,7 +118,12 @@ class Link:
         self._id = uuid.uuid4().hex
         self._source = Side("source", source_group, self._id, source)
         self._target = Side("target", target_group, self._id, target)
-        selection = Selection(rename if callable(rename) else _Names(rename or {}), dtype, tuple(exclude))
+        renamed = rename if callable(rename) else dict(rename or {})
+
+        def new_name(name: str) -> str:
+            return renamed(name) if callable(renamed) else renamed.get(name, name)
+
+        selection = Selection(new_name, dtype, tuple(exclude))
         self._router = Router(
             self._source, self._target, selection, "nixl" if in_place else transport, in_place=in_place
         )
@@ -248,8 +253,9 @@ class Link:
 
         A rank holds none before the first `send`, after a restart, and when it has joined or has taken over as a
         standby; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes
-        comes before that on all ranks, or after it. Calls that other processes make are not refused, and a call with
-        `retries` is repeated on what its lost ranks hold then.
+        comes before that on all ranks, or after it; on asyncio workers, a rank that it reaches later refuses it. Calls
+        that other processes make are not refused, and a call with `retries` is repeated on what its lost ranks hold
+        then.
 
         Args:
             methods: the methods that need the weights; none given stands for all of the group.
@@ -266,7 +272,7 @@ class Link:
         for method in methods:
             with contextlib.suppress(TypeError):  # it takes arguments
                 self._target.group.at().explain(method)
-        check = functools.partial(_check_versions, weakref.ref(self), methods)
+        check = functools.partial(_check_versions, weakref.ref(self), (self._id, self._target.name), methods)
         self._guards.append(check_calls(self._target.group, check))
         return self._guards[-1]
 
@@ -346,15 +352,22 @@ def _read_versions(reference: "weakref.ref[Link]") -> dict[int, State]:
 
 
 def _check_versions(
-    reference: "weakref.ref[Link]", methods: Collection[str], method: str, ranks: Sequence[int]
-) -> None:
-    """Refuse a call of ranks that do not hold the last version of a link."""
+    reference: "weakref.ref[Link]", key: tuple[str, str], methods: Collection[str], method: str, ranks: Sequence[int]
+) -> Need | None:
+    """Refuse a call of ranks that do not hold the last version of a link; return that they need it."""
     link = reference()
     if link is None or (methods and method not in methods):
-        return
+        return None
     held, needed = link.versions(), link.version
-    if stale := {rank: held.get(rank) for rank in ranks if needed is None or held.get(rank) != needed}:
+    stale = {rank: held.get(rank) for rank in ranks if needed is None or held.get(rank) != needed}
+    if stale or needed is None:
         raise StaleWeightsError(method, needed, stale)
+    make_error = pickle.dumps(functools.partial(_stale_error, method, needed))
+    return Need(pickled(check_version), (key, needed, make_error))
+
+
+def _stale_error(method: str, needed: int, rank: int, held: State) -> StaleWeightsError:
+    return StaleWeightsError(method, needed, {rank: held})
 
 
 def _describe_leak(source: Side, target: Side) -> str:
@@ -372,10 +385,3 @@ def _release(source: Side, target: Side) -> None:
     if source.is_used or target.is_used:
         for side in (source, target, Side("replica", target.group, target.link, None)):
             side.close()
-
-
-class _Names(dict[str, str]):
-    """Other names for some names."""
-
-    def __call__(self, name: str) -> str:
-        return self.get(name, name)

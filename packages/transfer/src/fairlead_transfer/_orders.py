@@ -27,9 +27,14 @@ class CommitOptions(NamedTuple):
     apply: str | None
     chunk_bytes: int
 
+    @property
+    def prepares(self) -> bool:
+        """Whether `before` runs before the wait for the methods that run, which it may end."""
+        return self.before is not None and not self.pauses
+
     def as_arguments(self) -> tuple[Any, ...]:
-        """Return them for an end."""
-        return self.before, self.before is not None and not self.pauses, self.after, self.apply, self.chunk_bytes
+        """Return them for the commit of an end."""
+        return None if self.prepares else self.before, self.after, self.apply, self.chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,6 @@ def _add_relays(
     first: dict[tuple[int, int, int, Any], tuple[int, int]] = {}
     relayed: dict[tuple[int, int, int, Any], int] = {}
     for rank, mine in sorted(orders.items()):
-        mine["relays"] = []
         node = plan.target_nodes[rank]
         for sender, channels in list(mine["sources"].items()):
             if transports[sender, rank] != "nixl" or plan.source_nodes[sender] == node:

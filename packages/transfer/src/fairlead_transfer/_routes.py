@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way tensors go: layouts, plan, orders and transports, made again only when something has changed."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -171,11 +171,6 @@ class Router:
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:
     """Return the same tensors, each as a whole on each rank."""
-    layouts: dict[Layout, Layout] = {
-        layout: Layout.replicated(layout.shape, ranks, itemsize=layout.itemsize)
-        for layout in set(held.layouts.values())
-    }
-    names: Iterable[str] = held.layouts
-    return Tensors(
-        {name: layouts[held.layouts[name]] for name in names}, held.dtypes, {name: name for name in names}, held.library
-    )
+    made = {one: Layout.replicated(one.shape, ranks, itemsize=one.itemsize) for one in set(held.layouts.values())}
+    layouts = {name: made[layout] for name, layout in held.layouts.items()}
+    return Tensors(layouts, held.dtypes, {name: name for name in layouts}, held.library)

@@ -19,9 +19,9 @@ Requests = dict[int, tuple[WorkerProcess, Any]]
 
 
 @functools.cache
-def _pickled_serve() -> bytes:
-    pickled: bytes = ray.cloudpickle.dumps(serve)
-    return pickled
+def pickled(function: Callable[..., Any]) -> bytes:
+    """Return a function as it travels to workers."""
+    return bytes(ray.cloudpickle.dumps(function))
 
 
 @dataclass
@@ -104,14 +104,23 @@ class Side:
         arguments: Callable[[int], tuple[Any, ...]],
         *,
         alone_within_s: float | None = None,
+        first: tuple[Any, ...] | None = None,
     ) -> Requests:
-        """Send an operation to the ends of some ranks; make the ends that are missing."""
+        """Send an operation to the ends of some ranks; make the ends that are missing.
+
+        With `alone_within_s` it runs while no method of the worker does; `first` is an operation before that wait.
+        """
         requests: Requests = {}
+        key = self.link, self.name
         for rank in ranks:
             member = self.members[rank]
-            args = ((self.link, self.name), self._code_for(rank), operation, *arguments(rank))
             ref = send_function(
-                member, f"fairlead_transfer {operation}", _pickled_serve(), *args, alone_within_s=alone_within_s
+                member,
+                f"fairlead_transfer {operation}",
+                pickled(serve),
+                *(key, self._code_for(rank), operation, *arguments(rank)),
+                alone_within_s=alone_within_s,
+                first=None if first is None else (key, None, *first),
             )
             requests[rank] = member.process, ref
         return requests
@@ -160,11 +169,6 @@ class Side:
         self.ask([one.rank for one in self.members if one.failure is None], "close", lambda rank: ())
         self.ends.clear()
         self.version = -1
-
-
-def left_to_an_end(left_s: float) -> float:
-    """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
-    return left_s - min(1.0, 0.1 * left_s)
 
 
 def describe_reply(reply: Reply) -> str:

@@ -70,10 +70,6 @@ class States:
         """Note that another link has overwritten what a rank held."""
         self._states[rank] = None
 
-    def note_done(self, rank: int, version: int) -> None:
-        """Note that a rank holds a version."""
-        self._states[rank] = version
-
     def note_unconfirmed(self, requests: Requests) -> None:
         """Note commits that have not ended."""
         self._unconfirmed.update(requests)

@@ -11,11 +11,12 @@ import time
 
 import numpy as np
 import pytest
+import ray
 
 from fairlead_sharding import NamedSharding
-from fairlead_transfer import LayoutMismatchError, Link, TransferError
+from fairlead_transfer import LayoutMismatchError, Link, StaleWeightsError, TransferError
 from fairlead_transfer._side import Side
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup import PerWorker, RayWorkerBuilder, RayWorkerGroup
 
 from ..holders import AsyncHolder, Holder
 
@@ -443,10 +444,10 @@ def test_commit_is_exclusive_on_asyncio_workers(groups, engine, gate, monkeypatc
         assert {before for before, _ in seen} >= {1.0, 4.0}
         ask = Side.ask
 
-        def ask_briefly(side, ranks, operation, arguments, *, alone_within_s=None):
+        def ask_briefly(side, ranks, operation, arguments, *, alone_within_s=None, first=None):
             """Let the commit alone wait for methods for a short time only, and not the steps before it."""
             within_s = 0.5 if operation == "commit" else alone_within_s
-            return ask(side, ranks, operation, arguments, alone_within_s=within_s)
+            return ask(side, ranks, operation, arguments, alone_within_s=within_s, first=first)
 
         monkeypatch.setattr(Side, "ask", ask_briefly)
         slow = engine.call("generate_until", gate)
@@ -488,12 +489,63 @@ def test_before_commit_ends_the_requests_in_flight(groups, engine, gate, eventua
     try:
         with Link(policy, engine, source="weights", target="weights", before_commit="end_requests") as link:
             engine.call("set_gate", gate).result()
-            with contextlib.suppress(TransferError):
-                link.send(0, timeout=5)
+            link.send(0, timeout=60)
             assert engine.call("holds").result(timeout=60) == [4.0] * 4
     finally:
         gate.touch()
         requests.result(timeout=60)
+
+
+def test_before_commit_comes_before_the_commit(groups, engine, gate, monkeypatch):
+    """A rank runs its `before_commit` before the commit, also if Ray delivers requests late (seam: a thread sends)."""
+    policy, _ = groups
+    policy.call("fill", 6.0).result()
+    engine.call("set_gate", gate).result()
+    ask, threads = Side.ask, []
+
+    def ask_late(side, ranks, operation, *args, **kwargs):
+        """Send late what nobody waits for, as Ray may for workers whose methods overlap."""
+        if operation != "prepare":
+            return ask(side, ranks, operation, *args, **kwargs)
+        threads.append(threading.Timer(1.0, ask, (side, ranks, operation, *args), kwargs))
+        threads[-1].start()
+        return {}
+
+    monkeypatch.setattr(Side, "ask", ask_late)
+    with Link(policy, engine, source="weights", target="weights", before_commit="end_requests") as link:
+        link.send(0, timeout=60)
+        assert gate.exists()
+        assert engine.call("holds").result(timeout=60) == [6.0] * 4
+    for one in threads:
+        one.join()
+
+
+def test_a_call_is_refused_where_it_arrives_after_a_commit(groups, engine, gate, eventually):
+    """A guarded call whose delivery to one rank takes longer than a transfer is refused there: it mixes no versions."""
+    policy, _ = groups
+
+    @ray.remote(num_cpus=0)
+    def wait_for(path):
+        while not path.exists():
+            time.sleep(0.01)
+        return 0.0
+
+    with Link(policy, engine, source="weights", target="weights") as link:
+        link.guard("generate", "stream")
+        policy.call("fill", 1.5).result()
+        link.send(1, timeout=60)
+        assert engine.call("generate", 0.0).result() == [(1.5, 1.5)] * 4
+        late = wait_for.remote(gate)
+        call = engine.call("generate", PerWorker([0.0, 0.0, late, 0.0]))
+        assert eventually(lambda: [one.error is None for one in call.outcomes(timeout=0)] == [True, True, False, True])
+        policy.call("fill", 2.5).result()
+        link.send(2, timeout=60)
+        gate.touch()
+        with pytest.raises(StaleWeightsError, match="Make the call again") as stale:
+            call.result(timeout=60)
+        assert (stale.value.method, stale.value.needed, stale.value.held) == ("generate", 1, {2: 2})
+        assert engine.call("generate", 0.0).result() == [(2.5, 2.5)] * 4
+        assert engine.call("stream", 2).result() == [[2.5, 2.5]] * 4
 
 
 def test_requests_stay_open(groups, engine, gate, eventually):

@@ -183,7 +183,7 @@ def test_superseded_requests_are_refused():
     assert "bytes" in fetched[0]
     late = ends.epoch
     ends.describe()
-    assert ends.ask("target", 0, "commit", late, 1, None, False, None, None, 1, None) == {"superseded": late + 1}
+    assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1, None) == {"superseded": late + 1}
     assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False, False) == {"superseded": late + 1}
     assert not ends.workers["target"][0].tensors["a"].any()
 

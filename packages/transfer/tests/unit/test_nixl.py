@@ -384,7 +384,7 @@ def commit_in_place(ends, version=1):
     """Read into the tensors of the target; return the reply of rank 0."""
     staged = ends.stage()
     reading = ends.orders.target[0], ends.orders.number, staged, True, 30.0
-    return ends.ask("target", 0, "commit", ends.epoch, version, None, False, None, None, 1 << 30, reading)
+    return ends.ask("target", 0, "commit", ends.epoch, version, None, None, None, 1 << 30, reading)
 
 
 @pytest.mark.parametrize("commit", ["staged", "in_place"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fairlead_transfer
-from fairlead_transfer import RankFailure, TransferError
+from fairlead_transfer import RankFailure, StaleWeightsError, TransferError
 
 FOLDER = Path(fairlead_transfer.__file__).parent
 MODULES = sorted(FOLDER.rglob("*.py"))
@@ -40,6 +40,22 @@ def test_errors_say_what_holds():
     assert str(error).endswith("Do this.")
     decided = TransferError("commit", 3, FAILURES[:1], {0: 3, 1: "torn", 2: None}, "Do this.")
     assert "hold 3: ranks 0; torn: ranks 1; nothing: ranks 2" in str(decided)
+
+
+@pytest.mark.parametrize(
+    ("needed", "held", "advice"),
+    [
+        (None, None, "Send a version first."),
+        (2, 1, "Bring them up with `sync()` of the link."),
+        (2, "torn", "Bring them up with `sync()` of the link."),
+        (2, 3, "other ranks may have run it. Make the call again."),
+    ],
+)
+def test_stale_weights_say_what_to_do(needed, held, advice):
+    """The advice is the one that helps: an earlier version is brought up, and a later one needs another call."""
+    error = StaleWeightsError("generate", needed, {1: held})
+    assert advice in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: f"{module.parent.name}/{module.name}")

@@ -16,12 +16,12 @@
 """
 
 from ._calls.call import Call
+from ._calls.handle import GroupHandle, attach
 from ._calls.plan import CallExplanation
 from ._calls.results import MultiWorkerFuture
 from ._calls.view import GroupView
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
-from ._handle import GroupHandle, attach
 from ._launch import launch
 from ._membership.model import Place
 from ._observe.calls import CallStatistics, GroupStatistics, Outcome

@@ -14,6 +14,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._calls.classic import ClassicCalls
+from ._calls.handle import GroupHandle, GroupIdentity
 from ._calls.hooks import Hooks
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import Mesh
@@ -26,7 +27,6 @@ from ._elastic.axis import find_elastic_axis
 from ._elastic.drain import DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
-from ._handle import GroupHandle, GroupIdentity
 from ._lifecycle.crew import Crew
 from ._lifecycle.delivery import Delivery, OverlappingCalls
 from ._lifecycle.launcher import GroupSpec, Launcher

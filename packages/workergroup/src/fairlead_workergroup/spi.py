@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import ray
 
+from ._calls.handle import GroupHandle
 from ._calls.route import Site
-from ._calls.sender import Sender, find_sender
+from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
-from ._handle import GroupHandle
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
@@ -48,6 +48,7 @@ __all__ = [
     "Member",
     "Message",
     "MessageStream",
+    "Need",
     "Notice",
     "Observer",
     "RegisteredGroup",
@@ -138,7 +139,14 @@ def read_members(group: RayWorkerGroup | GroupHandle) -> Snapshot:
     return _sender(group).roster.check_alive()
 
 
-def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_within_s: float | None = None) -> Any:
+def send_function(
+    member: Member,
+    name: str,
+    pickled: bytes,
+    *args: Any,
+    alone_within_s: float | None = None,
+    first: Sequence[Any] | None = None,
+) -> Any:
     """Send a function to one worker, which calls it with the user's instance as its first argument.
 
     Args:
@@ -148,6 +156,8 @@ def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_w
         args: its other arguments; references among them are resolved.
         alone_within_s: run it while no method of the worker runs. On a worker whose async methods overlap, later
             methods wait until then; if the running ones do not end within so many seconds, `TimeoutError` is raised.
+        first: with `alone_within_s`, other arguments with which the worker calls the function before it waits. Of two
+            requests to a worker whose async methods overlap, Ray may deliver the second one first.
 
     Returns:
         The reference to the result.
@@ -155,7 +165,7 @@ def send_function(member: Member, name: str, pickled: bytes, *args: Any, alone_w
     with direct(member):
         if alone_within_s is None:
             return member.handle._fairlead_function_plain.remote(name, pickled, *args)
-        return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args)
+        return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args, first=first)
 
 
 def stream_function(member: Member, pickled: Any, *args: Any) -> Any:
@@ -287,13 +297,16 @@ def subscribe(
 
 
 def check_calls(
-    group: RayWorkerGroup | GroupHandle, check: Callable[[str, Sequence[int]], object]
+    group: RayWorkerGroup | GroupHandle, check: Callable[[str, Sequence[int]], Need | None]
 ) -> Callable[[], None]:
     """Let a function refuse calls that this process makes with a group; return the function that ends that.
 
     It gets the name of the method and the ranks, and refuses the call by an error, which its caller gets. It is asked
     before anything is stored, and again when the call is sent, and must not wait. Calls that a change of membership
     makes, such as `Restart.method`, are not checked.
+
+    It may return a condition, which workers whose async methods overlap check when they begin the method: Ray may
+    deliver the call to them after a request that was sent later.
     """
     return _add(_sender(group).checks, check)
 

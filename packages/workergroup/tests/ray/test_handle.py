@@ -22,10 +22,10 @@ from fairlead_workergroup import (
     Shard,
     WorkerFailureError,
     WorkerGroupError,
-    _handle,
     attach,
     current_worker,
 )
+from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup.testing import kill
 
 from ..calling import Acting

@@ -23,9 +23,9 @@ from fairlead_workergroup import (
     Restart,
     Timeouts,
     WorkerFailureError,
-    _handle,
     attach,
 )
+from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.phases import Phase

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from fairlead_workergroup import GroupHandle, WorkerGroupError
-from fairlead_workergroup._handle import GroupIdentity
+from fairlead_workergroup._calls.handle import GroupIdentity
 from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 
 SECRET = "secret-in-a-default"

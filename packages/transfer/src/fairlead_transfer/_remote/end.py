@@ -77,9 +77,12 @@ class End:
         self._torn = False
         # The memory of the committed version, until another link overwrites it.
         self._claimed: list[tuple[str, int, int]] = []
-        # Of the attempt whose `before` has been called, and the reply to its commit if that has failed.
-        self._prepared: tuple[int, dict[str, Any]] = (-1, {})
         self._concurrent = False
+
+    @property
+    def held(self) -> int | str | None:
+        """The version in place, as in `Link.versions`."""
+        return "torn" if self._torn else self._committed and self._committed[1]
 
     def serve(self, worker: Any, operation: str, args: tuple[Any, ...]) -> Any:
         """Run an operation; on a worker whose async methods overlap, the result is a coroutine on its event loop."""
@@ -160,14 +163,9 @@ class End:
         return await self._in_thread(self._fetch_all, epoch, version, staged, verify, time.monotonic() + within_s)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
-        """Call a method before the commit of an attempt, which says whether it has failed."""
-        if epoch < self._epoch or not self._orders:  # nothing will be committed
-            return
-        self._prepared = epoch, {}
-        try:
+        """Call a method of the user's before the wait of a commit, which its error ends."""
+        if epoch >= self._epoch:  # otherwise nothing will be committed
             await self._call(worker, method)
-        except Exception as error:  # noqa: BLE001  whatever the user's method raises
-            self._prepared = epoch, describe_error(error)
 
     async def _commit(
         self,
@@ -175,7 +173,6 @@ class End:
         epoch: int,
         version: int,
         before: str | None,
-        is_prepared: bool,
         after: str | None,
         apply: str | None,
         chunk_bytes: int,
@@ -183,8 +180,8 @@ class End:
     ) -> dict[str, Any]:
         """Put the staged tensors into place, while no method of the worker runs or those that run have paused.
 
-        With `is_prepared`, an earlier request has called `before`. `reading` is None for what `_fetch` has staged, and
-        otherwise has its last arguments: nothing has been staged, and the tensors of the target are read into.
+        `reading` is None for what `_fetch` has staged, and otherwise has its last arguments: nothing has been staged,
+        and the tensors of the target are read into.
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
@@ -201,15 +198,13 @@ class End:
             there = bool(self._values or not self._marks) and self._has_orders(*reading[:2])
         if not there:
             return {"missing": True}
-        if is_prepared and self._prepared != (epoch, {}):
-            return self._prepared[1] or {"missing": True}
         began, writing, reply = time.monotonic(), False, dict[str, Any]()
         try:
             commit_fault(self._key[1], "commit")
-            await self._call(worker, None if is_prepared else before)
+            await self._call(worker, before)
             await self._look_again(worker)
             finish(self._values.values())
-            writing = True
+            writing, self._committed = True, None
             reply["overwritten"] = self._claim(apply)
             if reading is None:
                 await self._put(apply, worker, chunk_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function that every request calls: small, because it travels with each of them."""
+"""The functions that requests call: small, because they travel with each of them."""
 
 import sys
 import types
@@ -22,3 +22,16 @@ def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str,
             return None
         ends[key] = ray.cloudpickle.loads(code)(key)
     return ends[key].serve(worker, operation, args)
+
+
+def check_version(key: tuple[str, str], needed: int, make_error: bytes) -> None:
+    """Refuse a method that was called when the end held another version; a link that has been closed refuses none.
+
+    The caller gets the error that the pickled function returns for the rank and what it holds.
+    """
+    shared: Any = sys.modules.get(SHARED)
+    end = None if shared is None else shared.ends.get(key)
+    if end is not None and end.held != needed:
+        refusal: Any = ray.exceptions.RayError(f"This worker holds version {end.held}, and the call needs {needed}.")
+        refusal.fairlead_error = make_error, end.held
+        raise refusal

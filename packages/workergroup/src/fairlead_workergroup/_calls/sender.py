@@ -48,6 +48,20 @@ class Request(NamedTuple):
     backpressure: int | None = None
 
 
+class Need(NamedTuple):
+    """A condition that has to hold in a worker when it begins a method.
+
+    Attributes:
+        function: pickled by `ray.cloudpickle`; it raises an error if that does not hold. If it is a `RayError` with an
+            attribute `fairlead_error`, a pickled function and values, the caller gets the error that the function
+            returns for the rank and the values.
+        args: its arguments.
+    """
+
+    function: bytes
+    args: tuple[Any, ...]
+
+
 class Order(NamedTuple):
     """A call that is ready to be sent, now or later.
 
@@ -130,7 +144,7 @@ class Sender:
     read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
     observed: ObservedCalls = field(default_factory=ObservedCalls)  # the observer of the calls
-    checks: list[Callable[[str, Sequence[int]], object]] = field(default_factory=list)  # of packages; see spi
+    checks: list[Callable[[str, Sequence[int]], Need | None]] = field(default_factory=list)  # of packages; see spi
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
     transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
@@ -202,9 +216,10 @@ class Sender:
         if order.sharding is not self.roster.now.sharding:
             check_ranks(order, self.roster.now)
         now = self.roster.check_alive()
-        if not order.passes:
-            for check in list(self.checks):  # again: the group or the worker may have changed
-                check(order.method.name, order.ranks)
+        needs: list[Need] = []
+        for check in () if order.passes else list(self.checks):  # again: the group or the worker may have changed
+            if (need := check(order.method.name, order.ranks)) is not None:
+                needs.append(need)
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.
@@ -213,14 +228,15 @@ class Sender:
         transport = self.transport
         if transport is not None and not order.encoded and not transport.makes_way(order.ranks):
             return transport
-        futures = self._send(now, order)
-        if self.launcher.worker_class.concurrent:
+        overlaps = self.launcher.worker_class.concurrent
+        futures = self._send(now, order, needs if overlaps else ())
+        if overlaps:
             self.overlapping.note(futures)
         entry = self.observed.begin(order.method.name, order.began, futures) if futures else 0
         self.counters.add(requests=len(futures))
         return Sent(futures, now.epoch, entry)
 
-    def _send(self, now: Snapshot, order: Order) -> list[Any]:
+    def _send(self, now: Snapshot, order: Order, needs: Sequence[Need]) -> list[Any]:
         """Send the requests by the transport if there is one and it can carry them, and otherwise by Ray."""
         transport = self.transport
         if transport is not None and order.encoded:
@@ -232,6 +248,9 @@ class Sender:
         if order.has_answers:  # which have been stored, unless the transport has been closed since then
             order = self._store_answers(order)
         members, requests = now.members, order.requests
+        epoch = None if self.is_owner else now.epoch
+        if needs or epoch is not None:
+            requests = (_fence(request, order.method, [epoch, None, *needs]) for request in requests)
         refs = []
         with contextlib.nullcontext() if transport is None else transport.detour(order.ranks):
             for rank, request in zip(order.ranks, requests, strict=True):
@@ -388,6 +407,13 @@ def _make_rows(
         if answers is not None and not answers[at]:
             name, args = "_fairlead_silent", [name, *args]
         yield Request(name, args, kwargs, method.backpressure if name == "_fairlead_items" else None)
+
+
+def _fence(request: Request, method: Method, how: list[Any]) -> Request:
+    """Return a request that a worker refuses if it is in another epoch, or if a need does not hold in it."""
+    kind = "value" if request.method == "_fairlead_silent" else method.result
+    backpressure = method.backpressure if kind == "items" else None
+    return Request(f"_fairlead_{kind}", [how, request.method, *request.args], request.kwargs, backpressure)
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -123,13 +123,16 @@ class WorkerHost:
     def _fairlead_begin(self, how: list[Any], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of this host, in the epoch and with the arguments that `how` describes.
 
-        It has the epoch of the call, or None for any, and the plan of `_regroup`, or None for complete arguments.
+        It has the epoch of the call, or None for any, the plan of `_regroup`, or None for complete arguments, and the
+        needs of the call; see `Need`.
         """
-        epoch, plan = how
+        epoch, plan, *needs = how
         if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):
             refusal = RayError(f"{method!r} was planned for epoch {epoch}, and this worker is in epoch {own}.")
             refusal.fairlead_epochs = epoch, own
             raise refusal
+        for pickled, values in needs:
+            ray.cloudpickle.loads(pickled)(*values)
         if plan is not None:
             args, kwargs = _regroup(plan, args)
         return getattr(self, method)(*args, **kwargs)
@@ -166,8 +169,12 @@ class WorkerHost:
         with _MethodRun(self._fairlead_record, self._fairlead_methods.index(name), name):
             return function(self, *args)
 
-    def _fairlead_function_alone(self, within_s: float, name: str, pickled: bytes, /, *args: Any) -> Any:
+    def _fairlead_function_alone(
+        self, within_s: float, name: str, pickled: bytes, /, *args: Any, first: Sequence[Any] | None = None
+    ) -> Any:
         """Call a function while no method of the worker runs, which is so whenever it gets its turn."""
+        if first is not None:
+            self._fairlead_function_plain(name, pickled, *first)
         return self._fairlead_function_plain(name, pickled, *args)
 
     def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> Iterator[Any]:
@@ -245,12 +252,16 @@ class ConcurrentHost(WorkerHost):
         while (gate := self._fairlead_gate) is not None:
             await gate.wait()
 
-    async def _fairlead_function_alone(self, within_s: float, name: str, pickled: bytes, /, *args: Any) -> Any:
+    async def _fairlead_function_alone(
+        self, within_s: float, name: str, pickled: bytes, /, *args: Any, first: Sequence[Any] | None = None
+    ) -> Any:
         """Call a function when the methods that run have ended; later ones wait until it has."""
         deadline = time.monotonic() + within_s
         await self._fairlead_pass()
         gate = self._fairlead_gate = asyncio.Event()
         try:
+            if first is not None:
+                await self._fairlead_function_now(name, pickled, first)
             while self._fairlead_record.running:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
@@ -258,14 +269,16 @@ class ConcurrentHost(WorkerHost):
                         f"{name!r} was not called"
                     )
                 await asyncio.sleep(0.001)
-            number = self._fairlead_methods.index(FUNCTION)
-            async with self._fairlead_exits:
-                with _MethodRun(self._fairlead_record, number, name):
-                    result = self._fairlead_apply(name, pickled, *args)
-                    return await result if inspect.isawaitable(result) else result
+            return await self._fairlead_function_now(name, pickled, args)
         finally:
             self._fairlead_gate = None
             gate.set()
+
+    async def _fairlead_function_now(self, name: str, pickled: bytes, args: Sequence[Any]) -> Any:
+        async with self._fairlead_exits:
+            with _MethodRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
+                result = self._fairlead_apply(name, pickled, *args)
+                return await result if inspect.isawaitable(result) else result
 
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]

@@ -15,26 +15,26 @@ from fairlead_placement import Slot, init_ray
 from fairlead_placement.spi import ask_head, head_deadline, never_connect, read_newer, refuse_client
 from fairlead_sharding import NamedSharding
 
-from ._calls.map import MapOptions
-from ._calls.plan import Mesh
-from ._calls.sender import Order, Request, Sender, set_sender
-from ._calls.view import Target, TypedCalls
-from ._membership.gate import Gate
-from ._membership.judge import Evidence, Judge, decide
-from ._membership.model import Member, Place, Snapshot, make_process
-from ._membership.operations import RestartPolicy
-from ._membership.roster import Roster
-from ._observe.calls import Counters
-from ._observe.evidence import RayWitnesses
-from ._observe.extensions import extend
-from ._observe.observer import STUCK_AFTER_S, Observer
-from ._observe.publications import ANSWER_S, RegisteredGroup, RegisteredWorker, find_group, read_group
-from ._observe.registration import KEY
-from ._observe.status import WorkerStatus
-from ._ray_private import actor_id_of
-from ._start.worker_class import WorkerClass
-from ._world import Deadline
-from .exceptions import WorkerFailure, WorkerGroupError
+from .._membership.gate import Gate
+from .._membership.judge import Evidence, Judge, decide
+from .._membership.model import Member, Place, make_process
+from .._membership.operations import RestartPolicy
+from .._membership.roster import Roster
+from .._observe.calls import Counters
+from .._observe.evidence import RayWitnesses
+from .._observe.extensions import extend
+from .._observe.observer import STUCK_AFTER_S, Observer
+from .._observe.publications import ANSWER_S, RegisteredGroup, RegisteredWorker, find_group, read_group
+from .._observe.registration import KEY
+from .._observe.status import WorkerStatus
+from .._ray_private import actor_id_of
+from .._start.worker_class import WorkerClass
+from .._world import Deadline
+from ..exceptions import WorkerFailure, WorkerGroupError
+from .map import MapOptions
+from .plan import Mesh
+from .sender import Sender, set_sender
+from .view import Target, TypedCalls
 
 # All nodes of a group get a publication within milliseconds of each other.
 SETTLED_S = 2.0
@@ -246,16 +246,6 @@ class _ClientSender(Sender):
         while self.roster.now.epoch < at_least and not until.passed:
             time.sleep(AGAIN_EPOCH_S)
             self._read_newer()
-
-    def _send(self, now: Snapshot, order: Order) -> list[Any]:
-        """Send requests that a worker refuses if it is in another epoch than this roster."""
-
-        def fence(one: Request) -> Request:
-            kind = "value" if one.method == "_fairlead_silent" else order.method.result
-            backpressure = order.method.backpressure if kind == "items" else None
-            return Request(f"_fairlead_{kind}", [[now.epoch, None], one.method, *one.args], one.kwargs, backpressure)
-
-        return super()._send(now, order._replace(requests=map(fence, order.requests)))
 
     def _read_newer(self) -> None:
         self.roster.check_connected()
