@@ -30,7 +30,9 @@ class LedgerHandle:
     """The ledger of an actor. It can be passed to tasks and actors.
 
     Each method returns an `ObjectRef` of the result of the method of `AsyncLedger` or `Ledger` with the same name.
-    Give leases a deadline: if the process that has called `lease` dies, they expire.
+    Give leases a deadline: if the process that has called `lease` dies, they expire. Ray keeps no order of requests to
+    this actor, so fetch the result of a request before you make another one that relies on it, such as `claim` after
+    `advance`.
 
     >>> import ray  # doctest: +SKIP
     >>> ledger = start_ledger(lambda: Ledger(config, IndexStream(1000, seed=0)))  # doctest: +SKIP
