@@ -240,9 +240,10 @@ def texts_of(folder: Path) -> list[str]:
 
 def test_every_error_has_an_entry():
     """Troubleshooting has an entry for each public error, with a cause, a remedy, and messages that the code has."""
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", read("troubleshooting.md"), re.MULTILINE | re.DOTALL))
-    errors = public_errors()
+    page, errors = read("troubleshooting.md"), public_errors()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     assert list(sections) == sorted(errors)
+    assert re.findall(r"^\[(\w+)\]\(#", page, re.MULTILINE) == sorted(errors)
     for name, section in sections.items():
         assert section.count("**Cause:**") == section.count("**Remedy:**") == 1, name
         messages = re.findall(r"^- \*\*Message:\*\* `(.+)`$", section, re.MULTILINE)
