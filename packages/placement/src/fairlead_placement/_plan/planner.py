@@ -39,6 +39,10 @@ class Shape:
     unit: Amounts
 
 
+# The logical nodes of each shape.
+Members = dict[Shape, list[int]]
+
+
 def decide(
     asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
 ) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
@@ -83,6 +87,7 @@ class Site:
         selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask, *_ in alike}.values())
         self.shapes: list[Shape] = []
         self.shape_of: dict[int, Shape] = {}
+        self.members: Members = {}
         for s, members in enumerate(alike):
             ask = members[0]
             amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
@@ -90,7 +95,8 @@ class Site:
             unit = tuple(n * least for n in amounts)
             shape = Shape(s, ask.count, amounts, selectors.index(ask.labels), ask.strategy, least, unit)
             self.shapes.append(shape)
-            self.shape_of.update((one.node_idx, shape) for one in members)
+            self.members[shape] = [one.node_idx for one in members]
+            self.shape_of.update(dict.fromkeys(self.members[shape], shape))
         numbers: dict[object, int] = {}
         self.rooms: list[Room] = []
         self.kind_of: list[int] = []
@@ -103,35 +109,38 @@ class Site:
             if number == len(self.rooms):
                 self.rooms.append((tuple(round((amount or 0) * PRECISION) for amount in seen[0]), matched))
             self.kind_of.append(number)
-        self._fits: dict[tuple[Amounts, int], tuple[list[int], list[int]]] = {}
+        counted: dict[tuple[Amounts, int], list[int]] = {}
+        for shape in self.shapes:
+            if (key := (shape.bundle, shape.selector)) not in counted:
+                counted[key] = [_count_units(room, *key) for room in self.rooms]
+        # How many bundles a node holds, by shape and by kind of node.
+        self.fits = [counted[shape.bundle, shape.selector] for shape in self.shapes]
 
     def is_impossible(self, segment_size: int | None) -> bool:
         """Return whether a necessary condition fails: what is alike has room alone, and all of it in total."""
         if segment_size is None:
             everywhere = range(len(self.nodes))
-            if not self.has_room(self.asks, everywhere, self.own_nodes):
+            if not self.has_room(self.members, everywhere, self.own_nodes):
                 return True
             strict = all(shape.strategy in ("STRICT_PACK", "STRICT_SPREAD") for shape in self.shapes)
-            return self.own_nodes and strict and self._place_apart(self.asks, everywhere) is None
-        blocks = self._blocks(self.asks, segment_size)
-        kinds = group_pairs((self._kind_of_block(block), block) for block in blocks)
+            return self.own_nodes and strict and self._place_apart(self.members, everywhere) is None
         room = sum(len(members) // segment_size for members in self._domains().values())
-        return room < len(blocks) or any(
+        return room < len(self.asks) // segment_size or any(
             self.place_in_segments([ask for block in alike for ask in block], segment_size) is None
-            for alike in kinds.values()
+            for alike in self._blocks(self.asks, segment_size).values()
         )
 
-    def has_room(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> bool:
+    def has_room(self, members: Members, positions: Sequence[int], own_nodes: bool) -> bool:
         """Return whether the asks of each shape would fit alone, and all asks together if nodes could be joined."""
         nodes = Counter(self.kind_of[at] for at in positions)
-        alike = Counter(self.shape_of[ask.node_idx] for ask in asks)
+        alike = {shape: len(numbers) for shape, numbers in members.items()}
         for shape, count in alike.items():
             units = shape.count // shape.least
             # The largest number of units on one node.
             most = 1 if own_nodes else count
             if shape.strategy != "STRICT_SPREAD":
                 most = units if own_nodes else units * count
-            fits = self.fits(shape)[0]
+            fits = self.fits[shape.number]
             if sum(min(fits[kind] // shape.least, most) * n for kind, n in nodes.items()) < units * count:
                 return False
         return all(
@@ -140,37 +149,26 @@ class Site:
             for r in range(len(self.shapes[0].bundle) if self.shapes else 0)
         )
 
-    def fits(self, shape: Shape) -> tuple[list[int], list[int]]:
-        """Return how many bundles of a shape a node holds, by kind of node and by node."""
-        key = (shape.bundle, shape.selector)
-        if key not in self._fits:
-            by_kind = [_count_units(room, *key) for room in self.rooms]
-            self._fits[key] = by_kind, [by_kind[kind] for kind in self.kind_of]
-        return self._fits[key]
-
     def profiles(
         self, shapes: Sequence[Shape], groups: Sequence[Sequence[int]]
     ) -> list[dict[tuple[int, ...], list[int]]]:
         """Return the nodes of each group by how many bundles of each shape they hold; 0 if too few."""
-        worth = [[units if units >= shape.least else 0 for units in self.fits(shape)[0]] for shape in shapes]
+        worth = [[units if units >= shape.least else 0 for units in self.fits[shape.number]] for shape in shapes]
         by_kind = list(zip(*worth, strict=True)) if worth else [()] * len(self.rooms)
         return [group_pairs((by_kind[self.kind_of[at]], at) for at in group) for group in groups]
 
-    def group_by_shape(self, asks: Sequence[Ask]) -> dict[Shape, list[int]]:
-        """Return the logical nodes of each shape."""
-        return group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
-
     def place(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
         """Place asks on some of the nodes, and assign the nodes of all asks of a shape in physical order."""
+        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
         found = self._place_in_order(asks, positions)
-        if found is None and self.has_room(asks, positions, own_nodes):
-            found = self._place_apart(asks, positions)
+        if found is None and self.has_room(members, positions, own_nodes):
+            found = self._place_apart(members, positions)
             if found is None and not own_nodes:
-                found = self._place_tightly(asks, positions, own=False)
+                found = self._place_tightly(members, positions, own=False)
         if found is None:
             return None
         ordered: Places = {}
-        for numbers in self.group_by_shape(asks).values():
+        for numbers in members.values():
             ordered.update(zip(numbers, sorted(found[number] for number in numbers), strict=True))
         return ordered
 
@@ -183,28 +181,29 @@ class Site:
         def unused(shape: Shape, least: int = 1, roomiest: bool = False) -> Iterator[int]:
             key = (shape.bundle, shape.selector, least, roomiest)
             if key not in walks:
-                fits = self.fits(shape)[1]
-                order = sorted(positions, key=lambda at: -fits[at]) if roomiest else positions
-                walks[key] = (at for at in order if fits[at] >= least and at not in used)
+                fits, kind_of = self.fits[shape.number], self.kind_of
+                order = sorted(positions, key=lambda at: -fits[kind_of[at]]) if roomiest else positions
+                walks[key] = (at for at in order if fits[kind_of[at]] >= least and at not in used)
             return walks[key]
 
         found: Places = {}
         for ask in asks:
             shape = self.shape_of[ask.node_idx]
+            fits = self.fits[shape.number]
             picked: list[int] = []
             if shape.strategy in ("STRICT_PACK", "PACK"):
                 picked = [at for at in islice(unused(shape, ask.count), 1) for _ in range(ask.count)]
             if shape.strategy == "PACK" and not picked:
                 # As few nodes as possible: the roomiest first.
                 for at in unused(shape, roomiest=True):
-                    picked += [at] * min(ask.count - len(picked), self.fits(shape)[1][at])
+                    picked += [at] * min(ask.count - len(picked), fits[self.kind_of[at]])
                     if len(picked) == ask.count:
                         break
             if shape.strategy in ("SPREAD", "STRICT_SPREAD"):
                 takers = picked = list(islice(unused(shape), ask.count))
                 turn = 1
                 while shape.strategy == "SPREAD" and takers and len(picked) < ask.count:
-                    takers = [at for at in takers if self.fits(shape)[1][at] > turn][: ask.count - len(picked)]
+                    takers = [at for at in takers if fits[self.kind_of[at]] > turn][: ask.count - len(picked)]
                     picked = picked + takers
                     turn += 1
             if len(picked) < ask.count:
@@ -213,12 +212,11 @@ class Site:
             found[ask.node_idx] = sorted(picked)
         return found
 
-    def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
+    def _place_apart(self, members: Members, positions: Sequence[int]) -> Places | None:
         """Place each ask on nodes of its own, whenever that is possible."""
-        members = self.group_by_shape(asks)
         shapes = sorted(members, key=lambda shape: (-shape.least, shape.number))
         if any(shape.strategy in ("PACK", "SPREAD") for shape in shapes):
-            return self._place_tightly(asks, positions, own=True)
+            return self._place_tightly(members, positions, own=True)
         (profiles,) = self.profiles(shapes, [positions])
         needs = [shape.count // shape.least * len(members[shape]) for shape in shapes]
         given = match(needs, {profile: len(at) for profile, at in profiles.items()})
@@ -232,9 +230,8 @@ class Site:
                 found[number] = [at for at in islice(taken, shape.count // shape.least) for _ in range(shape.least)]
         return found
 
-    def _place_tightly(self, asks: Sequence[Ask], positions: Sequence[int], *, own: bool) -> Places | None:
+    def _place_tightly(self, members: Members, positions: Sequence[int], *, own: bool) -> Places | None:
         """Place the most demanding ask first, each unit on the node that suits it best. With `own`, asks share none."""
-        members = self.group_by_shape(asks)
         free = group_pairs((self.rooms[self.kind_of[at]], at) for at in positions)
         largest = [max(column, default=0) for column in zip(*(room[0] for room in free), strict=True)]
 
@@ -276,12 +273,10 @@ class Site:
         places = ((node_place(node)[0], at) for at, node in enumerate(self.nodes))
         return group_pairs((domain, at) for domain, at in places if domain)
 
-    def _blocks(self, asks: Sequence[Ask], segment_size: int) -> list[Sequence[Ask]]:
-        """Return the asks in groups of this many, as `check_segments` of `_model` has allowed it."""
-        return [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
-
-    def _kind_of_block(self, block: Sequence[Ask]) -> tuple[int, ...]:
-        return tuple(sorted(self.shape_of[ask.node_idx].number for ask in block))
+    def _blocks(self, asks: Sequence[Ask], segment_size: int) -> dict[tuple[int, ...], list[Sequence[Ask]]]:
+        """Return the asks in groups of this many, as `check_segments` of `_model` has allowed it, by their shapes."""
+        blocks = [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
+        return group_pairs((tuple(sorted(self.shape_of[ask.node_idx].number for ask in one)), one) for one in blocks)
 
     def place_in_segments(self, asks: Sequence[Ask], segment_size: int) -> Places | None:
         """Place the asks in groups of this many, the largest first, each in the first domain that has room for it."""
@@ -289,7 +284,7 @@ class Site:
         profiles = [
             {profile: len(at) for profile, at in of_domain.items()} for of_domain in self.profiles(self.shapes, domains)
         ]
-        kinds = group_pairs((self._kind_of_block(block), block) for block in self._blocks(asks, segment_size))
+        kinds = self._blocks(asks, segment_size)
         needs = [[0] * len(self.shapes) for _ in domains]
         content: list[list[Ask]] = [[] for _ in domains]
         for kind in sorted(kinds, key=lambda kind: (-sum(self.shapes[s].count for s in kind), kind)):
