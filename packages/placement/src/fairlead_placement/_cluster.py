@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
-import ray
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
 from . import _model
 from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
+from ._nodes.agent import read_usage
 from ._nodes.head import ask_head, head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
@@ -258,7 +258,6 @@ class RayVirtualCluster:
         Raises:
             PlacementError: Ray is not running.
         """
-        self._check_running()
         with head_deadline():
             held, slots = self._holding.held, self._shown_slots()
             if held and slots:
@@ -284,7 +283,8 @@ class RayVirtualCluster:
                 not running; or this is a view of a cluster that has been shut down.
         """
         if self._holding.held is not None:
-            self._check_its_ray()
+            if self._holding.ray_ended:
+                raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
             if unified != self._holding.request.unified:
                 raise PlacementError(
                     f"{self!r} is reserved with unified={not unified}; shutdown() it before it is reserved with "
@@ -295,21 +295,13 @@ class RayVirtualCluster:
             raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
         if self._holding.is_adopted:
             raise PlacementError(f"{self!r} was made from placement groups of others: make another one from them")
-        self._check_running()
         self._holding.reserve(unified=unified)
         return self
 
-    def _check_its_ray(self) -> None:
-        if self._holding.ray_ended:
-            raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
-
-    def _check_running(self) -> None:
-        if not ray.is_initialized():
-            raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-
     def get_placement_groups(self) -> list[PlacementGroup]:
         """Return the placement groups, one per logical node in use (one in all when unified). Reserves."""
-        return self._holding.groups_of(self.slots())
+        slots, held = self.slots(), self._holding.held
+        return held.groups_of(slots) if held else []
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.
@@ -320,9 +312,7 @@ class RayVirtualCluster:
         return tuple(self._own_places().values())
 
     def _own_places(self) -> Mapping[int, Slot]:
-        self._check_its_ray()
-        if self._holding.held is None:
-            self.reserve()
+        self.reserve(unified=self._holding.held is not None and self._holding.request.unified)
         held, mine = self._holding.held, self._places
         places = held.places if held else {}
         return places if mine is None else {place: slot for place, slot in places.items() if place in mine}
@@ -404,7 +394,7 @@ class RayVirtualCluster:
         self._check_no_view("release_nodes")
         if self._holding.held is None:
             raise PlacementError(f"{self!r} has no nodes to release. Reserve it first.")
-        self._check_its_ray()
+        self.slots()  # which raises if its Ray has been shut down
         if not self._holding.release(wanted):
             raise not_returned(f"logical node(s) {sorted(wanted)} of {self!r}")
 
@@ -434,7 +424,8 @@ class RayVirtualCluster:
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
             )
         ends = itertools.accumulate(sizes, initial=0)
-        return tuple(self._view(range(start, end)) for start, end in itertools.pairwise(ends))
+        places = list(self._own_places().items())
+        return tuple(self._view(places[start:end]) for start, end in itertools.pairwise(ends))
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
         """Return a view of the slots of some logical nodes. Reserves.
@@ -443,18 +434,18 @@ class RayVirtualCluster:
             IndexError: a logical node is not in use.
         """
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
-        there = {slot.node_idx for slot in self.slots()}
+        places = self._own_places().items()
+        there = {slot.node_idx for _, slot in places}
         if not wanted or not wanted <= there:
             raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
-        return self._view([at for at, slot in enumerate(self.slots()) if slot.node_idx in wanted])
+        return self._view((place, slot) for place, slot in places if slot.node_idx in wanted)
 
-    def _view(self, mine: Iterable[int]) -> "RayVirtualCluster":
-        """Return a view of the slots with the given positions in this cluster."""
-        places = list(self._own_places().items())
+    def _view(self, places: Iterable[tuple[int, Slot]]) -> "RayVirtualCluster":
+        """Return a view of some slots of this cluster, with the numbers of their places."""
         view = object.__new__(RayVirtualCluster)
         view.__dict__.update(self.__dict__)
         view._parent = self  # keeps it alive: a dropped cluster releases its reservation
-        view._places = {place: slot.node_idx for place, slot in (places[at] for at in mine)}
+        view._places = {place: slot.node_idx for place, slot in places}
         return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:
@@ -508,7 +499,8 @@ class RayVirtualCluster:
         With `monitor_memory` the peaks are those since it was reserved, or since the node's agent was replaced. Without
         it they are those of this one sample. It takes one request per node.
         """
-        return self._holding.usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
+        node_ids, held = dict.fromkeys(slot.node_id for slot in self.slots()), self._holding.held
+        return read_usage(list(node_ids), held.watcher if held else None)
 
     def groups(self) -> tuple[Any, ...]:
         """Return the worker groups that this process runs on this cluster's slots, in the order of their creation.

@@ -84,7 +84,8 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         named, reason = from_env, "RAY_ADDRESS names"
     named = from_env if named is None else named
     if named is None:
-        return _find_announced() or _find_started(local_tag())
+        # The one that was started last.
+        return _find_announced() or next(map(_make_target, reversed(_list_started(local_tag()))), None)
     if named == "auto":
         return _find_announced() or _find_only_one(private=private)
     if "://" in named:  # Ray connects to any such address through Ray Client.
@@ -155,12 +156,6 @@ def _find_announced() -> Target | None:
         return None
     reason = f"`ray start` announced in {found.file}"
     return Target(found.address, reason, f"delete {found.file} if that cluster has stopped, ")
-
-
-def _find_started(prefix: str) -> Target | None:
-    """Return the cluster that `init_ray` started last, of those whose tag begins with a prefix."""
-    started = _list_started(prefix)
-    return _make_target(started[-1]) if started else None
 
 
 def _make_target(raylet: Raylet) -> Target:

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement._reserve import held as _held
+from fairlead_placement._reserve import wait as _wait
 from fairlead_placement.testing import assert_no_leaks
 
 
@@ -120,7 +120,7 @@ def test_a_replacement_is_watched(nodes, eventually):
 
 def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     """A reservation avoids a node that starts to drain during it (seam: the moment at which it drains)."""
-    slots_of = _held.slots_of
+    slots_of = _wait.slots_of
     drained: list[str] = []
 
     def drain_first(placed, capacity, **options):
@@ -137,7 +137,7 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     strategies = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes.worker_nodes]
     busy = [ray.remote(num_cpus=1)(Busy).options(scheduling_strategy=strategy).remote() for strategy in strategies]
     assert ray.get([actor.here.remote() for actor in busy], timeout=120) == [True, True]
-    monkeypatch.setattr(_held, "slots_of", drain_first)
+    monkeypatch.setattr(_wait, "slots_of", drain_first)
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         assert [slot.node_id in drained for slot in cluster.slots()] == [False]
 

@@ -94,10 +94,9 @@ def test_the_order_of_slots(random):
         return make_slots(random, "pg", counts, machines)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_held, "_take", take)
+        patch.setattr(_held, "reserve", take)
         patch.setattr(_held, "remove", lambda groups, **_: removed.extend(group.id for group in groups) or True)
         patch.setattr(_held, "connection", lambda: "here")
-        patch.setattr("fairlead_placement._cluster.ray.is_initialized", lambda: True)
         patch.setattr(_held, "close_slots", lambda slots: [])
         patch.setattr(_held, "dismiss_agents", lambda _: None)
         counts = [random.randint(0, 3) for _ in range(random.randint(1, 3))]
@@ -190,14 +189,11 @@ def test_the_order_of_groups_after_a_replacement(monkeypatch):
         )
 
     alive = {f"n{number}" for number in range(6)}
-    monkeypatch.setattr(_held, "_take", reserve_next)
-    monkeypatch.setattr(_held, "reserve", lambda *_: [])
-    monkeypatch.setattr(_held, "slots_of", reserve_next)
+    monkeypatch.setattr(_held, "reserve", reserve_next)
     monkeypatch.setattr(_held, "alive_nodes", lambda: frozenset(alive))
     monkeypatch.setattr(_held, "remove", lambda *_, **__: True)
     monkeypatch.setattr(_held, "dismiss_agents", lambda _: None)
     monkeypatch.setattr(_held, "connection", lambda: "here")
-    monkeypatch.setattr("fairlead_placement._cluster.ray.is_initialized", lambda: True)
     with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="SPREAD") as cluster:
         for lost, groups in (
             ("n0", ["pg-0", "pg-1"]),
@@ -240,7 +236,7 @@ def test_a_release_of_many_nodes(monkeypatch):
     holding = Holding(request, [1] * count)
     leases = tuple(PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots)
     places = dict(enumerate(slots))
-    holding.held = Held(number=1, on="here", at=0.0, places=places, next_place=count, leases=leases)
+    holding.held = Held(on="here", at=0.0, places=places, next_place=count, leases=leases)
     released = []
     monkeypatch.setattr(_held, "release_ports", released.extend)
     monkeypatch.setattr(_held, "remove", lambda groups, timeout_s: True)

@@ -138,7 +138,7 @@ def test_notebook(monkeypatch):
     """A notebook shows the same as HTML, with the groups on the cluster; names are not parsed as markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
-    held = Held(number=1, on=None, at=0.0, places=dict(enumerate(slots)), next_place=len(slots))
+    held = Held(on=None, at=0.0, places=dict(enumerate(slots)), next_place=len(slots))
     monkeypatch.setattr(cluster._holding, "held", held)
     group = Group("<b>[red]bold</b>", (0, 0, ""))
     claim = claim_slots(slots, "g", group=group)

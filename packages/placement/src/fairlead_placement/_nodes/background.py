@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .._ray_private import never_connect
@@ -58,18 +59,18 @@ class OneTimeEvent:
         return self._has_happened
 
 
+@dataclass(eq=False)
 class Job(Generic[_T]):
     """A function on a background thread. `over` is set once it has returned and its thread holds no references.
 
     Ray must not be shut down while a thread drops references. `future` has the answer a moment earlier.
     """
 
-    def __init__(self, name: str, function: Callable[[], _T]) -> None:
-        self.name = name
-        self.future: Future[_T] = Future()
-        self._function: Callable[[], _T] | None = function
-        self.began = time.monotonic()
-        self.over = OneTimeEvent()
+    name: str
+    function: Callable[[], _T] | None
+    began: float
+    future: Future[_T] = field(default_factory=Future)
+    over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
     def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
         """Return what the function returns.
@@ -94,7 +95,7 @@ class Job(Generic[_T]):
 
     def run(self) -> None:
         """Call the function. The thread then drops the job, and sets `over`."""
-        function, self._function = self._function, None
+        function, self.function = self.function, None
         try:
             assert function is not None, "a job runs once"
             self.future.set_result(function())
@@ -108,7 +109,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 def start(function: Callable[..., _T], *args: Any, name: str = "fairlead-head") -> Job[_T]:
     """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread until then."""
-    job = Job(name, functools.partial(function, *args))
+    job = Job(name, functools.partial(function, *args), time.monotonic())
     try:
         jobs = _idle.pop()
     except IndexError:

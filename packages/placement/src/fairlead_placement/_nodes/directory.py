@@ -62,7 +62,7 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
 
 def withdraw(key: str, node_ids: Iterable[str]) -> None:
     """Withdraw for good what this process has published under a key on some nodes, without waiting for it."""
-    _publications.remove(key)
+    _publications.values.pop(key, None)
     _notify(dict.fromkeys(node_ids, ("withdraw", key)))
 
 
@@ -71,26 +71,23 @@ class _Publications:
 
     def __init__(self) -> None:
         # By key: this process's worker id, the version, and the values by node id. Each change is atomic.
-        self._values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
+        self.values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
         # How many nodes have been asked.
         self._asked = 0
         self.rounds: Rounds = Rounds(
-            "fairlead-publications", CHECK_EVERY_S, self._check, lambda: bool(self._values), exit_s=PUBLISH_S
+            "fairlead-publications", CHECK_EVERY_S, self._check, lambda: bool(self.values), exit_s=PUBLISH_S
         )
 
     def add(self, owner: str, key: str, version: int, values: Mapping[str, Any]) -> None:
-        self._values[key] = owner, version, values
+        self.values[key] = owner, version, values
         self.rounds.start()
-
-    def remove(self, key: str) -> None:
-        self._values.pop(key, None)
 
     def _check(self) -> None:
         """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
         me = this_process() if ray.is_initialized() else ""
-        values = dict(self._values)
+        values = dict(self.values)
         for key in [key for key, (owner, _, _) in values.items() if owner != me]:
-            self.remove(key)
+            self.values.pop(key, None)
             del values[key]
         try:
             with head_deadline(PUBLISH_S):

@@ -19,7 +19,7 @@ from .._model import Node, group_pairs
 from .._plan.topology import physical_order
 from .._ray_private import connection, drain_deadlines, free_per_node, job_of_placement_group, live_actors
 from .._show import ResourceHolder
-from ..exceptions import HeadTimeoutError
+from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, start
 
 _T = TypeVar("_T")
@@ -78,7 +78,8 @@ def ask_head(
         PlacementError: this process is connected through Ray Client.
         Exception: any exception of the function.
     """
-    refuse_client()
+    if connection() is None:
+        refuse_client()
     until = _deadline.get(None)
     if timeout_s is None and until is not None:
         timeout_s = max(0.0, until - time.monotonic())
@@ -170,12 +171,15 @@ def read_nodes() -> tuple[Node, ...]:
     """Return the nodes that are alive and not draining, in physical order.
 
     Raises:
+        PlacementError: Ray is not running.
         HeadTimeoutError: Ray's head did not answer within `head_deadline`.
     """
     return ask_head("list the nodes and what is free on them", _read_nodes)
 
 
 def _read_nodes() -> tuple[Node, ...]:
+    if not ray.is_initialized():
+        raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
     free = free_per_node()
     leaving = drain_deadlines()
     rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] not in leaving]

@@ -6,7 +6,7 @@ The count is per driver. Ray keeps an actor pending, without an error, if its bu
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._slot import Slot
@@ -14,7 +14,7 @@ from ..exceptions import ResourceInsufficientError
 from .finalizers import wait_for_dropped
 
 _Key = tuple[str, int]
-_held: dict[_Key, list["SlotClaim"]] = {}
+_held: dict[_Key, dict["SlotClaim", None]] = {}
 # Every group that has claimed slots, in the order of its first claim: a group that moves claims again. By the identity
 # of the group, as a group may define its own equality.
 _groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
@@ -44,9 +44,8 @@ class SlotClaim:
         """Release the slots. Can be repeated."""
         with _lock:
             for key in self._keys:
-                claims = _held.get(key, [])
-                if self in claims:
-                    claims.remove(self)
+                claims = _held.get(key, {})
+                claims.pop(self, None)
                 if not claims:
                     _held.pop(key, None)
 
@@ -80,17 +79,17 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
                     f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
                     "logical node has been released (release_nodes). Take the present slots() of the cluster."
                 )
-            there = _held.get(slot.key, [])
+            there = _held.get(slot.key, {})
             if len(there) >= slot.capacity:
                 return ResourceInsufficientError(_full(slot, claim.holder, there))
         for key in claim._keys:
-            _held.setdefault(key, []).append(claim)
+            _held.setdefault(key, {})[claim] = None
         if (group := claim._group()) is not None:
             _groups.setdefault(id(group), group)
     return None
 
 
-def _full(slot: Slot, holder: str, there: Sequence[SlotClaim]) -> str:
+def _full(slot: Slot, holder: str, there: Iterable[SlotClaim]) -> str:
     names = ", ".join(repr(other.holder) for other in there)
     one = slot.capacity == 1
     # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
@@ -112,7 +111,7 @@ def close_slots(slots: Sequence[Slot]) -> list[str]:
 def _close(slots: Sequence[Slot]) -> list[str]:
     keys = [slot.key for slot in slots]
     with _lock:
-        names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, [])))
+        names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, ())))
         if not names:
             _closed.update(keys)
         return names
@@ -121,5 +120,5 @@ def _close(slots: Sequence[Slot]) -> list[str]:
 def groups_on(slots: Sequence[Slot]) -> list[Any]:
     """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
-        there = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, [])}
+        there = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, ())}
         return [group for group in _groups.values() if id(group) in there]

@@ -247,7 +247,7 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     bundle = {"GPU": 1.0}
     try:
         wanted = [("", [(node_id, bundle)]) for node_id in where]
-        there = {group.id for group in create_pinned(wanted, groups, deadline=deadline)}
+        there = {group.id for group in create_pinned(wanted, groups, deadline=deadline, partly=True)}
         made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
         placed = [one for one in made if one.group.id in there]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.

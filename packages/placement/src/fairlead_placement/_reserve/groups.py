@@ -27,7 +27,8 @@ PLACING_S = 1.0
 BUNDLE_S = 0.01
 # How many groups one request to the head may create: its deadline is for all of them.
 CREATED_TOGETHER = 64
-# Up to so many groups are looked up one by one, and more of them in the table of all groups.
+# Up to so many groups are looked up one by one, and more of them in Ray's table, which lists every group since the
+# cluster has started.
 ASKED_ALONE = 16
 # A bundle: the id of its node, and what it holds there.
 Pinned = tuple[str, Mapping[str, float]]
@@ -70,12 +71,12 @@ def place(request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: 
         [(ask.node_idx, node_id, dict(ask.bundle)) for ask in batch for node_id in chosen[ask.node_idx]]
         for batch in batches
     ]
-    wanted = {
-        f"{request.name or 'fairlead'}-{batch[0].node_idx}": [(node_id, bundle) for _, node_id, bundle in part]
+    wanted = [
+        (f"{request.name or 'fairlead'}-{batch[0].node_idx}", [(node_id, bundle) for _, node_id, bundle in part])
         for batch, part in zip(batches, parts, strict=True)
-    }
-    groups = place_pinned(wanted, deadline=deadline)
-    if groups is None:
+    ]
+    groups = create_pinned(wanted, [], deadline=deadline)
+    if len(groups) < len(wanted):
         return None
     return tuple(Reserved(group, *zip(*part, strict=True)) for group, part in zip(groups, parts, strict=True))
 
@@ -95,23 +96,21 @@ def place_pinned(
     Returns:
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
-    made: list[PlacementGroup] = []
-    placed: list[PlacementGroup] = []
-    try:
-        placed = create_pinned(wanted.items(), made, deadline=deadline)
-    finally:
-        if len(placed) < len(wanted):
-            remove(made)
+    placed = create_pinned(wanted.items(), [], deadline=deadline)
     return tuple(placed) if len(placed) == len(wanted) else None
 
 
 def create_pinned(
-    wanted: Collection[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
+    wanted: Collection[tuple[str, Sequence[Pinned]]],
+    made: list[PlacementGroup],
+    *,
+    deadline: float,
+    partly: bool = False,
 ) -> list[PlacementGroup]:
     """Create groups whose bundles are pinned to nodes, and return those that Ray places before the deadline.
 
-    `wanted` has a prefix of the name, or "", and the bundles of each group. `made` gets all groups in order, including
-    those that exist when one cannot be created. See `wait_placed`.
+    `wanted` has a prefix of the name, or "", and the bundles of each group. `made` gets all groups in order, for the
+    caller to remove if it takes some of them (`partly`). Else, if one is not placed, none is left. See `wait_placed`.
     """
     options = [
         {
@@ -121,20 +120,21 @@ def create_pinned(
         }
         for name, bundles in wanted
     ]
-    for start in range(0, len(options), CREATED_TOGETHER):
-        made += create_groups(options[start : start + CREATED_TOGETHER])
-    return wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
+    placed: list[PlacementGroup] = []
+    try:
+        for start in range(0, len(options), CREATED_TOGETHER):
+            part = options[start : start + CREATED_TOGETHER]
+            created = ask_head("create placement groups", create_groups, part, undo=_remove_late)
+            made += created
+        placed = wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
+    finally:
+        if not partly and len(placed) < len(wanted):
+            remove(made)
+    return placed
 
 
 def create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
-    """Create placement groups from Ray's options, all or none, without waiting until they are placed.
-
-    Their names are made unique.
-    """
-    return ask_head("create placement groups", _create_groups, options, undo=_remove_late)
-
-
-def _create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
+    """Create placement groups from Ray's options, all or none, without waiting until they are placed."""
     made: list[PlacementGroup] = []
     try:
         for one in options:
@@ -229,7 +229,7 @@ def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]
     strategy = asks[0].strategy if len(asks) == 1 else "STRICT_SPREAD" if own else "PACK"
     name = f"{request.name or 'fairlead'}-{asks[0].node_idx}"
     shown = {"name": name, "bundles": bundles, "strategy": strategy, "bundle_label_selector": selectors}
-    return create_groups([shown])
+    return ask_head("create placement groups", create_groups, [shown], undo=_remove_late)
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
@@ -282,11 +282,7 @@ def remove_on_error(groups: Callable[[], Sequence[PlacementGroup]]) -> Iterator[
 
 
 def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
-    """Return the rows of Ray's table for those of the groups that are not removed.
-
-    The table lists every group since the cluster has started, also those that are removed. The row of a single group
-    takes a request of its own.
-    """
+    """Return the rows of Ray's table for those of the groups that are not removed."""
     if len(ids) <= ASKED_ALONE:
         groups = (PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))) for group_id in ids)
         rows = [placement_group_table(group) for group in groups]

@@ -7,24 +7,23 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Ask, Node, Request, group_pairs
+from .._model import Ask, Request, group_pairs
 from .._nodes.agent import dismiss_agents, read_usage, unwatch
-from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
+from .._nodes.head import alive_nodes, head_deadline, read_nodes
 from .._nodes.ports import PortLease, lease_ports, release_ports
-from .._nodes.usage import NodeUsage
 from .._plan.topology import node_place
-from .._ray_private import connection, draining_nodes
+from .._ray_private import connection
 from .._slot import Slot
-from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError
+from ..exceptions import PlacementError, PlacementTimeoutError
 from .claims import close_slots
-from .groups import Reserved, read_placed, remove, remove_on_error
+from .groups import read_placed, remove, remove_on_error
 from .slots import number_slots, slots_of
 from .wait import reserve
 
@@ -40,13 +39,13 @@ class Held:
     numbers. `replacements` numbers the placement groups that have replaced parts of others, by id.
     """
 
-    number: int  # of the reservation, among those of the cluster
     on: object  # the connection to Ray
     at: float
     places: Mapping[int, Slot]
     next_place: int
     replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
     leases: tuple[PortLease, ...] = ()
+    token: object = field(default_factory=object)  # of the reservation
     watcher: str | None = None  # for which the agents of the nodes sample memory
 
     @property
@@ -74,11 +73,12 @@ class Holding:
         self.monitor_memory = monitor_memory
         self.held: Held | None = None
         self.is_adopted = False  # whether others own what is held
-        self._reservations = 0
-        # The threads that reserve, release or replace ("change"), and that extend.
-        self._busy: dict[str, int] = {}
-        # Guards all of these, and is held during no request. Reentrant: a signal handler may shut the cluster down.
-        self._lock = threading.Condition()
+        # Guards all of these, and is held during no request. The locks are reentrant: a signal handler may shut the
+        # cluster down.
+        self._lock = threading.RLock()
+        # Held by the thread that reserves, releases or replaces, and by the one that extends.
+        self._changing = threading.RLock()
+        self._extending = threading.RLock()
 
     @property
     def ray_ended(self) -> bool:
@@ -86,34 +86,10 @@ class Holding:
         held = self.held
         return held is not None and held.on != connection()
 
-    def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
-        """Return the placement groups of slots, as `Held.groups_of`."""
-        return self.held.groups_of(slots) if self.held else []
-
-    @contextlib.contextmanager
-    def _alone(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Keep other threads from doing the same during a block."""
-        me = threading.get_ident()
-        with self._lock:
-            if not self._lock.wait_for(lambda: self._busy.get(what, me) == me, timeout_s):
-                raise PlacementTimeoutError(
-                    f"Waited {timeout_s:.1f} s: another thread extends the cluster {self.request.name!r}. Try again "
-                    "when that has ended, or wait longer (timeout_s)."
-                )
-            is_outer = what not in self._busy
-            self._busy[what] = me
-        try:
-            yield
-        finally:
-            if is_outer:
-                with self._lock:
-                    del self._busy[what]
-                    self._lock.notify_all()
-
     def _check_same(self, mine: Held | None) -> Held:
         """Return what is held now; raise if the reservation has ended to which `mine` belongs."""
         held = self.held
-        if held is None or mine is None or held.number != mine.number:
+        if held is None or mine is None or held.token is not mine.token:
             raise PlacementError(
                 f"The cluster {self.request.name!r} was shut down while it was extended. Nothing of the extension "
                 "stays reserved."
@@ -123,16 +99,14 @@ class Holding:
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
         request = replace(self.request, unified=unified)
-        with self._alone("change"), head_deadline(max(request.timeout_s, request.wait_for_nodes_s)):
+        with self._changing, head_deadline(max(request.timeout_s, request.wait_for_nodes_s)):
             if self.held is not None:
                 return
             on = connection()
-            places = dict(enumerate(_take(request)))
+            places = dict(enumerate(reserve(request)))
             with self._lock:
-                self._reservations += 1
                 self.request = request
                 held = self.held = Held(
-                    number=self._reservations,
                     on=on,
                     at=time.time(),
                     places=places,
@@ -154,7 +128,7 @@ class Holding:
             places = dict(enumerate(slots_of(placed, self.request.capacity, deadline=deadline)))
         asks = [replace(ask, bundle=one.bundles[0]) for ask, one in zip(self.request.asks, placed, strict=True)]
         self.request = replace(self.request, asks=tuple(asks))
-        self.held = Held(number=0, on=connection(), at=time.time(), places=places, next_place=len(places))
+        self.held = Held(on=connection(), at=time.time(), places=places, next_place=len(places))
         self.is_adopted = True
 
     def extend(
@@ -166,7 +140,13 @@ class Holding:
         others hold, and another thread that changes the cluster.
         """
         mine, began = self.held, time.monotonic()
-        with self._alone("extend", timeout_s):
+        with contextlib.ExitStack() as stack:
+            if not self._extending.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                raise PlacementTimeoutError(
+                    f"Waited {timeout_s:.1f} s: another thread extends the cluster {self.request.name!r}. Try again "
+                    "when that has ended, or wait longer (timeout_s)."
+                )
+            stack.callback(self._extending.release)
             waited = time.monotonic() - began
             left_s, nodes_s = max(0.0, timeout_s - waited), max(0.0, wait_for_nodes_s - waited)
             first = len(self.counts)
@@ -175,21 +155,21 @@ class Holding:
                 self.request, asks=asks, timeout_s=left_s, wait_for_nodes_s=nodes_s, timeout_name="timeout_s"
             )
 
-            def look() -> Sequence[Node]:
+            def find_taken() -> Collection[str]:
                 held = self._check_same(mine)
                 # With these, every logical node is on a physical node of its own.
-                return _nodes_except(held.node_ids if part.unified or part.segment_size else ())
+                return held.node_ids if part.unified or part.segment_size else ()
 
-            with head_deadline(max(left_s, nodes_s)):
-                slots = _take(part, look, self._amounts)
-                with remove_on_error(lambda: [slot.placement_group for slot in slots]), self._lock:
-                    held = self._check_same(mine)
-                    numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
-                    places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
-                    self.request = replace(self.request, asks=(*self.request.asks, *asks))
-                    self.counts = (*self.counts, *counts)
-                    self.held = replace(held, places=places, next_place=held.next_place + len(slots))
-                self._watch(held)
+            stack.enter_context(head_deadline(max(left_s, nodes_s)))
+            slots = reserve(part, find_taken, self._amounts)
+            with remove_on_error(lambda: [slot.placement_group for slot in slots]), self._lock:
+                held = self._check_same(mine)
+                numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
+                places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
+                self.request = replace(self.request, asks=(*self.request.asks, *asks))
+                self.counts = (*self.counts, *counts)
+                self.held = replace(held, places=places, next_place=held.next_place + len(slots))
+            self._watch(held, self.held)
             return tuple(ask.node_idx for ask in asks)
 
     def _amounts(self) -> dict[str, dict[str, float]]:
@@ -205,7 +185,7 @@ class Holding:
 
     def release(self, wanted: AbstractSet[int]) -> bool:
         """Release logical nodes, and return whether Ray had their resources back in time."""
-        with self._alone("change"), head_deadline(GIVE_BACK_S):
+        with self._changing, head_deadline(GIVE_BACK_S):
             slots = self.held.slots if self.held else ()
             there = {slot.node_idx for slot in slots}
             if not wanted <= there:
@@ -228,14 +208,8 @@ class Holding:
                 places = dict(zip(kept, number_slots(kept.values()), strict=True))
                 staying = {slot.node_id for slot in kept.values()}
                 leases = tuple(lease for lease in before.leases if lease.node_id in staying)
-                self.held = replace(before, places=places, leases=leases)
-            try:
-                self._watch(before)
-                release_ports([lease for lease in before.leases if lease.node_id not in staying])
-            finally:
-                returned = remove(before.groups_of(gone), timeout_s=GIVE_BACK_S)
-            dismiss_agents(set(before.node_ids) - staying)
-        return returned
+                self.held = held = replace(before, places=places, leases=leases)
+            return self._return(before, held)
 
     def _check_whole(self, slots: Sequence[Slot], wanted: AbstractSet[int]) -> None:
         """Refuse to release a part of a placement group or of a segment."""
@@ -247,19 +221,35 @@ class Holding:
                 why = "one placement group" if self.request.unified else "one segment"
                 raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
 
-    def _watch(self, before: Held) -> None:
+    def _watch(self, before: Held, held: Held | None) -> None:
         """Have the memory of the present nodes sampled, instead of those that were held before."""
-        if (held := self.held) is None or held.watcher is None:
+        if before.watcher is None:
             return
-        unwatch(set(before.node_ids).difference(held.node_ids), held.watcher)
-        # A new node whose agent does not answer now is watched from the next `usage` on.
-        with contextlib.suppress(PlacementError):
-            read_usage([node_id for node_id in held.node_ids if node_id not in before.node_ids], held.watcher)
+        old, present = set(before.node_ids), held.node_ids if held else []
+        unwatch(old.difference(present), before.watcher)
+        if new := [node_id for node_id in present if node_id not in old]:
+            # A new node whose agent does not answer now is watched from the next `usage` on.
+            with contextlib.suppress(PlacementError):
+                read_usage(new, before.watcher)
+
+    def _return(self, before: Held, held: Held | None) -> bool:
+        """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
+        slots, leases = (held.slots, held.leases) if held else ((), ())
+        try:
+            self._watch(before, held)
+            kept_leases = set(leases)
+            release_ports([lease for lease in before.leases if lease not in kept_leases])
+        finally:
+            kept = {slot.placement_group.id for slot in slots}
+            groups = [] if self.is_adopted else before.groups_of(before.slots)
+            returned = remove([group for group in groups if group.id not in kept], timeout_s=GIVE_BACK_S)
+        dismiss_agents(set(before.node_ids) - {slot.node_id for slot in slots})
+        return returned
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
         deadline = time.monotonic() + timeout_s
-        with self._alone("change"), head_deadline(timeout_s):
+        with self._changing, head_deadline(timeout_s):
             alive = alive_nodes()
             places = self.held.places if self.held else {}
             lost = [place for place, slot in places.items() if slot.node_id not in alive]
@@ -268,9 +258,9 @@ class Holding:
                 return ()
             counts = Counter(places[place].node_idx for place in lost)
             asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
-            placed: list[Reserved] = []
+            new: list[Slot] = []
             wanted = self.request.gpu_ids
-            with remove_on_error(lambda: [one.group for one in placed]):
+            with remove_on_error(lambda: [slot.placement_group for slot in new]):
                 for batch, segment_size in self._batches(asks, survivors):
                     left = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
@@ -284,9 +274,8 @@ class Holding:
                         unified=False,
                         timeout_name="timeout_s",
                     )
-                    taken = self._taken_by(batch[0], survivors, placed)
-                    placed += reserve(part, functools.partial(_nodes_except, taken))
-                new = slots_of(placed, self.request.capacity, deadline=deadline)
+                    taken = self._taken_by(batch[0], survivors, new)
+                    new += reserve(part, functools.partial(frozenset, taken))
             with self._lock:
                 before = self.held
                 assert before is not None, "no other thread changes it"
@@ -294,16 +283,8 @@ class Holding:
                 held = self.held = replace(
                     before, places=replace_slots(before.places, lost, new), replacements={**before.replacements, **made}
                 )
-            # Groups that have lost all their bundles: no slot is in them.
-            kept = {slot.placement_group.id for slot in held.slots}
-            remove([group for group in before.groups_of(before.slots) if group.id not in kept])
-            self._watch(before)
+            self._return(before, held)  # groups that have lost all their bundles
             return tuple(held.places[place] for place in lost)
-
-    def usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
-        """Return the memory of some of its nodes, with the peaks since it was reserved if that is monitored."""
-        held = self.held
-        return read_usage(node_ids, held.watcher if held else None)
 
     def _batches(self, asks: Sequence[Ask], survivors: Sequence[Slot]) -> list[tuple[list[Ask], int | None]]:
         """Return what is reserved in one step, with its segment size: the asks one by one, the most demanding first.
@@ -325,10 +306,10 @@ class Holding:
         """Return the number of each logical node's segment."""
         return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.asks)}
 
-    def _taken_by(self, ask: Ask, survivors: Sequence[Slot], placed: Sequence[Reserved]) -> frozenset[str]:
+    def _taken_by(self, ask: Ask, survivors: Sequence[Slot], new: Sequence[Slot]) -> frozenset[str]:
         """Return the nodes that a replacement cannot use, because of what is left of the cluster."""
         if self.request.unified or self.request.segment_size:  # every logical node is on a physical node of its own
-            taken = frozenset(slot.node_id for slot in survivors).union(*(one.node_ids for one in placed))
+            taken = frozenset(slot.node_id for slot in (*survivors, *new))
             return taken | self._in_other_domains(ask, survivors)
         if ask.strategy == "STRICT_SPREAD":
             return frozenset(slot.node_id for slot in survivors if slot.node_idx == ask.node_idx)
@@ -350,7 +331,7 @@ class Holding:
         leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
         with self._lock:
             held = self.held
-            if held is not None and mine is not None and held.number == mine.number:
+            if held is not None and mine is not None and held.token is mine.token:
                 self.held = replace(held, leases=(*held.leases, *leases))
                 return leases
         release_ports(leases)
@@ -361,20 +342,12 @@ class Holding:
 
     def give_back(self) -> bool:
         """Release ports and groups, and return whether Ray had the resources back in time."""
-        with self._alone("change"), self._lock:
+        with self._changing, self._lock:
             held, self.held = self.held, None
         if held is None or held.on != connection():
             return True  # nothing was held, or Ray ended, and with it everything that was
         with head_deadline(GIVE_BACK_S):
-            try:
-                release_ports(held.leases)
-                if held.watcher is not None:
-                    unwatch(held.node_ids, held.watcher)
-            finally:
-                groups = [] if self.is_adopted else held.groups_of(held.slots)
-                returned = remove(groups, timeout_s=GIVE_BACK_S)
-            dismiss_agents(held.node_ids)
-        return returned
+            return self._return(held, None)
 
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
@@ -421,31 +394,3 @@ def find_bundles(
             raise IndexError(f"placement group {pg_idx} has no bundle {bundle_idx}")
         chosen.append(slot)
     return chosen
-
-
-def _nodes_except(taken: Iterable[str]) -> Sequence[Node]:
-    names = frozenset(taken)
-    return tuple(node for node in read_nodes() if node.node_id not in names)
-
-
-def _take(
-    request: Request,
-    look: Callable[[], Sequence[Node]] = read_nodes,
-    held: Callable[[], Mapping[str, Mapping[str, float]]] | None = None,
-) -> tuple[Slot, ...]:
-    """Reserve a request and return its slots. If a node is lost or starts to drain during that, plan again."""
-    deadline = time.monotonic() + request.timeout_s
-    while True:
-        left = replace(request, timeout_s=max(0.0, deadline - time.monotonic()))
-        placed = reserve(left, look, held)
-        try:
-            return slots_of(placed, request.capacity, deadline=deadline)
-        except BaseException as error:
-            remove([one.group for one in placed])
-            of_ray = isinstance(error, (ray.exceptions.RayError, PlacementError))
-            if not of_ray or isinstance(error, HeadTimeoutError) or time.monotonic() >= deadline:
-                raise
-            # The next plan avoids nodes that are lost or draining.
-            staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
-            if staying.issuperset(node_id for one in placed for node_id in one.node_ids):
-                raise

@@ -77,9 +77,8 @@ def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
 def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index.
 
-    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle runs a
-    short task, all at once. Without accelerators no task is run. The tasks get at least `LEAST_S`, even after the
-    deadline.
+    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
+    accelerators runs a short task, all at once.
     """
     kinds = ray.get_runtime_context().get_accelerator_ids().keys()  # all that Ray knows
     held = {

@@ -4,20 +4,22 @@
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from .._model import Ask, Node, Request, group_pairs
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide
-from .._ray_private import infeasible_groups
+from .._ray_private import draining_nodes, infeasible_groups
 from .._show import ReservationReport, Verdict, Waiting
 from .._slot import Slot
-from ..exceptions import ResourceInsufficientError
+from ..exceptions import HeadTimeoutError, PlacementError, ResourceInsufficientError
 from .gpus import try_gpus
 from .groups import Busy, Impossible, Placed, place, remove, show_demand
+from .slots import slots_of
 
 POLL_S = (0.05, 0.5)
 # An autoscaler reports every few seconds, and its report lists all nodes.
@@ -50,13 +52,14 @@ def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: fl
 
 def reserve(
     request: Request,
-    look: Callable[[], Sequence[Node]] = read_nodes,
-    held: Callable[[], Mapping[str, Mapping[str, float]]] | None = None,
-) -> Placed:
-    """Place a request, again and again until it succeeds or its time is up, and return its groups.
+    find_taken: Callable[[], Collection[str]] = frozenset,
+    held: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
+) -> tuple[Slot, ...]:
+    """Place a request, again and again until it succeeds or its time is up, and return its slots.
 
-    `look` returns the nodes that may be used. It is called before each attempt; if it raises, the wait ends. `held`
-    returns, by node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
+    `find_taken` returns the ids of nodes that must not be used. It is called before each attempt; if it raises, the
+    wait ends. `held` returns, by node id, what the cluster that is extended holds, even when the planner counts nodes
+    as idle.
     """
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
@@ -64,26 +67,29 @@ def reserve(
     shown: list[PlacementGroup] = []  # to an autoscaler
     infeasible: frozenset[str] | None = None  # the groups that it cannot add nodes for, if there is one
     asks_at = 0.0  # how long this has to have waited to ask for them again
-
-    def withdraw() -> None:
-        remove(shown)
-        shown.clear()
-
-    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting, contextlib.ExitStack() as stack:
-        stack.callback(withdraw)
+    waiting: Waiting | None = None
+    # The end of `demand` withdraws what is shown, so what Ray has placed of it is free again.
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as demand:
         while True:
             waited = time.monotonic() - began
             # Reported before the nodes are read, so the nodes that have joined since are taken into account.
             is_infeasible = any(group.id.hex() in (infeasible or ()) for group in shown)
             if shown and ask_head("look for demand", placement_group_table, shown[0]).get("state") == "CREATED":
-                withdraw()  # so what Ray has placed is free again
-            nodes = look()
+                demand.close()
+            taken = frozenset(find_taken())
+            nodes = [node for node in read_nodes() if node.node_id not in taken]
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, names, deadline=deadline)
             else:
-                outcome = try_once(request, nodes, held, withdraw, deadline=deadline)
+                outcome = try_once(request, nodes, held(), demand.close, deadline=deadline)
             if not isinstance(outcome, (Busy, Impossible)):
-                return outcome
+                try:
+                    return slots_of(outcome, request.capacity, deadline=deadline)
+                except BaseException as error:
+                    remove([one.group for one in outcome])
+                    if time.monotonic() >= deadline or not _lost_nodes(outcome, error):
+                        raise
+                    continue
             limit = request.timeout_s
             if not request.gpu_ids and (waited < limit or isinstance(outcome, Impossible)) and waited >= asks_at:
                 infeasible = ask_head("look for an autoscaler", infeasible_groups)
@@ -96,32 +102,42 @@ def reserve(
                     after += " The autoscaler reports that it cannot add nodes for it." if is_infeasible else ""
                     reason = f"{outcome.why}{after} {outcome.advice}"
                     raise ResourceInsufficientError(reason, _report(request.asks, nodes, "impossible"))
-                waiting.show("nodes have to join", limit)
-            else:
-                if waited >= limit:
-                    reason = f"Waited {waited:.1f} s{outcome.why} or wait longer ({request.timeout_name})."
-                    raise outcome.error(reason, _report(request.asks, nodes, "taken"))
-                waiting.show("others hold what it needs", limit)
+            elif waited >= limit:
+                reason = f"Waited {waited:.1f} s{outcome.why} or wait longer ({request.timeout_name})."
+                raise outcome.error(reason, _report(request.asks, nodes, "taken"))
+            waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
+            waiting.show(
+                "nodes have to join" if isinstance(outcome, Impossible) else "others hold what it needs", limit
+            )
             if infeasible is not None and not shown:
+                demand.callback(shown.clear)
+                demand.callback(remove, shown)
                 shown += show_demand(request, nodes)
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 
 
+def _lost_nodes(placed: Placed, error: BaseException) -> bool:
+    """Return whether nodes of placed groups were lost or began to drain. The next plan avoids them."""
+    if not isinstance(error, (ray.exceptions.RayError, PlacementError)) or isinstance(error, HeadTimeoutError):
+        return False
+    staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
+    return not staying.issuperset(node_id for one in placed for node_id in one.node_ids)
+
+
 def try_once(
     request: Request,
     nodes: Sequence[Node],
-    held: Callable[[], Mapping[str, Mapping[str, float]]] | None,
+    held: Mapping[str, Mapping[str, float]],
     withdraw: Callable[[], None],
     *,
     deadline: float,
 ) -> Placed | Busy | Impossible:
     """Plan a request on any of the nodes, and place it. `withdraw` is called before anything is placed."""
-    taken = held() if held else {}
     chosen, impossible = decide(
         request.asks,
-        [_without(node, taken[node.node_id]) if node.node_id in taken else node for node in nodes],
+        [_without(node, held[node.node_id]) if node.node_id in held else node for node in nodes],
         own_nodes=request.unified,
         segment_size=request.segment_size,
     )
