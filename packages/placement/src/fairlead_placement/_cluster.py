@@ -219,9 +219,8 @@ class RayVirtualCluster:
         return tuple(mine[node_idx] for node_idx in range(len(counts)))
 
     def __repr__(self) -> str:
-        state = "reserved" if self._holding.held else "not reserved"
-        if self._holding.ray_ended:
-            state = "its Ray has been shut down"
+        held = self._holding.held
+        state = "not reserved" if held is None else "its Ray has been shut down" if held.ray_ended else "reserved"
         kind = ", ".join(self._accelerators) or "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
@@ -282,8 +281,8 @@ class RayVirtualCluster:
             PlacementError: it is reserved already with another `unified`, or on a Ray that has been shut down; Ray is
                 not running; or this is a view of a cluster that has been shut down.
         """
-        if self._holding.held is not None:
-            if self._holding.ray_ended:
+        if (held := self._holding.held) is not None:
+            if held.ray_ended:
                 raise PlacementError(f"{self!r}, on which it was reserved. Call shutdown(), and reserve it again.")
             if unified != self._holding.request.unified:
                 raise PlacementError(
@@ -513,7 +512,8 @@ class RayVirtualCluster:
         return tuple(groups_on(self._shown_slots()))
 
     def _shown_slots(self) -> tuple[Slot, ...]:
-        return self.slots() if self._holding.held and not self._holding.ray_ended else ()
+        held = self._holding.held
+        return () if held is None or held.ray_ended else self.slots()
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """Return the cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.

@@ -237,17 +237,17 @@ def live_actors() -> tuple[LiveActor, ...]:
         rows = [ActorTableData.FromString(raw) for raw in table]
     except (ImportError, AttributeError, TypeError):
         return ()
-    return tuple(_live_actor(row) for row in rows if row.state != ActorTableData.DEAD)
-
-
-def _live_actor(row: Any) -> LiveActor:
-    return LiveActor(
-        actor_id=row.actor_id.hex(),
-        class_name=row.class_name,
-        name=row.name,
-        job_id=row.job_id.hex(),
-        node_id=row.address.node_id.hex().replace("f" * 56, ""),
-        resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
+    return tuple(
+        LiveActor(
+            actor_id=row.actor_id.hex(),
+            class_name=row.class_name,
+            name=row.name,
+            job_id=row.job_id.hex(),
+            node_id=row.address.node_id.hex().replace("f" * 56, ""),
+            resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
+        )
+        for row in rows
+        if row.state != ActorTableData.DEAD
     )
 
 

@@ -160,7 +160,7 @@ class NodeAgent:
         Returns:
             The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
         """
-        lease_ids = new_lease_ids(count)
+        lease_ids = [uuid.uuid4().hex for _ in range(count)]
         ports, leased, in_use = self._ask("lease", lease_ids, low, high, this_process())
         return list(zip(ports, lease_ids, strict=False)), leased, in_use
 
@@ -234,11 +234,6 @@ def notify_node(node_id: str, method: str, *args: Any) -> None:
 
 def _send(agent: Any, method: str, *args: Any) -> Any:
     return agent.answer.remote(method, *args)
-
-
-def new_lease_ids(count: int) -> list[str]:
-    """Return ids to lease ports under. This process chooses them, so it can release a lease whose answer was lost."""
-    return [uuid.uuid4().hex for _ in range(count)]
 
 
 def run_on_nodes(

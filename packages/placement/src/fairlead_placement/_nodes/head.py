@@ -174,15 +174,11 @@ def read_nodes() -> tuple[Node, ...]:
         PlacementError: Ray is not running.
         HeadTimeoutError: Ray's head did not answer within `head_deadline`.
     """
-    return ask_head("list the nodes and what is free on them", _read_nodes)
-
-
-def _read_nodes() -> tuple[Node, ...]:
     if not ray.is_initialized():
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-    free = free_per_node()
-    leaving = drain_deadlines()
-    rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] not in leaving]
+    free, leaving, rows = ask_head(
+        "list the nodes and what is free on them", lambda: (free_per_node(), drain_deadlines(), ray.nodes())
+    )
     return tuple(
         physical_order(
             Node(
@@ -194,6 +190,7 @@ def _read_nodes() -> tuple[Node, ...]:
                 labels=row.get("Labels") or {},
             )
             for row in rows
+            if row["Alive"] and row["NodeID"] not in leaving
         )
     )
 
@@ -204,12 +201,9 @@ def read_holders() -> tuple[ResourceHolder, ...]:
     Raises:
         HeadTimeoutError: Ray's head did not answer within `head_deadline`.
     """
-    return ask_head("list who holds resources", _read_holders)
-
-
-def _read_holders() -> tuple[ResourceHolder, ...]:
+    groups, actors = ask_head("list who holds resources", lambda: (placement_group_table(), live_actors()))
     holders = []
-    for group_id, row in placement_group_table().items():
+    for group_id, row in groups.items():
         if row["state"] == "REMOVED":
             continue
         placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
@@ -217,7 +211,7 @@ def _read_holders() -> tuple[ResourceHolder, ...]:
         if bundles:
             job = job_of_placement_group(group_id)
             holders.append(ResourceHolder("placement group", row["name"], group_id, job, bundles))
-    for actor in live_actors():
+    for actor in actors:
         # An actor in a placement group holds "CPU_group_...", which the group holds already.
         own = {what: amount for what, amount in actor.resources.items() if amount > 0 and "_group_" not in what}
         if own and actor.node_id:

@@ -2,6 +2,7 @@
 """Leases ports of nodes, which their agents hold."""
 
 import contextlib
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import ray
 from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PlacementError, PortUnavailableError
-from .agent import ANSWER_S, ask_living, ask_nodes, new_lease_ids, this_process
+from .agent import ANSWER_S, ask_living, ask_nodes, this_process
 from .head import choose_alive
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
@@ -77,7 +78,7 @@ def lease_ports(
     check_range(low, high)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    of_slots = [(slot, new_lease_ids(count)) for slot in slots]
+    of_slots = [(slot, [uuid.uuid4().hex for _ in range(count)]) for slot in slots]
     asked = group_pairs((slot.node_id, one) for slot, ids in of_slots for one in ids)
     address = {slot.node_id: slot.node_ip for slot in slots}
     port: dict[str, int] = {}

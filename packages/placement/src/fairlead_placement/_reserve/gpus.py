@@ -73,17 +73,14 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: st
     return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}
 
 
-def try_gpus(
-    request: Request, nodes: Sequence[Node], names: dict[str, tuple[str, ...]], *, deadline: float
-) -> Placed | Busy | Impossible:
+def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: float) -> Placed | Busy | Impossible:
     """Place a request, whose asks are STRICT_PACK, on exactly the GPUs that its `gpu_ids` names.
 
-    `names` keeps the ids of the GPUs of each node for the next attempt. Each node that may have the ids free is tried
+    `owned` keeps the ids of the GPUs of each node for the next attempt. Each node that may have the ids free is tried
     once.
     """
-    names.update(gpu_names([node for node in nodes if node.node_id not in names], deadline=deadline))
+    owned.update(read_gpu_ids([node for node in nodes if node.node_id not in owned], deadline=deadline))
     asks = _exact(request)
-    owned = {node.node_id: frozenset(names[node.node_id]) for node in nodes}
     if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified)[1]:
         return _explain_impossible(request, nodes, owned)
     free: Ids = {}
@@ -141,8 +138,8 @@ def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> 
     ]
     there = "; ".join(has[:SHOWN]) + ("; ..." if len(has) > SHOWN else "") or "no node has a GPU"
     for node_idx, ids in request.gpu_ids.items():
-        if not any(ids <= mine for mine in owned.values()):
-            missing = ids.difference(*owned.values())
+        if not any(ids <= owned[node.node_id] for node in nodes):
+            missing = ids.difference(*(owned[node.node_id] for node in nodes))
             what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
             why = f"{what}, asked for logical node {node_idx}: {there}."
             return Impossible(why, "Ask for ids that one node has (gpu_ids).")
@@ -218,21 +215,21 @@ def _ids(ids: Sequence[str] | frozenset[str]) -> str:
     return ", ".join(sorted(ids, key=accelerator_order)) or "none"
 
 
-def gpu_names(nodes: Sequence[Node], *, deadline: float) -> dict[str, tuple[str, ...]]:
-    """Return the ids of all GPUs of each node, by node id, in Ray's own order.
+def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
+    """Return the ids of all GPUs of each node, by node id.
 
     They are 0, 1, ..., unless the node's Ray was started with CUDA_VISIBLE_DEVICES. The nodes' agents report them. A
     node that does not answer is assumed to have 0, 1, ...
     """
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
-    names = {node_id: tuple(map(str, range(count))) for node_id, count in counts.items()}
+    found = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
     # One silent node must not use up the time of the whole reservation.
     limit_s = min(30.0, max(LEAST_S, deadline - time.monotonic()))
     asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
     for node_id, visible in run_on_nodes(visible_gpus, asked, timeout_s=limit_s).items():
         if visible and not isinstance(visible, Exception):
-            names[node_id] = tuple(visible[: counts[node_id]])
-    return names
+            found[node_id] = frozenset(visible[: counts[node_id]])
+    return found
 
 
 @contextlib.contextmanager

@@ -58,6 +58,11 @@ class Held:
         """The ids of the physical nodes, in the order of the slots."""
         return list(dict.fromkeys(slot.node_id for slot in self.slots))
 
+    @property
+    def ray_ended(self) -> bool:
+        """Whether this process is no longer connected to the Ray on which it was reserved."""
+        return self.on != connection()
+
     def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
         """Return the placement groups of slots, in the order of the logical nodes, and of one node the oldest first."""
         ordered = sorted(slots, key=lambda slot: (slot.node_idx, self.replacements.get(slot.placement_group.id, 0)))
@@ -79,12 +84,6 @@ class Holding:
         # Held by the thread that reserves, releases or replaces, and by the one that extends.
         self._changing = threading.RLock()
         self._extending = threading.RLock()
-
-    @property
-    def ray_ended(self) -> bool:
-        """Whether this process is no longer connected to the Ray on which it was reserved."""
-        held = self.held
-        return held is not None and held.on != connection()
 
     def _check_same(self, mine: Held | None) -> Held:
         """Return what is held now; raise if the reservation has ended to which `mine` belongs."""
@@ -344,7 +343,7 @@ class Holding:
         """Release ports and groups, and return whether Ray had the resources back in time."""
         with self._changing, self._lock:
             held, self.held = self.held, None
-        if held is None or held.on != connection():
+        if held is None or held.ray_ended:
             return True  # nothing was held, or Ray ended, and with it everything that was
         with head_deadline(GIVE_BACK_S):
             return self._return(held, None)
@@ -352,7 +351,7 @@ class Holding:
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
         held = self.held
-        if held is None or held.on != connection() or not (held.leases or (held.places and not self.is_adopted)):
+        if held is None or held.ray_ended or not (held.leases or (held.places and not self.is_adopted)):
             return ""
         return (
             f"The virtual cluster {self.request.name!r} was dropped without shutdown() while it held "

@@ -63,7 +63,7 @@ def reserve(
     """
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
-    names: dict[str, tuple[str, ...]] = {}
+    owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
     shown: list[PlacementGroup] = []  # to an autoscaler
     infeasible: frozenset[str] | None = None  # the groups that it cannot add nodes for, if there is one
     asks_at = 0.0  # how long this has to have waited to ask for them again
@@ -79,7 +79,7 @@ def reserve(
             taken = frozenset(find_taken())
             nodes = [node for node in read_nodes() if node.node_id not in taken]
             if request.gpu_ids:
-                outcome = try_gpus(request, nodes, names, deadline=deadline)
+                outcome = try_gpus(request, nodes, owned, deadline=deadline)
             else:
                 outcome = try_once(request, nodes, held(), demand.close, deadline=deadline)
             if not isinstance(outcome, (Busy, Impossible)):
