@@ -218,10 +218,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             if start >= size:
                 raise ValueError(f"There is no batch {batch_idx} of {batch_size} among {size} samples.")
             return self.slice(start, min(start + batch_size, size))
-        start, end, plan = self.plan.select_group(batch_idx)
-        group = self.slice(start, end)
-        group.plan = plan
-        return group
+        return _cut(self, *self.plan.select_group(batch_idx))
 
     def shard(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
         """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
@@ -243,11 +240,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             width = int(shape[1]) if len(shape) > 1 else None
         plan.check(self.size, lengths, width)
         gathered = self._derive(lambda leaf: operations.take(leaf, plan.order), SlicedDataDict)
-        shards = []
-        for number, (start, end) in enumerate(pairwise(accumulate(map(len, plan.samples), initial=0))):
-            shards.append(gathered.slice(start, end))
-            shards[-1].plan = plan.part(number)
-        return shards
+        ends = pairwise(accumulate(map(len, plan.samples), initial=0))
+        return [_cut(gathered, start, end, plan.part(number)) for number, (start, end) in enumerate(ends)]
 
     def _read_lengths(
         self, args: DynamicBatchingArgs | SequencePackingArgs | None
@@ -276,7 +270,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).make_microbatch_iterator(2)]
         [[1, 2], [3, 4]]
         """
-        return self._cut(self.plan.find_equal_spans(self.size, microbatch_size))
+        return self._microbatches(self.plan.find_equal_spans(self.size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1, *, sequence_keys: Iterable[str] | None = None
@@ -298,7 +292,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """
         as_int("sequence_dim", sequence_dim, at_least=1)
         spans = self.plan.find_spans(self.size, "dynamic_batching_args")
-        return self._cut(spans, sequence_dim, _packed.find_sequence_keys(self, sequence_dim, sequence_keys))
+        return self._microbatches(spans, sequence_dim, _packed.find_sequence_keys(self, sequence_dim, sequence_keys))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Return the number of microbatches of `make_microbatch_iterator_with_dynamic_shapes`, equal on all shards.
@@ -316,7 +310,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: at once, if the batch was not planned by packing, or has been changed since.
         """
-        return self._cut(self.plan.find_spans(self.size, "sequence_packing_args"))
+        return self._microbatches(self.plan.find_spans(self.size, "sequence_packing_args"))
 
     def to_packed(
         self,
@@ -359,11 +353,12 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         spans = self.plan.find_spans(self.size, "sequence_packing_args")
         return len(spans), max(tokens for _, _, tokens in spans)
 
-    def _cut(self, spans: Iterable[Span], dim: int = 1, keys: Iterable[str] = ()) -> Iterator[SlicedDataDict[Content]]:
+    def _microbatches(
+        self, spans: Iterable[Span], dim: int = 1, keys: Iterable[str] = ()
+    ) -> Iterator[SlicedDataDict[Content]]:
         """Yield the samples of each span, with ``dim`` of the leaves ``keys`` truncated to its length."""
         for start, end, length in spans:
-            microbatch = self.slice(start, end)
-            microbatch.plan = PartPlan(self.plan.args)
+            microbatch = _cut(self, start, end, PartPlan(self.plan.args))
             for key in keys:
                 microbatch.data[key] = operations.truncate(microbatch.data[key], dim, length)
             yield microbatch
@@ -443,6 +438,13 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
                 ranks that failed.
         """
         return self.from_batches(_gathering.gather(self, group))
+
+
+def _cut(batch: BatchedDataDict[Content], start: int, end: int, plan: PartPlan) -> SlicedDataDict[Content]:
+    """Return a part of a batch, as views, with its own plan."""
+    part = batch.slice(start, end)
+    part.plan = plan
+    return part
 
 
 class SlicedDataDict(BatchedDataDict[Content]):
