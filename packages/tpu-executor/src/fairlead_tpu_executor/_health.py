@@ -8,13 +8,13 @@ go through `Head`, which gives them a deadline.
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement.spi import alive_nodes, draining_nodes, refuse_client, run_in_thread
+from fairlead_placement.spi import drain_deadlines, run_in_thread
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
@@ -55,7 +55,6 @@ class Head:
 
     def call(self, function: Callable[..., _T], *args: Any, undo: Callable[[_T], object] | None = None) -> _T:
         """Call a function that makes a request to the head when it answers a probe; `undo` reverses a late result."""
-        refuse_client()
         if not ray.is_initialized():  # Ray connects in the main thread only.
             return function(*args)
         # Ray aborts a process whose request reaches a head without its old state (WrongClusterID in Ray 2.60).
@@ -110,12 +109,13 @@ class Head:
         return silent
 
 
-def dead_nodes(node_ids: Iterable[str]) -> frozenset[str]:
-    return frozenset(node_ids) - alive_nodes()
+def dead_nodes(node_ids: Collection[str]) -> frozenset[str]:
+    return frozenset(node_ids) - {row["NodeID"] for row in ray.nodes() if row["Alive"]}
 
 
-def gone_nodes(node_ids: Iterable[str]) -> frozenset[str]:
-    return frozenset(node_ids) - (alive_nodes() - draining_nodes())
+def gone_nodes(node_ids: Collection[str]) -> frozenset[str]:
+    """Return the nodes that are dead or draining."""
+    return dead_nodes(node_ids) | (drain_deadlines().keys() & node_ids)
 
 
 def silent_nodes(node_ids: Collection[str]) -> frozenset[str]:

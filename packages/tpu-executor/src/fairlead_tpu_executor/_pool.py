@@ -293,12 +293,12 @@ class SlicePool(ClosesOnExit):
         work = self.checked(function)
         with self._take_turn(work.name):
             payload = work.put(args, kwargs)
-            yield RunScope(work, payload, self._reservation, self._reservation.epoch, self.config.grace_s)
+            check = functools.partial(self._reservation.check_open, self._reservation.epoch, f"{work.name} ran")
+            yield RunScope(work, payload, self._reservation, check, self.config.grace_s)
 
     def _attempt(self, scope: RunScope, number: int) -> JobStatus:
         config, reservation, name = self.config, self._reservation, scope.work.name
-        scope.check_open()
-        held = reservation.ensure(scope.epoch)
+        held = reservation.ensure(scope.check_open)
         claim = claim_slots(held.slots, f"run of {name}")
         began = time.monotonic()
         try:

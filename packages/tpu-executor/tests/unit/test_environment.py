@@ -25,11 +25,9 @@ MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE
 
 def hold(count, megascale=None):
     """Return what a pool holds: slices, a port for each, and the port of the coordinator of all of them."""
-    leases = tuple(Lease(one, None) for one in SLICES[:count])
     addresses = (("10.0.0.1", 1400), ("10.0.0.3", 1500))
-    ports = {(lease, None): PortLease(*address, "n", "id") for lease, address in zip(leases, addresses, strict=False)}
-    more = {} if megascale is None else {(leases[0], megascale[1]): PortLease(*megascale, "n", "id")}
-    return Held(leases, ports | more)
+    leases = [Lease(*of, PortLease(*at, "n", "id")) for *of, at in zip(SLICES, (None, None), addresses, strict=True)]
+    return Held(tuple(leases[:count]), None if megascale is None else PortLease(*megascale, "n", "id"))
 
 
 def environment(config, count, at=0, worker=0, megascale=None):
@@ -59,7 +57,7 @@ def test_slices_are_counted_once(monkeypatch):
     counted = []
     count = SliceInfo.num_hosts.fget
     monkeypatch.setattr(SliceInfo, "num_hosts", property(lambda one: counted.append(one) or count(one)))
-    many = Held(hold(1).leases * 100, hold(1).ports)
+    many = Held(hold(1).leases * 100)
     config = TpuAcceleratorConfig("v4-16", 100)
     found = [host_environment(config, many, at, worker) for at in range(100) for worker in range(2)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
@@ -98,9 +96,8 @@ def test_one_cluster_over_all_slices():
 
 def test_addresses_of_ipv6():
     """An IPv6 address stands in brackets, which separates it from the port."""
-    (lease,) = hold(1).leases
-    ports = {(lease, port): PortLease("fd00::1", port or 1400, "n0", "id") for port in (None, 8081)}
-    found = host_environment(TpuAcceleratorConfig("v4-16", 2), Held((lease,), ports), 0, 0)
+    own, megascale = (PortLease("fd00::1", port, "n0", "id") for port in (1400, 8081))
+    found = host_environment(TpuAcceleratorConfig("v4-16", 2), Held((Lease(SLICES[0], None, own),), megascale), 0, 0)
     assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "[fd00::1]:1400"
     assert (found["MEGASCALE_COORDINATOR_ADDRESS"], found["MEGASCALE_PORT"]) == ("[fd00::1]:8081", "8081")
 

@@ -110,6 +110,9 @@ class TpuAcceleratorConfig(_RunOptions):
         megascale_port: the port of the coordinator of several slices; None for `COORD_PORT`, or 8081.
         lock_files: files to remove on each host before a run, if no living process holds them.
 
+    Attributes:
+        slice_type: the type of each slice, with its numbers of hosts and chips.
+
     Raises:
         TypeError: an option does not exist, or a value has a wrong type.
         ValueError: a type, a topology or a number does not exist.
@@ -126,10 +129,12 @@ class TpuAcceleratorConfig(_RunOptions):
     resources: Mapping[str, float] | None = field(default=None, kw_only=True, hash=False)
     megascale_port: int | None = field(default=None, kw_only=True)
     lock_files: tuple[str, ...] = field(default=(_LOCK_FILE,), kw_only=True)
+    slice_type: TpuType = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tpu_type(self.tpu_version, topology=self.topology, chips_per_vm=self.chips_per_vm)
+        kind = tpu_type(self.tpu_version, topology=self.topology, chips_per_vm=self.chips_per_vm)
+        object.__setattr__(self, "slice_type", kind)
         object.__setattr__(self, "pod_count", _normalize_sizes(self.pod_count))
         _check_int("cpu_count", self.cpu_count, 1)
         for name, amount in (self.resources or {}).items():
@@ -140,11 +145,6 @@ class TpuAcceleratorConfig(_RunOptions):
         object.__setattr__(self, "lock_files", tuple(self.lock_files))
         if self.megascale_port is not None and not 1 <= self.megascale_port <= 65535:
             raise ValueError(f"megascale_port must be a port, 1 to 65535, got {self.megascale_port!r}.")
-
-    @property
-    def slice_type(self) -> TpuType:
-        """The type of each slice, with its numbers of hosts and chips."""
-        return tpu_type(self.tpu_version, topology=self.topology, chips_per_vm=self.chips_per_vm)
 
     @property
     def kind(self) -> str:

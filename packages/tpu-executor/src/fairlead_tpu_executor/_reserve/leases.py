@@ -3,22 +3,13 @@
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from fairlead_placement import (
-    Node,
-    PlacementError,
-    PortLease,
-    PortUnavailableError,
-    Slot,
-    lease_ports,
-    release_ports,
-)
+from fairlead_placement import PlacementError, PortLease, PortUnavailableError, Slot, lease_ports, release_ports
 from fairlead_placement.spi import place_pinned, remove_placement_groups
 
 from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
@@ -35,6 +26,7 @@ class Lease:
 
     slice: SliceInfo
     group: PlacementGroup
+    port: PortLease  # of the coordinator of the slice, on worker 0
 
 
 @dataclass(frozen=True)
@@ -42,8 +34,7 @@ class Held:
     """The slices of a pool and their ports at one time. A change makes a new value."""
 
     leases: tuple[Lease, ...] = ()
-    # By slice and requested port; None is any port, for the coordinator of the slice.
-    ports: Mapping[tuple[Lease, int | None], PortLease] = field(default_factory=dict)
+    megascale: PortLease | None = None  # of the coordinator of several slices
 
     @cached_property
     def slices(self) -> tuple[SliceInfo, ...]:
@@ -53,15 +44,7 @@ class Held:
     def slots(self) -> tuple[Slot, ...]:
         """Every host, in the order of slices and TPU worker ids, without the ranks that `number_slots` gives."""
         return tuple(
-            Slot(
-                placement_group=lease.group,
-                bundle_index=worker,
-                node_idx=at,
-                node_id=lease.slice.node_ids[worker],
-                node_ip=lease.slice.node_ips[worker],
-                node_rank=0,
-                local_rank=0,
-            )
+            _make_slot(lease.slice, lease.group, at, worker)
             for at, lease in enumerate(self.leases)
             for worker in range(lease.slice.num_hosts)
         )
@@ -71,28 +54,21 @@ class Held:
         """The number of hosts before each slice, and at the end the number of all hosts."""
         return tuple(itertools.accumulate((each.num_hosts for each in self.slices), initial=0))
 
-    def coordinator(self, at: int) -> str:
-        """Return the `host:port` on worker 0 of slice number `at`. An IPv6 address stands in brackets."""
-        return self.ports[self.leases[at], None].host_port
 
-    @cached_property
-    def megascale(self) -> PortLease | None:
-        """The port of the coordinator of all slices; None with one slice."""
-        return next((port for (_, requested), port in self.ports.items() if requested is not None), None)
-
-
-def explain_busy(config: AcceleratorConfigType, one: SliceInfo, nodes: Mapping[str, Node]) -> str:
-    """Return which hosts of a slice are in use; empty if the slice can be taken now."""
-    busy = [
-        worker
-        for worker, node_id in enumerate(one.node_ids)
-        if any(nodes[node_id].free.get(name, 0.0) < amount for name, amount in config.bundle(one, worker).items())
-    ]
-    return f"somebody else uses worker {', '.join(map(str, busy))}" if busy else ""
+def _make_slot(one: SliceInfo, group: PlacementGroup, at: int, worker: int) -> Slot:
+    return Slot(
+        placement_group=group,
+        bundle_index=worker,
+        node_idx=at,
+        node_id=one.node_ids[worker],
+        node_ip=one.node_ips[worker],
+        node_rank=0,
+        local_rank=0,
+    )
 
 
 def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
-    """Take all of these slices; return None, and take none, if somebody else was faster."""
+    """Take all of these slices, with ports; return None, and take none, if somebody else was faster."""
     # Pinned to nodes, not to labels: a new host with the name of a lost one does not bring half of the slice back.
     groups = place_pinned(
         {
@@ -102,19 +78,35 @@ def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lea
             for one in chosen
         }
     )
-    return None if groups is None else [Lease(*lease) for lease in zip(chosen, groups, strict=True)]
+    if groups is None:
+        return None
+    try:
+        ports = lease_ports([_make_slot(*each, at=0, worker=0) for each in zip(chosen, groups, strict=True)])
+    except BaseException:
+        remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S)
+        raise
+    return [Lease(one, group, port) for one, group, (port,) in zip(chosen, groups, ports, strict=True)]
 
 
-def give_back(leases: Sequence[Lease] | None) -> bool:
-    """Return slices and wait until Ray has their resources; False if that took too long."""
-    if not leases or not ray.is_initialized():
-        return True
-    return remove_placement_groups([lease.group for lease in leases], timeout_s=RETURN_TIMEOUT_S)
+def give_back(leases: Sequence[Lease] | None, megascale: PortLease | None = None) -> bool:
+    """Return slices and ports, and wait until Ray has the resources of the slices; False if that took too long."""
+    leases = leases or ()
+    try:
+        release(*(lease.port for lease in leases), megascale)
+    finally:
+        returned = remove_placement_groups([lease.group for lease in leases], timeout_s=RETURN_TIMEOUT_S)
+    return returned
+
+
+def release(*ports: PortLease | None) -> None:
+    # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
+    with contextlib.suppress(PlacementError):
+        release_ports([port for port in ports if port is not None], timeout_s=_RELEASE_S)
 
 
 def find_lost(leases: Sequence[Lease], quarantined: Collection[str]) -> list[Lease]:
     """Return the leases with a host that is gone or quarantined, and those that Ray has removed."""
-    bad = gone_nodes(node_id for lease in leases for node_id in lease.slice.node_ids) | frozenset(quarantined)
+    bad = gone_nodes([node_id for lease in leases for node_id in lease.slice.node_ids]).union(quarantined)
     return [
         lease
         for lease in leases
@@ -132,41 +124,12 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
     return int(text)
 
 
-def hold_ports(held: Held, megascale: int | None) -> Held:
-    """Lease the ports that the slices need, release all others, and return what is held; after an error none is."""
-    needed: list[tuple[Lease, int | None]] = [(lease, None) for lease in held.leases]
-    needed += [] if megascale is None else [(held.leases[0], megascale)]
-    ports = {key: held.ports[key] for key in needed if key in held.ports}
-    try:
-        release(port for key, port in held.ports.items() if key not in ports)
-        first_hosts = [held.slots[at] for at in held.first_hosts[:-1]]
-        new = [at for at, lease in enumerate(held.leases) if (lease, None) not in ports]
-        for at, (port,) in zip(new, lease_ports([first_hosts[at] for at in new]), strict=True):
-            ports[held.leases[at], None] = port
-        if megascale is not None and needed[-1] not in ports:
-            ports[needed[-1]] = _lease_port(first_hosts[0], megascale)
-    except BaseException:
-        release(ports.values())
-        raise
-    return Held(held.leases, ports)
-
-
-def give_back_all(held: Held) -> bool:
-    """Release all ports and return all slices; False if Ray did not have the resources in time."""
-    try:
-        release(held.ports.values())
-    finally:
-        returned = give_back(held.leases)
-    return returned
-
-
-def release(ports: Iterable[PortLease]) -> None:
-    # A silent host may be lost before Ray knows. A host that is not lost releases its ports later.
-    with contextlib.suppress(PlacementError):
-        release_ports(list(ports), timeout_s=_RELEASE_S)
-
-
-def _lease_port(slot: Slot, port: int) -> PortLease:
+def replace_megascale(held: Held, port: int | None) -> PortLease | None:
+    """Release the port of the coordinator of several slices, and lease another one where it is needed."""
+    release(held.megascale)
+    if port is None:
+        return None
+    slot = held.slots[0]
     try:
         return lease_ports([slot], low=port, high=port)[0][0]
     except PortUnavailableError as error:

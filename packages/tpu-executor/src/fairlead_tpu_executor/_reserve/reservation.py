@@ -2,21 +2,22 @@
 """The slices of a pool and their ports, held together and given back together."""
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement.spi import Waiting, connection
 
-from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
+from .._accelerators.config import AcceleratorConfigType
 from .._health import Head
 from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
-from .leases import Held, find_lost, give_back, give_back_all, hold_ports, megascale_port, release, take
+from .leases import Held, find_lost, give_back, megascale_port, release, replace_megascale, take
 from .scaling import choose_size, choose_waits, show_missing, survey, withdraw
 
 logger = logging.getLogger(__name__)
@@ -43,26 +44,26 @@ class Reservation:
         # the pool in the middle of anything.
         self._lock = threading.RLock()
 
-    def ensure(self, epoch: int | None = None) -> Held:
+    def ensure(self, check_open: Callable[[], None] | None = None) -> Held:
         """Hold healthy slices, those that are held first; after an error nothing is, unless the head was silent."""
-        epoch = self.epoch if epoch is None else epoch
+        check_open = check_open or functools.partial(self.check_open, self.epoch)
         with self._lock:
+            check_open()
             before = self.held.leases
-            lost = self.head.call(find_lost, before, self._quarantined())
-            if lost:
+            if lost := self.head.call(find_lost, before, self._quarantined()) if before else []:
                 self.held = replace(self.held, leases=tuple(lease for lease in before if lease not in lost))
                 self.head.call(give_back, lost)
             try:
                 if len(self.held.leases) != self.sizes[-1]:
-                    self._scale(len(lost), epoch)
-                self._hold_ports()
+                    self._scale(len(lost), check_open)
+                self._hold_megascale()
             except BaseException:
                 self.give_back()
                 raise
             self.taken += sum(lease not in before for lease in self.held.leases)
             return self.held
 
-    def _scale(self, lost: int, epoch: int) -> None:
+    def _scale(self, lost: int, check_open: Callable[[], None]) -> None:
         """Hold an allowed number of slices, including those that are held, after `lost` were lost."""
         config, sizes, held = self.config, self.sizes, self.held.leases
         largest_s, any_s = choose_waits(
@@ -75,7 +76,7 @@ class Reservation:
             stack.callback(withdraw, config, shown, self.head)
             # Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
             while True:
-                self.check_open(epoch)
+                check_open()
                 present = self.head.call(survey, config, self.held.slices, self._quarantined())
                 free = present.intact
                 waited = time.monotonic() - began
@@ -100,14 +101,17 @@ class Reservation:
                 time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
                 pause = min(2 * pause, _POLL_S[1])
 
-    def _hold_ports(self) -> None:
-        held, port = self.held, None
-        if isinstance(self.config, TpuAcceleratorConfig) and len(held.leases) > 1:
-            port = megascale_port(self.config, os.environ)
+    def _hold_megascale(self) -> None:
+        """Hold the port of the coordinator of several slices, on worker 0 of the first one, if there are several."""
+        held = self.held
+        port = megascale_port(self.config, os.environ) if len(held.leases) > 1 else None
+        wanted = None if port is None else (held.leases[0].slice.node_ids[0], port)
+        if wanted == (held.megascale and (held.megascale.node_id, held.megascale.port)):
+            return
         try:
-            self.held = self.head.call(hold_ports, held, port, undo=lambda new: release(new.ports.values()))
+            self.held = replace(held, megascale=self.head.call(replace_megascale, held, port, undo=release))
         except HeadUnreachableError:
-            self.held = Held(held.leases)  # The unfinished request owns the ports.
+            self.held = replace(held, megascale=None)  # The unfinished request owns the port.
             raise
 
     def check_open(self, epoch: int, doing: str = "it was in use") -> None:
@@ -126,8 +130,7 @@ class Reservation:
 
     def _quarantined(self) -> frozenset[str]:
         now = time.monotonic()
-        self._quarantined_until = {key: until for key, until in self._quarantined_until.items() if until > now}
-        return frozenset(node_id for node_id, _ in self._quarantined_until)
+        return frozenset(node_id for (node_id, _), until in self._quarantined_until.items() if until > now)
 
     def close(self) -> bool:
         self.epoch += 1
@@ -137,15 +140,16 @@ class Reservation:
         """Return slices and ports, and whether Ray had the resources in time; the next call tries again."""
         with self._lock:
             held, self.held = self.held, Held()
-            if not connection():
-                return True  # Ray has ended, and with it everything that was held.
+            # If Ray has ended, so has everything that was held.
+            if not held.leases or not connection():
+                return True
             try:
-                return self.head.call(give_back_all, held)
+                return self.head.call(give_back, held.leases, held.megascale)
             except HeadUnreachableError as error:
                 self.held = held
                 logger.warning(
                     "A closed pool still holds %s and their ports. Close it again when Ray's head answers. %s",
-                    ", ".join(one.slice_name for one in held.slices) or "no slices",
+                    ", ".join(one.slice_name for one in held.slices),
                     error,
                 )
                 return False

@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from fairlead_placement.spi import autoscaler_is_there, read_nodes, remove_placement_groups
+from fairlead_placement.spi import autoscaler_is_there, count_bundles, read_nodes, remove_placement_groups
 
 from .._accelerators.config import AcceleratorConfigType
 from .._accelerators.slices import SliceInfo, SliceShortage, Survey
 from .._health import Head
 from ..exceptions import HeadUnreachableError
-from .leases import RETURN_TIMEOUT_S, explain_busy
+from .leases import RETURN_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,18 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
     for one in present.intact:
         if one in held:
             continue
-        bad = [worker for worker, node_id in enumerate(one.node_ids) if node_id in quarantined]
+        hosts = list(enumerate(one.node_ids))
+        bad = [str(worker) for worker, node_id in hosts if node_id in quarantined]
+        busy = [
+            str(worker)
+            for worker, node_id in hosts
+            if not count_bundles(config.bundle(one, worker), nodes[node_id].free)
+        ]
         if bad:
-            reason = f"worker {', '.join(map(str, bad))} did not answer, or its accelerators did not start, a while ago"
-        else:
-            reason = explain_busy(config, one, nodes)
-        if reason:
+            reason = f"worker {', '.join(bad)} did not answer, or its accelerators did not start, a while ago"
             lacking.append(SliceShortage(one.slice_name, reason))
+        elif busy:
+            lacking.append(SliceShortage(one.slice_name, f"somebody else uses worker {', '.join(busy)}"))
         else:
             free.append(one)
     return Survey(tuple(free), tuple(lacking))

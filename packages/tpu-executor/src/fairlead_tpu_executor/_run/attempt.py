@@ -4,7 +4,7 @@
 import functools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +36,10 @@ class RunScope:
     work: Work
     payload: Any
     reservation: Reservation
-    epoch: int
+    check_open: Callable[[], None]
     grace_s: float
     crash_grace_s: float = 0.0  # in the place of `grace_s` after the death of a process, if it is longer
     first_hosts: bool = False
-
-    def check_open(self) -> None:
-        self.reservation.check_open(self.epoch, f"{self.work.name} ran")
 
 
 @dataclass
@@ -100,12 +97,12 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
         now = time.monotonic()
         # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
         if not errors and request is not None and request.done():
-            errors += _blame_nodes(head.result(request), calls, "its node is dead")
+            if dead := head.result(request):
+                errors += _blame_nodes(dead, calls, "its node is dead")
             request, first_at = None, now
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
-            head.check()
-            if request is None and head.silent_s == 0:
+            if not head.check() and request is None:
                 request = head.start(dead_nodes, nodes)
         if errors:
             scope.check_open()

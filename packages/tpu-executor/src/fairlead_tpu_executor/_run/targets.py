@@ -89,8 +89,8 @@ def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker:
         ENV_CALL_INDEX: str(worker),
         ENV_CALL_SLICE: str(at),
         "EXECUTOR_NUM_HOSTS": str(one.num_hosts),
-        "EXECUTOR_COORDINATOR_ADDRESS": held.coordinator(at),
-        ENV_JOB_COORDINATOR_ADDRESS: held.coordinator(0),
+        "EXECUTOR_COORDINATOR_ADDRESS": held.leases[at].port.host_port,
+        ENV_JOB_COORDINATOR_ADDRESS: held.leases[0].port.host_port,
         ENV_PROCESS_COUNT: str(held.first_hosts[-1]),
         ENV_PROCESS_INDEX: str(held.first_hosts[at] + worker),
     }
