@@ -292,13 +292,9 @@ def _check_int(name: str, value: Any, least: int) -> None:
 
 def _normalize_sizes(pod_count: int | Sequence[int]) -> int | tuple[int, ...]:
     """Check `pod_count`, and return it; a list as an ascending tuple without duplicates."""
-    if isinstance(pod_count, int):
-        _check_int("pod_count", pod_count, 1)
-        return pod_count
-    if not isinstance(pod_count, (list, tuple, range, set, frozenset)):
-        raise TypeError(f"pod_count must be an int or a list of allowed ints, got {pod_count!r}.")
-    if not pod_count:
+    sizes = pod_count if isinstance(pod_count, (list, tuple, range, set, frozenset)) else (pod_count,)
+    if not sizes:
         raise ValueError("pod_count is an empty list, which allows no number of slices.")
-    for one in pod_count:
-        _check_int("each entry of pod_count", one, 1)
-    return tuple(sorted(set(pod_count)))
+    for one in sizes:
+        _check_int("pod_count, or each entry of its list,", one, 1)
+    return pod_count if isinstance(pod_count, int) else tuple(sorted(set(sizes)))

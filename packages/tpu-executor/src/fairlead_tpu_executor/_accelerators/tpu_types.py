@@ -66,11 +66,7 @@ def canonical_name(name: str) -> str:
 
 
 def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None = None) -> TpuType:
-    """Return the type with a name: a generation, and its TensorCores (v2, v3, v4, v5p, v7x) or chips (v5litepod, v6e).
-
-    >>> tpu_type("v4-16").hosts, tpu_type("v6e-8").hosts, tpu_type("v6e-8", chips_per_vm=4).hosts
-    (2, 1, 2)
-    """
+    """Return the type with a name: a generation, and its TensorCores (v2 to v4, v5p, v7x) or chips (v5litepod, v6e)."""
     if not isinstance(name, str):
         raise TypeError(f"A TPU type must be a string such as 'v4-16', got {name!r}.")
     generation, _, size = canonical_name(name).partition("-")

@@ -47,11 +47,7 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
 
 
 def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool) -> int | None:
-    """Return how many slices to hold now; None means to wait for the largest allowed number. Pure.
-
-    >>> choose_size([1, 2], held=0, free=1, waited_out=False), choose_size([1, 2], held=0, free=1, waited_out=True)
-    (None, 1)
-    """
+    """Return how many slices to hold now; None means to wait for the largest allowed number. Pure."""
     possible = [size for size in sizes if size <= held + free]
     return possible[-1] if possible and (possible[-1] == sizes[-1] or waited_out) else None
 
@@ -59,13 +55,7 @@ def choose_size(sizes: Sequence[int], held: int, free: int, *, waited_out: bool)
 def choose_waits(
     sizes: Sequence[int], held: int, lost: int, *, scale_s: float, replace_s: float
 ) -> tuple[float, float]:
-    """Return the seconds to wait for the largest allowed number of slices, and for any allowed number. Pure.
-
-    >>> choose_waits([1, 2], held=1, lost=0, scale_s=600, replace_s=86400)
-    (0.0, 0.0)
-    >>> choose_waits([1, 2], held=0, lost=2, scale_s=600, replace_s=86400)
-    (600, 86400)
-    """
+    """Return the seconds to wait for the largest allowed number of slices, and for any allowed number. Pure."""
     if lost:
         return min(scale_s, replace_s), replace_s
     waiting = 0.0 if held in sizes else scale_s

@@ -167,15 +167,11 @@ def cancel(calls: Sequence[HostCall], head: Head) -> None:
         present = [call for call in running if call.target.node_id not in gone]
         if present:
             ray.wait([call.ref for call in present], num_returns=len(present), timeout=_CANCEL_S, fetch_local=False)
-            head.call(_wait_for_processes, present, max(0.1, deadline - time.monotonic()))
+            left_s = max(0.1, deadline - time.monotonic())
+            names = group_pairs((call.target.node_id, call.target.facts["name"]) for call in present)
+            # A host that does not answer is probably being lost; otherwise the next processes there wait.
+            wait = functools.partial(run_on_nodes, _host.wait_for_end, timeout_s=left_s + 1.0)
+            head.call(wait, {node_id: (its, left_s) for node_id, its in names.items()})
     except HeadUnreachableError as error:
         hosts = ", ".join(f"worker {call.target.worker} of {call.target.slice.slice_name}" for call in running)
         logger.warning("The function was cancelled, but it is unknown whether it has ended on %s: %s", hosts, error)
-
-
-def _wait_for_processes(calls: Sequence[HostCall], timeout_s: float) -> None:
-    names = group_pairs((call.target.node_id, call.target.facts["name"]) for call in calls)
-    # A host that does not answer is probably being lost with its processes; otherwise the next processes there wait.
-    run_on_nodes(
-        _host.wait_for_end, {node_id: (its, timeout_s) for node_id, its in names.items()}, timeout_s=timeout_s + 1.0
-    )

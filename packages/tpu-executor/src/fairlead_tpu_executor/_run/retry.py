@@ -40,18 +40,10 @@ class RetryBudget:
         self.failures += 1
         return self.failures <= self.max_failures
 
-    def refund(self) -> None:
-        self.failures = max(0, self.failures - 1)
-
 
 @dataclass(kw_only=True)
 class Backoff:
-    """Waits that double, with jitter, so that jobs that failed together do not start again together.
-
-    >>> waits = Backoff(base_s=1, cap_s=60)
-    >>> 0.5 <= waits.after(ran_s=3) <= 1, 1 <= waits.after(ran_s=3) <= 2, 0.5 <= waits.after(ran_s=900) <= 1
-    (True, True, True)
-    """
+    """Waits that double, with jitter, so that jobs that failed together do not start again together."""
 
     base_s: float = 0.2  # the longest first wait; the shortest is half of it
     cap_s: float = 60.0
@@ -133,7 +125,7 @@ def _refund(
         replaced = bool(set(info.slices) - set(status.info.slices)) and began <= until
         preempted = any(one.slice_name in lost_now for one in info.slices) and seen <= until
         if replaced or preempted:
-            budget.refund()
+            budget.failures = max(0, budget.failures - 1)
             logger.warning("Attempt %d of %s was preempted: its slices were lost after it.", info.attempt, info.name)
         elif seen <= until:
             left.append((until, info))

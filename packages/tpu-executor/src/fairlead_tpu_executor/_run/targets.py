@@ -31,6 +31,7 @@ ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
 ENV_JOB_COORDINATOR_ADDRESS: str = "EXECUTOR_JOB_COORDINATOR_ADDRESS"
 ENV_PROCESS_COUNT: str = "EXECUTOR_PROCESS_COUNT"
 ENV_PROCESS_INDEX: str = "EXECUTOR_PROCESS_INDEX"
+cancel_task = functools.partial(ray.cancel, force=True)
 # With one slice none of these may be set, not even by the node: libtpu would wait for other slices.
 _MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 
@@ -115,10 +116,6 @@ def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool =
     facts = {**target.facts, "dedicated": raw or dedicated}
     # The list delays the unpickling until the environment on the host is set.
     return _task(raw).options(**options).remote(facts, [payload])
-
-
-def cancel_task(ref: Any) -> object:
-    return ray.cancel(ref, force=True)
 
 
 @functools.cache
