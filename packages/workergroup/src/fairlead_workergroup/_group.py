@@ -76,7 +76,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
         elastic: the standbys, and the methods and events of changes; None for `Elastic()`.
-        worker: the accelerators that a worker sees; None for `WorkerOptions()`, with which it sees its own.
+        worker: the accelerators that a worker sees, and its Ray options; None for `WorkerOptions()`, with which it sees
+            its own and has those of the class.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.

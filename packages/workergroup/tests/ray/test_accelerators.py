@@ -110,6 +110,17 @@ def test_a_shared_device(node):
                 assert group.call("look").result() == [("0", "0", "0")] * 2
 
 
+def test_ray_options_of_a_group(node):
+    """Ray options of the group are merged over those of the class; what does not fit the bundle is refused."""
+    cls = ray.remote(enable_task_events=False, resources={"licence": 0.25})(Worker)
+    with RayVirtualCluster([1], use_gpus=False, node_resource_constraints=[{"licence": 2}]) as cluster:
+        own = WorkerOptions(ray_options={"resources": {"licence": 0.5}, "memory": 0})
+        with RayWorkerGroup(cluster, cls, worker=own) as group:
+            assert group.call("resources").result()[0]["licence"] == 0.5
+        with pytest.raises(ValueError, match="A worker requests 3 licence, but its bundle holds 2"):
+            RayWorkerGroup(cluster, cls, worker=WorkerOptions(ray_options={"resources": {"licence": 3}}))
+
+
 def test_variables_of_the_class(node):
     """What `configure_worker` returns counts, and a LOCAL_RANK without a device is refused."""
     with RayVirtualCluster([1]) as cluster:

@@ -93,7 +93,8 @@ class Launcher:
                 timeout_s=self._time_left(deadline),
                 concurrent=spec.concurrent,
             )
-        described = dataclasses.replace(described, on_start=self.on_start)
+        options = recursive_merge_options(described.options, spec.options.ray_options)
+        described = dataclasses.replace(described, options=options, on_start=self.on_start)
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding, python)
 

@@ -5,10 +5,15 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import ray
+
 from fairlead_placement import Slot
 
 # The group sets these options, which decide where an actor runs, its name, and its restarts.
 _OURS = (
+    "accelerator_type",
+    "allow_out_of_order_execution",
+    "fallback_strategy",
     "get_if_exists",
     "label_selector",
     "lifetime",
@@ -23,6 +28,17 @@ _OURS = (
     "placement_group_capture_child_tasks",
     "scheduling_strategy",
 )
+# What to use in their place, where there is something.
+_INSTEAD = {
+    "accelerator_type": "accelerator_type of the cluster",
+    "max_restarts": "restart=Restart(...)",
+    "num_cpus": "cpus_per_worker of the cluster",
+    "num_gpus": "use_gpus or accelerators of the cluster",
+    "name": "name_prefix=",
+    "env_vars": "env_vars=",
+}
+# Parts of a `runtime_env` that choose another Python, and the variables.
+_OURS_IN_ENV = ("conda", "container", "env_vars", "image_uri", "pip", "py_executable", "uv")
 
 
 def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,6 +66,24 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
         else:
             merged[name] = copy.deepcopy(value)
     return merged
+
+
+def check_ray_options(options: object) -> None:
+    """Refuse Ray options of a group that are not options, or that the group sets."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f"ray_options must be a dict of Ray options, got {options!r}")
+    ours = {repr(name): _INSTEAD.get(name) for name in options if name in _OURS}
+    for name in options.get("runtime_env") or {}:
+        if name in _OURS_IN_ENV:
+            ours[f"'runtime_env' with {name!r}"] = _INSTEAD.get(name, "python=")
+    if ours:
+        texts = [f"{name} (use {instead})" if instead else name for name, instead in ours.items()]
+        raise ValueError(f"ray_options has {', '.join(texts)}, which the group sets itself: remove it")
+    if options:
+        try:
+            ray.remote(**options)(type("Worker", (), {}))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"ray_options: {error}") from None
 
 
 def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:
