@@ -32,6 +32,8 @@ from .stacks import write_stacks_on_signal
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
+# The end of a generator.
+_END = object()
 # The names in the record of the faults that `fairlead_workergroup.testing` causes.
 FAULTS = ("hang", "slow", "fill_memory")
 # The name in the record of a function that runs in place of a method.
@@ -311,8 +313,8 @@ class ConcurrentHost(WorkerHost):
         if inspect.isasyncgen(items):
             async for item in items:
                 yield item
-        else:
-            for item in items:
+        else:  # in a thread, as Ray runs plain generators
+            while (item := await asyncio.to_thread(next, items, _END)) is not _END:
                 yield item
 
     async def _fairlead_hand_over(self, method: str) -> tuple[Any, None]:  # type: ignore[override]
