@@ -159,7 +159,6 @@ class Attempt:
         self._states.decide(ranks)
         if self._in_order and not wait_for_turn(self._target.group, self._left()):
             raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
-        left = self._left()
 
         def arguments(rank: int) -> tuple[Any, ...]:
             reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
@@ -172,7 +171,7 @@ class Attempt:
         releases = self._source.name == "source"
         if releases and not self._in_place:
             self._source.release(self._live_sources(), self._epoch)
-        replies = self._target.wait(requests, left, all_of_them=True)
+        replies = self._target.wait(requests, self._left(), all_of_them=True)
         if releases and self._in_place:
             self._source.release(self._live_sources(), self._epoch)
         # In place a late rank still reads from the sources, which may change from now on: that is no version.

@@ -11,7 +11,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
@@ -209,11 +208,8 @@ class Link:
         """
         if self._version is None:
             raise ValueError(f"{self!r}: nothing has been sent yet; call send first")
-        with self._turn(timeout, self._version) as deadline:
-            return self._sync(self._version, ranks, deadline)
-
-    def _sync(self, version: int, ranks: Iterable[int] | None, deadline: float) -> TransferReport | None:
-        with self._span(version):
+        # The version is read in the turn: another thread may send until then.
+        with self._turn(timeout, self._version) as deadline, self._span(version := self._version):
             began = time.monotonic()
             states = self._states.read()
             chosen = {rank for rank, state in states.items() if state != version} if ranks is None else set(ranks)
@@ -305,9 +301,7 @@ class Link:
     def __enter__(self) -> "Link":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _attempt(self, source: Side, version: int, deadline: float) -> Attempt:

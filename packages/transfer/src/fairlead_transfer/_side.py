@@ -111,17 +111,11 @@ class Side:
         With `alone_within_s` it runs while no method of the worker does; `first` is an operation before that wait.
         """
         requests: Requests = {}
-        key = self.link, self.name
+        key, name = (self.link, self.name), f"fairlead_transfer {operation}"
+        before = None if first is None else (key, None, *first)
         for rank in ranks:
-            member = self.members[rank]
-            ref = send_function(
-                member,
-                f"fairlead_transfer {operation}",
-                pickled(serve),
-                *(key, self._code_for(rank), operation, *arguments(rank)),
-                alone_within_s=alone_within_s,
-                first=None if first is None else (key, None, *first),
-            )
+            member, args = self.members[rank], (key, self._code_for(rank), operation, *arguments(rank))
+            ref = send_function(member, name, pickled(serve), *args, alone_within_s=alone_within_s, first=before)
             requests[rank] = member.process, ref
         return requests
 

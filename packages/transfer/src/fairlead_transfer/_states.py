@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version that each target rank holds, as far as the driver knows."""
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -31,10 +32,8 @@ class States:
         for rank, (_, ref) in list(self._unconfirmed.items()):
             if ray.wait([ref], timeout=0)[0]:
                 del self._unconfirmed[rank]
-                try:
+                with contextlib.suppress(ray.exceptions.RayError):  # the roster will know that the worker is lost
                     self.note(rank, ray.get(ref))
-                except ray.exceptions.RayError:
-                    continue  # the roster knows, or will know, that the worker is lost
         for member in self._target.members:
             if member.failure is not None or self._processes.get(member.rank) != member.process.key:
                 self._states[member.rank] = None
