@@ -41,10 +41,6 @@ class Announcement:
     file: str
     uid: int
 
-    @property
-    def is_mine(self) -> bool:
-        return self.uid == os.getuid()
-
 
 def local_tag() -> str:
     """Return the name of the resource that marks a cluster that `init_ray` starts in this process."""
@@ -142,7 +138,7 @@ def read_announcement() -> Announcement | None:
 def describe_foreign_announcement() -> str:
     """Return a clause about a cluster that another user has announced here and that is not followed, or ""."""
     found = read_announcement()
-    if found is None or found.is_mine:
+    if found is None or found.uid == os.getuid():
         return ""
     return (
         f"{found.file} announces one at {found.address}, but belongs to another user (uid {found.uid}); to attach to "
@@ -152,7 +148,7 @@ def describe_foreign_announcement() -> str:
 
 def _find_announced() -> Target | None:
     found = read_announcement()
-    if found is None or not found.is_mine or not answers(found.address):
+    if found is None or found.uid != os.getuid() or not answers(found.address):
         return None
     reason = f"`ray start` announced in {found.file}"
     return Target(found.address, reason, f"delete {found.file} if that cluster has stopped, ")
