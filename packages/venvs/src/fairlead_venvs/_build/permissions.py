@@ -11,6 +11,9 @@ from ..exceptions import VenvBuildError
 # The name of one user's part of a folder in which anybody may create files.
 OWN = r"of-user-\d+"
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# Opens a folder that may be entered but not read, and a link instead of its target (on Linux).
+LOOK = getattr(os, "O_PATH", os.O_RDONLY)
+REMEDY = "Remove it, or choose another folder (FAIRLEAD_VENV_DIR)."
 
 
 def choose_root(folder: Path) -> Path:
@@ -25,11 +28,7 @@ def choose_root(folder: Path) -> Path:
 
 def make_root(root: Path) -> None:
     """Create the folder of all environments, unless it exists. The umask says whether the group may write to it."""
-    if lacks_sticky_bit(base := _base_of(root)):
-        raise VenvBuildError(
-            f"Every user may replace what others have made in {base}, so it is not used. Its owner can change that: "
-            f"`chmod +t {base}`. Or choose another folder (FAIRLEAD_VENV_DIR)."
-        )
+    check_trusted(root, _base_of(root))
     root.mkdir(0o700 if re.fullmatch(OWN, root.name) else 0o775, parents=True, exist_ok=True)
     check_trusted(root, root)
 
@@ -49,7 +48,7 @@ def is_shared_by_group(seen: os.stat_result) -> bool:
     return seen.st_mode & (OTHERS | stat.S_ISVTX) == stat.S_IWGRP
 
 
-def share(path: str | Path, root: str | Path) -> None:
+def share(path: str | Path | int, root: str | Path) -> None:
     """Let the group of `root` write to a new file or folder in it if it may write to `root`, else only the owner."""
     top, made = os.stat(root), os.stat(path)
     mode = stat.S_IMODE(made.st_mode) & ~OTHERS
@@ -59,49 +58,59 @@ def share(path: str | Path, root: str | Path) -> None:
         os.chmod(path, mode)
 
 
-def find_fault(root: Path, path: Path) -> str:
-    """Return why somebody else may decide the content of a path in the folder of all environments.
+def open_trusted(root: Path, path: str | Path, flags: int = LOOK) -> int:
+    """Open a path in the folder of all environments; a VenvBuildError if somebody else may decide its content.
 
     Every folder on the way must belong to this user, to root, to the owner of that folder, or to its group if this may
-    write there.
+    write there. Each is opened and then checked, because a path may be replaced after a check.
     """
-    base = _base_of(root)
+    at = base = _base_of(root)
+    file = os.open(base, LOOK | os.O_CLOEXEC)
     try:
-        top = os.stat(base)
-        if lacks_sticky_bit(base):
-            return f"every user may replace what others have made in {base}"
-        at = base
-        for name in path.relative_to(base).parts:
+        top = os.fstat(file)
+        if top.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise VenvBuildError(
+                f"Every user may replace what others have made in {base}, so it is not used. Its owner can change "
+                f"that: `chmod +t {base}`. Or choose another folder (FAIRLEAD_VENV_DIR)."
+            )
+        for name in Path(path).relative_to(base).parts:
             at = at / name
-            seen = os.lstat(at)
-            grouped = is_shared_by_group(top) and seen.st_gid == top.st_gid
-            if stat.S_ISLNK(seen.st_mode):
-                return f"{at} is a link"
-            if seen.st_uid not in (os.geteuid(), 0, top.st_uid) and not grouped:
-                return f"{at} belongs to user {seen.st_uid}"
-            if seen.st_mode & (stat.S_IWOTH if grouped else OTHERS):
-                return f"{at} can be changed by other users (mode {stat.S_IMODE(seen.st_mode):o})"
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        return str(error)
+            # Without O_NONBLOCK, another user's pipe would be waited for.
+            how = (flags if at == Path(path) else LOOK) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            above, file = file, os.open(name, how, dir_fd=file)
+            os.close(above)
+            if fault := _find_fault(os.fstat(file), top):
+                raise VenvBuildError(f"{at} {fault}, so it is not used. {REMEDY}")
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, OSError):
+            error.filename = str(at)  # the whole path, of which only the last name was opened
+        raise
+    return file
+
+
+def _find_fault(seen: os.stat_result, top: os.stat_result) -> str:
+    """Return why another user may decide the content of something below the folder `top`; empty if none may."""
+    grouped = is_shared_by_group(top) and seen.st_gid == top.st_gid
+    if stat.S_ISLNK(seen.st_mode):
+        return "is a link"
+    if seen.st_uid not in (os.geteuid(), 0, top.st_uid) and not grouped:
+        return f"belongs to user {seen.st_uid}"
+    if seen.st_mode & (stat.S_IWOTH if grouped else OTHERS):
+        return f"can be changed by other users (mode {stat.S_IMODE(seen.st_mode):o})"
     return ""
+
+
+def check_trusted(root: Path, path: Path) -> None:
+    """Refuse a path whose content somebody else may decide. A missing path passes."""
+    try:
+        os.close(open_trusted(root, path))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise VenvBuildError(f"{error}, so it is not used. {REMEDY}") from None
 
 
 def _base_of(root: Path) -> Path:
     """Return the folder of the environments of all users."""
     return root.parent if re.fullmatch(OWN, root.name) else root
-
-
-def lacks_sticky_bit(folder: Path) -> bool:
-    """Return whether every user may replace what others have made in a folder; False if it does not exist."""
-    try:
-        return os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-    except OSError:
-        return False
-
-
-def check_trusted(root: Path, path: Path) -> None:
-    """Refuse a path whose content somebody else may decide."""
-    if fault := find_fault(root, path):
-        raise VenvBuildError(f"{fault}, so it is not used. Remove it, or choose another folder (FAIRLEAD_VENV_DIR).")

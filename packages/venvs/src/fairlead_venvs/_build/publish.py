@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..exceptions import VenvBuildError, VenvError, VenvTimeoutError
-from .permissions import check_trusted, is_shared_by_group, make_folder, make_root, share
+from .permissions import check_trusted, is_shared_by_group, make_folder, make_root, open_trusted, share
 from .store import lock_path
 from .users import TAKEN, UNKNOWN, locks_decide
 from .uv import Deadline
@@ -128,7 +128,6 @@ class KernelLock:
         """Take the lock without waiting; return False if another process or thread holds it, where there are locks."""
         if self._create:
             make_folder(self._path.parent, self._root)
-        check_trusted(self._root, self._path)
         try:
             file = self._open()
         except FileNotFoundError:
@@ -151,18 +150,17 @@ class KernelLock:
             self.release()
 
     def _open(self) -> int:
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW
-        # Whoever can read the file can lock it.
-        mode = 0o660 if is_shared_by_group(os.stat(self._root)) else 0o600
         if self._create:
+            # Whoever can read the file can lock it.
+            mode = 0o660 if is_shared_by_group(os.stat(self._root)) else 0o600
             with contextlib.suppress(FileExistsError):
-                file = os.open(self._path, flags | os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-                share(self._path, self._root)
+                file = os.open(self._path, os.O_CLOEXEC | os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+                share(file, self._root)
                 return file
         try:
-            return os.open(self._path, flags | os.O_RDWR)
+            return open_trusted(self._root, self._path, os.O_RDWR)
         except PermissionError:  # another user has created it
-            return os.open(self._path, flags | os.O_RDONLY)
+            return open_trusted(self._root, self._path, os.O_RDONLY)
 
     def release(self) -> None:
         """Release the lock. Can be repeated."""

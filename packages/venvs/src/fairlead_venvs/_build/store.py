@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments on disk: one folder each, complete when its manifest says so."""
 
+import functools
 import json
 import os
 import re
@@ -8,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .permissions import choose_root, find_fault, share
+from ..exceptions import VenvBuildError
+from .permissions import check_trusted, choose_root, open_trusted, share
 
 # Part of every fingerprint: environments of another format are other environments.
 FORMAT = 3
@@ -61,10 +63,12 @@ def lock_path(folder: Path) -> Path:
 def read_manifest(folder: str | Path, fingerprint: str | None = None) -> dict[str, Any] | None:
     """Read the manifest of a complete environment; None if it is missing, damaged or another one, or another user's."""
     root, python = Path(folder).parent, python_of(folder)
-    if find_fault(root, Path(folder, MANIFEST)) or find_fault(root, Path(python).parent):
-        return None
-    manifest = read_facts(Path(folder, MANIFEST))
+    manifest = read_facts(root, Path(folder, MANIFEST))
     if not manifest.keys() >= FACTS:
+        return None
+    try:
+        check_trusted(root, Path(python).parent)
+    except VenvBuildError:
         return None
     if fingerprint is not None and manifest["fingerprint"] != fingerprint:
         return None
@@ -88,10 +92,11 @@ def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
         file.write("\n")
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """Read a file of facts; empty if there is none, or it is damaged or in another format."""
+def read_facts(root: Path, path: Path) -> dict[str, Any]:
+    """Read a file of facts; empty if there is none, or it is damaged, in another format, or may be another user's."""
     try:
-        facts = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # the last for endless brackets
+        with open(path, "rb", opener=functools.partial(open_trusted, root)) as file:
+            facts = json.loads(file.read())
+    except (OSError, VenvBuildError, ValueError, RecursionError):  # the last for endless brackets
         return {}
     return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else {}

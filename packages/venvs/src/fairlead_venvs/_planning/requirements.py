@@ -16,7 +16,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 
 from .._build.build import LINES, choose_interpreter, lay_out, lay_out_requirements
-from .._build.permissions import find_fault, share
+from .._build.permissions import share
 from .._build.publish import make_once
 from .._build.recipe import File, Recipe
 from .._build.redact import redact
@@ -213,7 +213,7 @@ def _at_commit(line: str, commit: str) -> str:
 
 def _read(path: Path, root: Path) -> Resolution | None:
     """Return a stored resolution, and mark it as used; None if there is none, it is damaged, or it may be another's."""
-    facts = {} if find_fault(root, path) else read_facts(path)
+    facts = read_facts(root, path)
     pins, direct = facts.get("pins"), facts.get("direct")
     if not isinstance(pins, list) or not isinstance(direct, dict):
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .._build.build import choose_interpreter
-from .._build.permissions import find_fault, share
+from .._build.permissions import check_trusted, share
 from .._build.publish import make_once, publish
 from .._build.users import touch
 from .._build.uv import Runner
@@ -60,9 +60,8 @@ def _find_wheel(store: Path, root: Path) -> tuple[Path, str] | None:
     try:
         (content,) = os.listdir(store)
         (name,) = os.listdir(store / content)
-    except (OSError, ValueError):
-        return None
-    if find_fault(root, store / content / name):
+        check_trusted(root, store / content / name)
+    except (OSError, ValueError, VenvBuildError):
         return None
     touch(store)  # `prune` reads its time
     return store / content / name, content
