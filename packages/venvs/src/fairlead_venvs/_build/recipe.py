@@ -14,35 +14,24 @@ File = tuple[str, "bytes | Path"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build one environment. In a draft, the requirements are not resolved.
+    """How to build one environment. In a draft, the requirements are not resolved."""
 
-    Attributes:
-        fingerprint: hash of everything that decides the content; empty in a draft.
-        request: hash of the request, which does not depend on the versions that requirements were resolved to.
-        folder: path of the environment on every machine; in a draft, that of the folder of all environments.
-        requirements: lines for `uv pip install --no-deps`, whose paths are relative to the files; None for a project.
-        sync: for a project, further arguments of `uv sync`, which runs in the folder `project` among the files.
-        wheels: files to install last, without their dependencies.
-        links: folders among the files, URLs, and folders that a machine may have, where uv finds distributions.
-        description: description for people in the manifest, without credentials.
-    """
-
-    fingerprint: str
-    request: str
-    folder: str
+    fingerprint: str  # of everything that decides the content; empty in a draft
+    request: str  # hash of the request, which does not depend on the versions that requirements were resolved to
+    folder: str  # of the environment on every machine; in a draft, that of all environments
     platform: str
     python: str
     implementation: str
     system_site_packages: bool
-    requirements: tuple[str, ...] | None
-    sync: tuple[str, ...]
-    project: str
-    wheels: tuple[str, ...]
-    links: tuple[str, ...]
+    requirements: tuple[str, ...] | None  # for `uv pip install --no-deps` beside the files; None for a project
+    sync: tuple[str, ...]  # further arguments of `uv sync` for a project
+    project: str  # the folder among the files in which it runs
+    wheels: tuple[str, ...]  # files to install last, without their dependencies
+    links: tuple[str, ...]  # folders among the files, URLs, and folders that a machine may have, with distributions
     no_index: bool
     env: Mapping[str, str]
     setup: tuple[str, ...]
-    description: str
+    description: str  # for people, without credentials
     secrets: frozenset[str]
 
 

@@ -106,18 +106,14 @@ DECIDING = ("build-system", "dependency-groups", "project")
 
 @dataclass(frozen=True)
 class Project(Locked):
-    """A project, read once, with its lock, which is in `root`, the folder of the workspace if it is part of one.
-
-    `settings` are the pyproject.toml and uv.toml of the root. `deciding` has the parts of the pyprojects that decide
-    the content, without comments, as JSON. The paths in `files` are relative to the lock.
-    """
+    """A project, read once, with its lock."""
 
     folder: Path
-    root: Path
-    settings: dict[str, bytes]
-    deciding: str
+    root: Path  # the folder of the lock: that of the workspace if the project is part of one
+    settings: dict[str, bytes]  # the pyproject.toml and uv.toml of the root
+    deciding: str  # the parts of the pyprojects that decide the content, without comments, as JSON
     folders: tuple[LocalFolder, ...]
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # relative to the lock
 
     def sync_arguments(self) -> tuple[str, ...]:
         """Return arguments for `uv sync` that leave out the local folders, which are installed as wheels."""

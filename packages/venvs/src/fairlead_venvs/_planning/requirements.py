@@ -109,13 +109,10 @@ PLAIN_USER = "://git@"
 
 @dataclass(frozen=True)
 class Resolution:
-    """The versions that a list of requirements was resolved to: pins such as "numpy==2.4.6".
+    """The versions that a list of requirements was resolved to."""
 
-    `direct` has the names of the distributions that a requirement gives by URL or as a wheel, with the commit if it
-    comes from git.
-    """
-
-    pins: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()  # such as "numpy==2.4.6"
+    # The distributions that a requirement gives by URL or as a wheel, with the commit of those from git.
     direct: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 

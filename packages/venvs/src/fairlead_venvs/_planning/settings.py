@@ -18,16 +18,12 @@ DEADLINE_S = 1800.0
 
 @dataclass(frozen=True)
 class Settings:
-    """uv's settings for one spec.
+    """uv's settings for one spec."""
 
-    `env` is for every machine. `here` is for the driver, and some of it names files of this machine. The fingerprint
-    counts `counted`, which has files by their content, and no credentials. `links` are from the driver's variables.
-    """
-
-    env: Mapping[str, str]
-    here: Mapping[str, str]
-    counted: Mapping[str, str]
-    links: tuple[str, ...]
+    env: Mapping[str, str]  # for every machine
+    here: Mapping[str, str]  # for the driver; some of it names files of this machine
+    counted: Mapping[str, str]  # by the fingerprint: files by their content, and no credentials
+    links: tuple[str, ...]  # from the driver's variables
     secrets: frozenset[str]
     no_index: bool
 
