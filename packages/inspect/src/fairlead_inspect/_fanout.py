@@ -103,9 +103,9 @@ def _choose(
     return wanted
 
 
-def _look_here(pids: list[int], drivers: list[int], window_s: float) -> dict[str, Any]:
+def _look_here(pids: list[int], drivers: list[int], window_s: float, timeout_s: float) -> dict[str, Any]:
     """Look at processes of this node. This is the task that a probe runs."""
-    return look(pids, drivers, window_s, calibrate(ray.put(0)))
+    return look(pids, drivers, window_s, calibrate(ray.put(0)), timeout_s)
 
 
 def _probe(
@@ -116,7 +116,7 @@ def _probe(
     sent = {}
     for node, (pids, drivers) in wanted.items():
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        sent[task.options(scheduling_strategy=where).remote(sorted(pids), sorted(drivers), window_s)] = node
+        sent[task.options(scheduling_strategy=where).remote(sorted(pids), sorted(drivers), window_s, timeout_s)] = node
     answers: dict[str, dict[str, Any] | str] = {}
     ready, late = ray.wait([*sent], num_returns=len(sent), timeout=timeout_s) if sent else ([], [])
     for one in ready:
@@ -156,10 +156,10 @@ def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
     return found
 
 
-def look_here(*, window_s: float = WINDOW_S) -> Snapshot:
+def look_here(*, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Snapshot:
     """Return a look at the workers of Ray on this machine, without Ray: their actors are made up of their titles."""
     began = time.monotonic()
-    processes = parse("here", look(None, (), window_s, -1))
+    processes = parse("here", look(None, (), window_s, -1, timeout_s))
     workers = [one for one in processes if not one.title.startswith("ray::IDLE")]
     actors = tuple(
         Actor(

@@ -50,7 +50,9 @@ DRIVER = """
             self.barrier()
 
     def wait_until(holds):
+        deadline = time.monotonic() + 120
         while not all(holds(one) and one.since_progress_s >= 1.1 for one in group.get_worker_status()):
+            assert time.monotonic() < deadline, group.get_worker_status()
             time.sleep(0.05)
 
     # Ray prints to standard output when a worker dies.
@@ -140,8 +142,16 @@ def run(*arguments):
 
 def read(*arguments):
     done = run(*arguments, "--json")
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 1, 4), done.stderr  # 4: a busy machine did not let it read the driver
     return json.loads(done.stdout)
+
+
+def decide():
+    """Run `why` until its verdict is not open, which it may be on a busy machine."""
+    deadline = time.monotonic() + 120
+    while (done := run("why", "--timeout", "60")).returncode == 4 and time.monotonic() < deadline:
+        pass
+    return done
 
 
 def check_trace(trace, running):
@@ -173,7 +183,7 @@ def test_idle(driver):
         "stuck": 0,
     }
     assert (group["driver"]["pid"], group["driver"]["state"]) == (driver.pid, "runs")
-    well = run("why")
+    well = decide()
     assert (well.returncode, well.stderr) == (0, "")
     assert "nothing is wrong" in well.stdout
     assert "policy" in run("groups").stdout
@@ -318,7 +328,7 @@ def test_ended(driver, eventually):
     assert (top.returncode, errors) == (3, "No worker group is registered on this cluster.\n")
     assert eventually(lambda: read("groups")["groups"] == [], 60)
     # The driver of the job is still there, and waits for its input.
-    assert run("why").returncode == 0
+    assert decide().returncode == 0
     done = run("why", "--group", "policy")
     assert done.returncode == 3
     assert done.stderr == "No worker group is registered on this cluster.\n"

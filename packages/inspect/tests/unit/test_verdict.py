@@ -101,6 +101,14 @@ def test_disk():
     assert blamed(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: slow})) == []
 
 
+@pytest.mark.parametrize("states", [("R", "R"), ("R", "S"), ("S", "R")])
+def test_busy_machine(states):
+    """A thread that waits for a processor has not run, and is not blamed for it."""
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE], how={2: {"states": states}})
+    assert blamed(snapshot) == []
+    assert exit_status(diagnose(snapshot)) == 4
+
+
 def test_torn_stack_proves_nothing():
     """A stack that does not reach its base does not show that a thread moves, and does not blame either."""
     snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: {"ticks": 90, "switches": 4, "before": QUEUE}})
@@ -310,6 +318,53 @@ def test_opaque_and_unread():
     assert blamed(silent) == []
     lost = replace(silent, nodes=(silent.nodes[0], replace(silent.nodes[1], answer="lost", alive=False)))
     assert blamed(lost) == [("node-lost", (1,), "certain")]
+
+
+LATE = {"threads": (), "references": (), "note": "py-spy was not done in time (...)"}
+
+
+@pytest.mark.parametrize(
+    ("pids", "change", "said"),
+    [
+        ({811, 1000}, LATE, ("2 processes, the driver among them", "not readable")),
+        ({1000}, LATE, ("1 process", "not readable")),
+        ({811}, {"references": ()}, ("1 process, the driver", "in ray.get for objects whose ids are not readable")),
+    ],
+)
+def test_waits_that_cannot_be_read(pids, change, said):
+    """If it is not known what processes wait for, and nothing is to blame, the verdict is open: it is not "well"."""
+    get = {"stack": GET, "refs": [ref(actor_id(0))]}
+    trainer = process(1000, **({"stack": LOOP} if pids == {811} else get))
+    driver = process(811, **({"stack": LOOP} if pids == {1000} else get), driver=True)
+    processes = [trainer, driver, process(1001, QUEUE)]
+    changed = tuple(replace(one, **change) if one.pid in pids else one for one in processes)
+    (found,) = diagnose(look([actor(0, "A"), actor(1, "B")], changed))
+    assert (found.kind, found.blames, found.moves) == ("undecided", False, False)
+    assert found.subject == said[0]
+    assert said[1] in found.text
+    assert exit_status([found]) == 4
+
+
+def test_unread_bystanders():
+    """What is to blame is named, whatever else could not be read; an unread member of a group is judged there."""
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    other = actor(7, "Other")
+    more = replace(snapshot, actors=(*snapshot.actors, other))
+    more = replace(more, processes=(*snapshot.processes, replace(process(1007, QUEUE), **LATE)))
+    assert kinds(more) == ["late"]
+    alone = look([other], [replace(process(1007, QUEUE), **LATE), process(811, LOOP, driver=True)])
+    assert kinds(alone) == ["undecided"]
+    assert kinds(replace(alone, claimed=frozenset([other.actor_id]))) == []
+
+
+def test_silent_node_of_nobody():
+    """A node that did not answer leaves the verdict open, even if no known wait leads there: it may hold the driver."""
+    silent = Node("n2", "10.0.0.2", answer="silent", note="no answer within 4 s")
+    far = replace(look([actor(0)], [process(1000, QUEUE)]).jobs[0], node_id="n2")
+    snapshot = look([actor(0)], [process(1000, QUEUE)], nodes=(Node(NODE, "10.0.0.1"), silent), jobs=(far,))
+    (found,) = diagnose(snapshot)
+    assert (found.kind, found.blames, exit_status([found])) == ("node-silent", False, 4)
+    assert "10.0.0.2" in found.text
 
 
 def test_class_without_ranks():

@@ -3,6 +3,7 @@
 
 import linecache
 import re
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,10 @@ from .processes import (
     read_title,
     read_wait,
 )
-from .pyspy import dump, find_pyspy
+from .pyspy import MISSING, dump, find_pyspy
 
 AT_A_TIME = 4
-# Of stacks of one node. Those that seem wrong come first.
+# The least time for the stacks of one node. Those that seem wrong come first.
 DUMPS_S = 2.0
 # A source line whose native call may wait for a device or for another rank. The line itself stays on the node.
 WAITS_INSIDE = re.compile(
@@ -32,8 +33,12 @@ WAITS_INSIDE = re.compile(
 )
 
 
-def look(pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, offset: int) -> dict[str, Any]:
+def look(
+    pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, offset: int, timeout_s: float
+) -> dict[str, Any]:
     """Return what is known of processes of this node, or with None of all workers of Ray and of given drivers.
+
+    The stacks get half of the time that is not for the window; the rest is for the start and the answer of the task.
 
     Returns:
         `processes`: the fields of each living one, with frames as indices of `stacks`; `notes`: the missing parts
@@ -46,16 +51,16 @@ def look(pids: Sequence[int] | None, drivers: Sequence[int], window_s: float, of
         row for pid in dict.fromkeys([*pids, *drivers]) if (row := _begin(pid, parents, pid in drivers)) is not None
     ]
     rows.sort(key=lambda row: row["states"][0] not in "TtDR")
-    until = time.monotonic() + DUMPS_S
+    until = time.monotonic() + max(DUMPS_S, (timeout_s - window_s) / 2)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         list(pool.map(lambda row: _dump(row, program, offset, until), rows))
         time.sleep(max(0.0, window_s))
         list(pool.map(lambda row: _look_again(row, program, offset, until + window_s), rows))
-    clock = read_clock()
+    clocks: dict[int, float | None] = {}
     table: dict[Any, int] = {}
-    found = [_finish(row, clock, table) for row in rows if not row.get("gone")]
-    notes = [] if program else ["py-spy is not installed on this node: pip install py-spy"]
-    if clock is None:
+    found = [_finish(row, clocks, table) for row in rows if not row.get("gone")]
+    notes = [] if program else [MISSING]
+    if read_last_run("self", threading.get_native_id()) is None:
         notes.append("the kernel does not say when a thread ran last (/proc/PID/sched is missing)")
     return {"processes": found, "stacks": list(table), "notes": notes, "took_s": time.monotonic() - began}
 
@@ -89,10 +94,7 @@ def _read_child(pid: int) -> tuple[str, int]:
 
 
 def _dump(row: dict[str, Any], program: str, offset: int, until: float) -> None:
-    if time.monotonic() > until:
-        row["threads"], row["references"], row["note"] = [], [], "not read: too many processes on this node"
-    else:
-        row["threads"], row["references"], row["note"] = dump(row["pid"], program, offset)
+    row["threads"], row["references"], row["note"] = dump(row["pid"], program, offset, until)
 
 
 def _look_again(row: dict[str, Any], program: str, offset: int, until: float) -> None:
@@ -114,8 +116,8 @@ def _look_again(row: dict[str, Any], program: str, offset: int, until: float) ->
         thread["tid"] = thread["tid"] if thread["tid"] in row["counters"] else names.get(thread["tid"], thread["tid"])
         ran |= row["after"].get(thread["tid"]) != row["counters"].get(thread["tid"])
     row["children_after"] = {one: _read_child(one) for one in row["children"]}
-    if ran and time.monotonic() < until:
-        again, references, note = dump(pid, program, offset)
+    if ran:
+        again, references, note = dump(pid, program, offset, until)
         before = {thread["tid"]: thread["stack"] for thread in row["threads"]}
         for thread in again:
             thread["tid"] = names.get(thread["tid"], thread["tid"])
@@ -124,13 +126,13 @@ def _look_again(row: dict[str, Any], program: str, offset: int, until: float) ->
             row["threads"], row["references"] = again, references
 
 
-def _finish(row: dict[str, Any], clock: float | None, table: dict[Any, int]) -> tuple[Any, ...]:
+def _finish(row: dict[str, Any], clocks: dict[int, float | None], table: dict[Any, int]) -> tuple[Any, ...]:
     """Return the fields of a process, with the differences between both looks, and its stacks as indices."""
     pid, threads = row["pid"], []
     for thread in row["threads"]:
         tid, stack, before = thread["tid"], tuple(thread["stack"]), thread.get("before")
         first, last = (row[look].get(tid, ("", None, None)) for look in ("counters", "after"))
-        ran, (file, _, line) = read_last_run(pid, tid), stack[0]
+        file, _, line = stack[0]
         threads.append((
             tid,
             thread["name"],
@@ -139,7 +141,7 @@ def _finish(row: dict[str, Any], clock: float | None, table: dict[Any, int]) -> 
             (first[0], last[0]),
             _subtract(last[1], first[1]),
             _subtract(last[2], first[2]),
-            None if clock is None or ran is None else max(0.0, clock - ran),
+            _read_age(pid, tid, clocks),
             bool(WAITS_INSIDE.search(linecache.getline(file, line))),
         ))  # fmt: skip
     children = [
@@ -151,6 +153,17 @@ def _finish(row: dict[str, Any], clock: float | None, table: dict[Any, int]) -> 
     file = read_wait(pid) if states == ("D", "D") else ""
     return (pid, row["title"], states, row["ticks"][1] - row["ticks"][0], row["at"][1] - row["at"][0], threads,
             row["environ"], row["references"], children, row["memory"], note, file)  # fmt: skip
+
+
+def _read_age(pid: int, tid: int, clocks: dict[int, float | None]) -> float | None:
+    """Return how long ago a thread ran last; None if that is not known. Each processor's clock is read once."""
+    if (last := read_last_run(pid, tid)) is None:
+        return None
+    ran, processor = last
+    if processor not in clocks:
+        clocks[processor] = read_clock(processor)
+    clock = clocks[processor]
+    return None if clock is None else max(0.0, clock - ran)
 
 
 def _subtract(last: int | None, first: int | None) -> int | None:

@@ -64,19 +64,36 @@ def read_counters(pid: int, tid: int) -> tuple[str, int | None, int | None]:
     return state, ticks, sum(map(int, counts)) if counts else None
 
 
-def read_last_run(pid: int | str, tid: int) -> float | None:
-    """Return when a thread ran last, in seconds of the scheduler's clock; None if the kernel does not say."""
+def read_last_run(pid: int | str, tid: int) -> tuple[float, int] | None:
+    """Return when a thread ran last, in seconds by the clock of its processor, and that processor.
+
+    None if the kernel does not say, as of a thread that it has moved to another processor and not run there yet.
+    """
     try:
+        with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
+            processor = int(file.read().rpartition(b")")[2].split()[36])
         with open(f"/proc/{pid}/task/{tid}/sched", "rb") as file:
             found = re.search(rb"^se\.exec_start\s*:\s*([\d.]+)", file.read(), re.MULTILINE)
     except OSError:
         return None
-    return float(found[1]) / 1e3 if found else None
+    return (ran, processor) if found and (ran := float(found[1]) / 1e3) else None
 
 
-def read_clock() -> float | None:
-    """Return the scheduler's clock: when this thread, which runs now, ran last."""
-    return read_last_run("self", threading.get_native_id())
+def read_clock(processor: int) -> float | None:
+    """Return the scheduler's clock of a processor: when this thread, which moves there for it, ran last.
+
+    The clocks of processors differ, because each leaves out the time that interrupts and the host have taken from it.
+    None if this process may not run there.
+    """
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {processor})
+        ran = read_last_run("self", threading.get_native_id())
+    except OSError:
+        return None
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return ran[0] if ran is not None and ran[1] == processor else None
 
 
 def read_memory(pid: int) -> int:

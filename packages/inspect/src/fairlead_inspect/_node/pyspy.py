@@ -6,15 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
 from .references import is_get, read_references
 
-DUMP_S = 2.0
 MOST_FRAMES = 64
 # Where a thread begins; a stack that does not reach it is torn.
 BASES = ("<module>", "_bootstrap", "_run_module_as_main", "actor_method_executor", "main_loop")
 TRIES = 3
+MISSING = "py-spy is not installed on this node: pip install py-spy"
+# On a busy machine, or one with many processes.
+LATE = "py-spy was not done in time (a longer --timeout gives it more)"
 
 
 def find_pyspy() -> str:
@@ -23,22 +26,28 @@ def find_pyspy() -> str:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy") or ""
 
 
-def dump(pid: int, program: str, offset: int) -> tuple[list[dict[str, Any]], list[tuple[str, bool]], str]:
+def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], list[tuple[str, bool]], str]:
     """Return the threads of a process with their frames, the objects that they wait for, and why there are none.
 
     Args:
         pid: the process.
         program: the path of py-spy.
         offset: of the id in an `ObjectRef`.
+        until: the deadline, by `time.monotonic`.
     """
-    note = "py-spy is not installed on this node: pip install py-spy"
+    note, found = LATE if program else MISSING, None
     for _ in range(TRIES if program else 0):
         # No value of a local leaves this function, but for the address of the list that `ray.get` waits for.
         command = [program, "dump", "--nonblocking", "--json", "--locals", "--pid", str(pid)]
+        if (left := until - time.monotonic()) <= 0:
+            break
         try:
-            done = subprocess.run(command, capture_output=True, timeout=DUMP_S, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=left, check=False)
             threads = json.loads(done.stdout) if done.returncode == 0 else None
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            note = LATE
+            break
+        except (OSError, ValueError) as error:
             note = f"py-spy: {type(error).__name__}"
             continue
         if threads is None:
@@ -46,24 +55,21 @@ def dump(pid: int, program: str, offset: int) -> tuple[list[dict[str, Any]], lis
             if "ermission denied" in note:
                 break
             continue
-        rows: list[dict[str, Any]] = []
-        references: list[tuple[str, bool]] = []
-        for thread in threads:
-            frames = thread["frames"]
-            if not frames:
-                continue
-            rows.append(
-                {
-                    "tid": thread.get("os_thread_id") or pid,
-                    "name": thread.get("thread_name") or "",
-                    "stack": [
-                        (one["filename"], one["name"], one["line"]) for one in frames[: MOST_FRAMES - 1] + frames[-1:]
-                    ],
-                }
-            )
-            if any(is_get(one["filename"], one["name"]) for one in frames[:4]):
-                references += read_references(pid, frames, offset)
-        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in rows):
-            return rows, references, ""
-        note = ""  # the last one is taken as it is
-    return (rows, references, "") if not note else ([], [], note)
+        found = _read_threads(pid, threads, offset)
+        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in found[0]):
+            break  # otherwise it is torn; the last one is taken as it is
+    return ([], [], note) if found is None else (*found, "")
+
+
+def _read_threads(pid: int, threads: Any, offset: int) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]]:
+    rows: list[dict[str, Any]] = []
+    references: list[tuple[str, bool]] = []
+    for thread in threads:
+        if not (frames := thread["frames"]):
+            continue
+        kept = frames[: MOST_FRAMES - 1] + frames[-1:]
+        stack = [(one["filename"], one["name"], one["line"]) for one in kept]
+        rows.append({"tid": thread.get("os_thread_id") or pid, "name": thread.get("thread_name") or "", "stack": stack})
+        if any(is_get(one["filename"], one["name"]) for one in frames[:4]):
+            references += read_references(pid, frames, offset)
+    return rows, references

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .._model import Frame, Process, Stack, Thread
@@ -79,17 +79,8 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     limit = max(WAKING_TICKS, 0.1 * TICKS_PER_S * process.window_s)
     elsewhere = process.ticks - own + sum(child.ticks for child in process.children) > limit
     elsewhere |= any(state in "RD" for child in process.children for state in child.states)
-    motion = "stopped" if process.states[1] in "Tt" else chosen.motion
-    return Position(
-        chosen.kind,
-        motion,
-        chosen.where,
-        chosen.inner,
-        chosen.thread,
-        chosen.since_s,
-        chosen.rendezvous,
-        elsewhere,
-    )
+    motion: Motion = "stopped" if process.states[1] in "Tt" else chosen.motion
+    return replace(chosen, motion=motion, busy_elsewhere=elsewhere)
 
 
 def _locate(thread: Thread, window_s: float) -> Position:
@@ -132,7 +123,7 @@ def _move(thread: Thread, window_s: float) -> Motion:
     if thread.ticks is None or thread.switches is None:
         return "unknown"
     if not thread.ticks and not thread.switches:
-        return "still"
+        return "unknown" if "R" in thread.states else "still"  # on a busy machine it waits for a processor
     if thread.before is None:
         return "unknown"
     if normalise(thread.before) != normalise(thread.stack):
@@ -165,16 +156,6 @@ def find_own(stack: Iterable[Frame]) -> Frame | None:
 def is_complete(stack: Stack) -> bool:
     """Return whether a stack reaches the frame in which its thread began; one that was torn does not."""
     return bool(stack) and _last(stack[-1].function) in _BASES
-
-
-def is_get(stack: Stack) -> str:
-    """Return "get" or "wait" if a stack is in that function of Ray, else an empty text."""
-    for frame in stack:
-        if _is_get(frame):
-            return "wait" if _last(frame.function) == "wait" else "get"
-        if _is_own(frame):
-            break
-    return ""
 
 
 def _is_get(frame: Frame) -> bool:

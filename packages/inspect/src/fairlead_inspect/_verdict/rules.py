@@ -54,6 +54,8 @@ class _Judge:
         self._snapshot, self._graph, self._after_s = snapshot, graph, after_s
         self._job, self._driver = graph.job.job_id, driver_key(graph.job.job_id)
         self._waiters = {waiter for wait in graph.waits for waiter in wait.waiters}
+        # The processes of all findings.
+        self._named = set[str]()
 
     def judge(self) -> list[Finding]:
         reservations, held_up = self._reservations()
@@ -72,6 +74,8 @@ class _Judge:
                     late[key] = one
         blamed = {actor.id for one in late.values() if one.blames for actor in one.actors}
         found += [one for one in late.values() if one.blames or not _speaks_of(one, blamed)]
+        if not any(one.blames for one in found):
+            found += self._unread()
         return sorted(found, key=lambda one: (not one.blames, -(one.since_s or 0.0)))
 
     # Rules 1 to 5: faults that are found without stacks.
@@ -129,7 +133,8 @@ class _Judge:
         for node in self._snapshot.nodes:
             if node.answer not in ("lost", "silent"):
                 continue
-            there = [key for key, one in graph.actors.items() if one.node_id == node.node_id and one.state != "DEAD"]
+            there = [self._driver] if graph.job.node_id == node.node_id else []
+            there += [key for key, one in graph.actors.items() if one.node_id == node.node_id and one.state != "DEAD"]
             wait = next((one for one in graph.waits if graph.reach(one.waiters) & {*there}), None)
             if there and node.answer == "lost" and wait is not None:
                 fact = Evidence("node table", node.note)
@@ -140,7 +145,7 @@ class _Judge:
                 )
             elif there and node.answer == "silent":
                 text, fact = f"is on node {node.address}, which told nothing: {node.note}", Evidence("probe", node.note)
-                found.append(self._say("node-silent", there, text, wait, evidence=(fact,), moves=wait is None))
+                found.append(self._say("node-silent", there, text, wait, evidence=(fact,)))
         return found
 
     def _pending(self) -> list[Finding]:
@@ -219,6 +224,25 @@ class _Judge:
         text = "is not there: no actor of Ray has that rank"
         one = self._say("missing", [], text, wait, fleet=fleet, blames=long and joining, moves=not long)
         return replace(one, ranks=fleet.missing[:_MOST_NAMED])
+
+    def _unread(self) -> list[Finding]:
+        """Name the processes whose waits are not known, and of which no finding speaks: any of them may hang."""
+        graph, found = self._graph, []
+        left = [key for key in graph.processes if key not in self._named | self._snapshot.claimed]
+        left.sort(key=lambda key: key != self._driver)
+        unread = [key for key in left if graph.positions[key].kind == "unread"]
+        blind = [key for key in left if graph.positions[key].kind == "ray-get" and not graph.processes[key].references]
+        why = {"not readable": unread, "in ray.get for objects whose ids are not readable": blind}
+        for text, keys in why.items():
+            if not keys:
+                continue
+            driver = "" if keys[0] != self._driver else ", the driver" if len(keys) == 1 else ", the driver among them"
+            subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
+            notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
+            facts = tuple(Evidence("probe", note) for note in notes)
+            said = f"{text}, so that it is not known what waits there"
+            found.append(self._say("undecided", keys, said, None, confidence="guess", subject=subject, evidence=facts))
+        return found
 
     def _deadlocks(self) -> list[Finding]:
         if not (cycle := self._graph.find_cycle()):
@@ -363,6 +387,7 @@ class _Judge:
     ) -> Finding:
         """Return a finding about some processes; `more` are further fields of it."""
         graph, first = self._graph, keys[0] if keys else ""
+        self._named.update(keys)
         members = [there for key in keys if (there := graph.fleet_of(key))]
         at, process, actor = graph.positions.get(first), graph.processes.get(first), graph.actors.get(first)
         where = at.where if at is not None else ()
