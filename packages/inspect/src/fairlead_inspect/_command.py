@@ -2,14 +2,17 @@
 """The command line: its arguments and its exit statuses."""
 
 import argparse
+import contextlib
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+import ray
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
 
 from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement.spi import Output, add_command, attach, run_command
@@ -17,9 +20,10 @@ from fairlead_placement.spi import Output, add_command, attach, run_command
 from ._doctor import assess, draw_abilities
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._model import Snapshot
+from ._ray_private import find_token
 from ._report import draw_report
 from ._show import SCHEMA, clean_all, draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes, to_json
-from ._source import seconds
+from ._source import new_file, seconds
 from ._verdict.rules import AFTER_S, diagnose, exit_status
 
 _EPILOG = """\
@@ -33,8 +37,8 @@ exit status:
 """
 
 
-class NoSuchJobError(Exception):
-    """No job of the cluster has the given id."""
+class CommandError(Exception):
+    """No job of the cluster has the given id, or the report cannot be written."""
 
 
 def find_groups_source() -> Any:
@@ -47,7 +51,7 @@ def find_groups_source() -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status."""
     options = _make_parser().parse_args(arguments)
-    output, errors = Output(), [NoSuchJobError]
+    output, errors = Output(), [CommandError]
     if (groups := find_groups_source()) is not None:
         errors.append(groups.WorkerGroupError)
 
@@ -55,13 +59,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, "here", False):
             return int(options.run(options, output))
         try:
-            with attach(options.address, timeout_s=getattr(options, "timeout", None)):
+            with _attach(options.address, getattr(options, "timeout", None)):
                 return int(options.run(options, output))
         except HeadTimeoutError as error:
             hint = " `--here` looks at one machine without it." if hasattr(options, "here") else ""
             raise PlacementError(f"{error}{hint}") from error
 
     return run_command(command, *errors)
+
+
+@contextlib.contextmanager
+def _attach(address: str, timeout_s: float | None) -> Iterator[None]:
+    """Attach to a cluster. If it wants a token, try again with that of the user, as Ray does where it finds one."""
+    with contextlib.ExitStack() as stack:
+        with _show_wait("Attaching to the cluster"):
+            try:
+                stack.enter_context(attach(address, timeout_s=timeout_s))
+            except PlacementError as error:
+                if not isinstance(error.__cause__, ray.exceptions.AuthenticationError) or not find_token():
+                    raise
+                stack.enter_context(attach(address, timeout_s=timeout_s))
+        yield
+
+
+def _show_wait(text: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context manager that shows on a terminal that something takes its time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return contextlib.nullcontext()
+    # `attach` redirects the standard output itself.
+    return Live(Spinner("dots", text), console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -79,7 +106,9 @@ def _make_parser() -> argparse.ArgumentParser:
         "--after", type=seconds, metavar="S", help=f"call a process late that has not moved for so long ({AFTER_S:g})"
     )
     why.add_argument("--watch", type=seconds, metavar="S", help="look again so often, until something hangs")
-    why.add_argument("--report", metavar="FILE", help="write the verdict, the processes and their stacks as HTML")
+    why.add_argument(
+        "--report", type=new_file, metavar="FILE", help="write the verdict, the processes and their stacks as HTML"
+    )
     why.add_argument("-v", "--verbose", action="store_true", help="print all evidence")
     why.set_defaults(run=_why)
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move").set_defaults(run=_ps)
@@ -104,11 +133,12 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def _look(options: argparse.Namespace) -> Snapshot:
-    if options.here:
-        return look_here(window_s=options.window)
-    snapshot = look_at_cluster(options.job, window_s=options.window, timeout_s=options.timeout)
+    with _show_wait(f"Looking at processes, for about {options.timeout:g} s at most"):
+        if options.here:
+            return look_here(window_s=options.window, timeout_s=options.timeout)
+        snapshot = look_at_cluster(options.job, window_s=options.window, timeout_s=options.timeout)
     if options.job is not None and not snapshot.jobs:
-        raise NoSuchJobError(f"There is no running job {options.job!r}.")
+        raise CommandError(f"There is no running job {options.job!r}.")
     return snapshot
 
 
@@ -139,12 +169,15 @@ def _why_once(options: argparse.Namespace, output: Output) -> int:
         status = 1 if report.wrong else status
         fields |= {**report.fields, "wrong": fields["wrong"] or report.wrong, "status": status}
         pictures.append(report.picture)
-    if options.report is not None:
-        Path(options.report).write_text(draw_report(snapshot, findings, *pictures), encoding="utf-8")
     if options.json:
         output.print_json(fields)
     else:
         output.print(Group(draw_findings(snapshot, findings, verbose=options.verbose), *pictures))
+    if options.report is not None:
+        try:
+            options.report.write_text(draw_report(snapshot, findings, *pictures), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"Cannot write the report: {error}. Name another file with --report.") from error
     return status
 
 

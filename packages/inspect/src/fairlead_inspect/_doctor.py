@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fairlead_placement.spi import group_pairs
 
 from ._model import Node, Process, Snapshot
-from ._show import PTRACE, clean, is_refused
+from ._node.pyspy import LATE, MISSING
+from ._show import PTRACE, clean, is_refused, make_table
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ def _assess_node(node: Node, processes: Sequence[Process], notes: Sequence[str])
         remedy = "Look at its raylet, or log in there and run the command with --here."
     elif any(map(is_refused, faults)):
         remedy = PTRACE
-    elif any("py-spy" in fault for fault in faults):
+    elif MISSING in faults:
         remedy = "Install fairlead-inspect, which brings py-spy, in the Python of Ray on this node."
+    elif LATE in faults:
+        remedy = "The node is busy, or has many processes. Run the command again with a longer --timeout."
     return NodeAbilities(
         node.address,
         node.answer,
@@ -67,9 +69,7 @@ def _assess_node(node: Node, processes: Sequence[Process], notes: Sequence[str])
 
 def draw_abilities(nodes: Sequence[NodeAbilities], notes: Sequence[str]) -> RenderableType:
     """Return a table with a line for each node, and the remedies below it."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
-    for name in ("node", "answer", "processes", "stacks", "since when", "why not"):
-        table.add_column(name, no_wrap=name != "why not")
+    table = make_table("node", "answer", "processes", "stacks", "since when", flexible=["why not"])
     for one in nodes:
         counts = [str(one.processes), f"{one.stacks} of {one.processes}", f"{one.clocks} of {one.processes}"]
         cells = [one.node, one.answer, *counts, "; ".join(one.faults[:3])]

@@ -19,7 +19,7 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group,
 
 from ._diagnosis import Finding, diagnose
 from ._groups import SeenGroup, look_at_groups
-from ._source import Report, seconds
+from ._source import Report, new_file, seconds
 from ._stacks import fold_stacks
 from ._stragglers import find_stragglers
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
@@ -52,7 +52,9 @@ def add_commands(commands: Any, *, why: argparse.ArgumentParser, stacks: argpars
     top.add_argument("--interval", type=seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
     top.set_defaults(run=_top)
     trace = add("trace", "write the latest calls of a group as a Chrome trace, which Perfetto opens", json=False)
-    trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the file, such as trace.json")
+    trace.add_argument(
+        "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
+    )
     trace.set_defaults(run=_trace)
     for parser in (why, stacks):
         _add_group(parser)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,7 +29,11 @@ def read_jobs() -> list[Job]:
         from ray.core.generated.gcs_pb2 import JobTableData
 
         rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
-        return [_parse_job(one, one.driver_address) for one in rows if not one.is_dead]
+        living = ((one, one.driver_address) for one in rows if not one.is_dead)
+        return [
+            Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
+            for one, driver in living
+        ]
     except (ImportError, AttributeError, TypeError):
         from ray.util.state import list_jobs
 
@@ -43,10 +48,6 @@ def read_jobs() -> list[Job]:
             for one in list_jobs(limit=LIMIT, detail=True)
             if one.job_id and one.end_time in (None, 0)
         ]
-
-
-def _parse_job(row: Any, driver: Any) -> Job:
-    return Job(row.job_id.hex(), row.entrypoint, row.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
 
 
 def read_actors(job_id: str) -> list[Actor]:
@@ -227,6 +228,21 @@ def write_bundles(bundles: Iterable[Mapping[str, float]]) -> str:
     """
     texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(one.items())) for one in bundles]
     return "; ".join(f"{count} x {text}" for text, count in Counter(texts).items())
+
+
+def find_token() -> bool:
+    """Turn token authentication on if the user has a token and has not configured the authentication; return whether.
+
+    Reason: with a named address Ray needs RAY_AUTH_MODE, and reads it only once, when it is imported.
+    Fallback: False, and the user has to set that variable.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return False
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    except ImportError:
+        return False
+    return bool(maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 
 
 def _accessor() -> Any:

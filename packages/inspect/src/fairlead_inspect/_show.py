@@ -252,11 +252,19 @@ def _rank(row: Mapping[str, Any]) -> str:
     return str(row["rank"]) if row["rank"] is not None else f"#{row['ordinal']}" if row["ordinal"] is not None else ""
 
 
+def make_table(*columns: str, flexible: Sequence[str]) -> Table:
+    """Return a table without lines, which fits 80 columns; the flexible columns get what is left."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for column in flexible:
+        table.add_column(column)
+    return table
+
+
 def draw_processes(snapshot: Snapshot) -> RenderableType:
     """Return a table with a line for each process."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
-    for name in ("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory", "at"):
-        table.add_column(name, no_wrap=name != "at")
+    table = make_table("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory", flexible=["at"])
     rows = list_processes(snapshot)
     for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"

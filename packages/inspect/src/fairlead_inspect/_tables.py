@@ -11,7 +11,7 @@ from fairlead_placement.spi import group_pairs
 
 from ._diagnosis import Finding, common_coords, write_coords
 from ._groups import SeenGroup, SeenWorker
-from ._show import write_ranks, write_seconds
+from ._show import make_table, write_ranks, write_seconds
 from ._stacks import FoldedStack
 
 # More workers than this are shown with those together that do the same.
@@ -30,7 +30,7 @@ def draw_groups(groups: Sequence[SeenGroup]) -> RenderableType:
     """Return a table with a row for each group."""
     if not groups:
         return Text("No worker group is registered on this cluster.")
-    table = _make_table("group", "mesh", "alive", "dead", "stuck", "memory", "age", flexible=["class", "driver"])
+    table = make_table("group", "mesh", "alive", "dead", "stuck", "memory", "age", flexible=["class", "driver"])
     for seen in groups:
         group, driver = seen.group, seen.group.driver
         orphaned = "orphaned: its driver is gone" if seen.driver == "gone" else ""
@@ -58,7 +58,7 @@ def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_R
     alike = [[worker] for worker in seen.workers]
     if not every and len(alike) > most_rows:
         alike = _fold(seen.workers)
-    table = _make_table("rank", "at", "node", "pid", "state", "method", "for", "step", "memory", flexible=["message"])
+    table = make_table("rank", "at", "node", "pid", "state", "method", "for", "step", "memory", flexible=["message"])
     for workers in alike:
         table.add_row(*_cells(workers))
     group = seen.group
@@ -71,16 +71,6 @@ def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_R
         if workers[0].note and not workers[0].method
     ]
     return Group(head, Text(f"{counted}; driver {seen.driver}; {write_seconds(seen.age_s)} old"), table, *notes)
-
-
-def _make_table(*columns: str, flexible: Sequence[str]) -> Table:
-    """Return a table without lines, which fits 80 columns; the flexible columns get what is left."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for column in flexible:
-        table.add_column(column)
-    return table
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

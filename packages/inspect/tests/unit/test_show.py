@@ -80,6 +80,38 @@ def test_redaction(text):
     assert "x1y2" not in clean(text)
 
 
+@pytest.mark.parametrize("name", ["missing/x.html", "", "file/x.html"])
+def test_report_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
+    """A path that cannot be written is refused before the look, with what was asked, found and what to do."""
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/{name}"
+    monkeypatch.setattr(_command, "look_here", lambda **_: pytest.fail("it looked"))
+    for command in (["why", "--here", "--report", path], ["trace", "-o", path]):
+        with pytest.raises(SystemExit) as ended:
+            _command.main(command)
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert f"cannot write {path!r}: " in said
+        assert "; create the folder" in said or "; name a file in it" in said
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file"]
+
+
+def test_report_whose_folder_goes(snapshot, tmp_path, monkeypatch, capsys):
+    """If the report cannot be written after the look, the verdict is printed, and the error has no traceback."""
+    folder = tmp_path / "reports"
+    folder.mkdir()
+
+    def look(**_):
+        folder.rmdir()
+        return snapshot
+
+    monkeypatch.setattr(_command, "look_here", look)
+    assert _command.main(["why", "--here", "--report", str(folder / "x.html")]) == 3
+    printed = capsys.readouterr()
+    assert "HANGS" in printed.out
+    assert printed.err.startswith("Cannot write the report: ")
+
+
 def test_statuses(snapshot, monkeypatch, capsys):
     """The exit status follows the verdict; `--watch` looks until something hangs; other commands end with 0."""
     well = fleet_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
