@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ._model import Actor, Confidence, Fleet, Member, Process, Snapshot
@@ -21,7 +22,8 @@ def find_fleets(snapshot: Snapshot) -> tuple[Fleet, ...]:
     """Return the fleets of a snapshot: each actor is in the first one whose rule applies, and in none but that."""
     processes = {(one.node_id, one.pid): one for one in snapshot.processes}
     actors = [one for one in snapshot.actors if one.actor_id not in snapshot.claimed]
-    environ = {one.actor_id: _environ(processes.get((one.node_id, one.pid))) for one in actors}
+    nothing = Process("", 0)
+    environ = {one.actor_id: processes.get((one.node_id, one.pid), nothing).environ for one in actors}
     found: list[Fleet] = []
     for rule in (_by_label, _by_environ, _by_name, _by_class):
         taken = _members(found)
@@ -33,10 +35,6 @@ def find_fleets(snapshot: Snapshot) -> tuple[Fleet, ...]:
 
 def _members(fleets: Iterable[Fleet]) -> frozenset[str]:
     return frozenset(member.key for fleet in fleets for member in fleet.members)
-
-
-def _environ(process: Process | None) -> Mapping[str, str]:
-    return process.environ if process is not None else {}
 
 
 def _number(text: str | None) -> int | None:
@@ -51,12 +49,6 @@ def _group(actors: Iterable[Actor], key: Any) -> dict[Any, list[Actor]]:
     return found
 
 
-def _order(actors: Sequence[Actor]) -> dict[str, int]:
-    """Return the number of each actor by its creation."""
-    ordered = sorted(actors, key=lambda one: (one.created or float("inf"), one.actor_id))
-    return {one.actor_id: at for at, one in enumerate(ordered)}
-
-
 def _make(
     name: str,
     rule: str,
@@ -65,7 +57,8 @@ def _make(
     ranks: Mapping[str, tuple[int, str]],
     world_size: int | None = None,
 ) -> Fleet:
-    order = _order(actors)
+    by_creation = sorted(actors, key=lambda one: (one.created or float("inf"), one.actor_id))
+    order = {one.actor_id: at for at, one in enumerate(by_creation)}
     counts = Counter(rank for rank, _ in ranks.values())
     twice = sorted(rank for rank, count in counts.items() if count > 1)
     beyond = sorted(rank for rank in counts if world_size is not None and rank >= world_size)
@@ -202,6 +195,4 @@ def _attach_lost(fleet: Fleet, actors: Sequence[Actor], taken: frozenset[str]) -
         Member(one.actor_id, missing[0] if alone else None, len(members) + at, "the only rank left" if alone else "")
         for at, one in enumerate(lost)
     )
-    return Fleet(
-        fleet.name, fleet.job_id, fleet.rule, fleet.confidence, (*fleet.members, *new), fleet.world_size, fleet.disputed
-    )
+    return replace(fleet, members=(*fleet.members, *new))

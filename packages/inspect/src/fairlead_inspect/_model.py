@@ -6,17 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Confidence = Literal["certain", "likely", "guess"]
-# From sure to unsure; the confidence of a statement is that of its weakest premise.
-ORDER: tuple[Confidence, ...] = ("certain", "likely", "guess")
-
-
-def weakest(*values: Confidence) -> Confidence:
-    """Return the weakest of some confidences.
-
-    >>> weakest("certain", "likely")
-    'likely'
-    """
-    return max(values, key=ORDER.index)
 
 
 @dataclass(frozen=True)
