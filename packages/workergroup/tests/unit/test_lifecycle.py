@@ -226,3 +226,27 @@ def test_threads_of_a_group(monkeypatch, caplog):
     held.gave_all_back = True
     held.join_threads()
     assert held.gave_all_back
+
+
+@pytest.mark.parametrize("release", ["release_port", "drop_next_port", "take_next_port"])
+def test_a_port_whose_release_was_interrupted_is_released_at_the_end(release):
+    """A group forgets a port when it has been released: Ctrl-C in between leaves it to the end of the group."""
+    released = []
+
+    class Lease:
+        def __init__(self, interrupts):
+            self.interrupts = interrupts
+
+        def release(self):
+            if self.interrupts:
+                self.interrupts = False
+                raise KeyboardInterrupt
+            released.append(self)
+
+    first, then = Lease(release != "drop_next_port"), Lease(release == "drop_next_port")
+    held = Resources(SimpleNamespace(), lease=first, next_lease=then)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(held, release)()
+    held.release_port()
+    assert {first, then} == set(released)
+    assert (held.lease, held.next_lease) == (None, None)

@@ -122,25 +122,35 @@ class Resources:
         """Use the master port of the next epoch from now on, and release the one before."""
         if self.next_lease is None:  # a shutdown of another thread has released it
             raise self.roster.ended_error()
-        before, self.lease, self.next_lease = self.lease, self.next_lease, None
-        if before is not None:
+        if (before := self.lease) is not None:
             try:
                 before.release()
             except PlacementError as error:  # the epoch has begun, and does not need the port
                 logger.warning("Cannot release the port of an earlier epoch: %s", error)
+        self.lease, self.next_lease = self.next_lease, None
+
+    # A lease is forgotten when it is released: after Ctrl-C in between, the end of the group releases it.
 
     def drop_next_port(self) -> None:
         """Release the master port of an epoch that has not begun."""
-        if self.next_lease is not None:
-            lease, self.next_lease = self.next_lease, None
-            lease.release()
+        if (lease := self.next_lease) is not None:
+            try:
+                lease.release()
+            except PlacementError:
+                self.next_lease = None
+                raise
+            self.next_lease = None
 
     def release_port(self) -> None:
         """Release the master port, even if its node, and with it the lease, is lost."""
         self.drop_next_port()
-        if self.lease is not None:
-            lease, self.lease = self.lease, None
-            lease.release()
+        if (lease := self.lease) is not None:
+            try:
+                lease.release()
+            except PlacementError:
+                self.lease = None
+                raise
+            self.lease = None
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Drop workers that have ended, with their processes, and whose ranks have left the group."""
