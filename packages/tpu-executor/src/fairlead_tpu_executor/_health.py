@@ -26,12 +26,6 @@ _GAP_S = 10.0
 _CONNECT_S = 1.0
 
 
-def _is_timeout(error: BaseException) -> bool:
-    """Return whether Ray gave up a request to its head; some of its requests have their own deadlines."""
-    kinds = (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError)
-    return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)
-
-
 class Head:
     """Ray's head (its GCS), as one pool sees it. Tests replace `probe` and `clock`."""
 
@@ -85,7 +79,9 @@ class Head:
             raise
         failure = request.exception()
         if failure is not None:
-            if _is_timeout(failure) and self.is_silent():
+            # Some requests of Ray to its head have their own deadlines.
+            timed_out = isinstance(failure, (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError))
+            if timed_out and not isinstance(failure, ray.exceptions.RayTaskError) and self.is_silent():
                 raise HeadUnreachableError(self.silent_s) from failure
             raise failure
         self._silent_since, self._answered_at = None, self._clock()

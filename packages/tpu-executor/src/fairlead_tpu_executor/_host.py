@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -102,7 +102,10 @@ def hold(name: str, timeout_s: float) -> int | None:
         while (file := _try_lock(name, folder)) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if file is not None:
-            _remove_unlocked(set(os.listdir(folder)) - {name}, folder)
+            for other in set(os.listdir(folder)) - {name}:
+                if (unlocked := _try_lock(other, folder)) is not None:
+                    os.unlink(other, dir_fd=folder)
+                    os.close(unlocked)
         return file
     finally:
         os.close(folder)
@@ -143,13 +146,6 @@ def _try_lock(name: str, folder: int) -> int | None:
             return file
     os.close(file)
     return None
-
-
-def _remove_unlocked(names: Iterable[str], folder: int) -> None:
-    for name in names:
-        if (file := _try_lock(name, folder)) is not None:
-            os.unlink(name, dir_fd=folder)
-            os.close(file)
 
 
 def clear_lock_file(path: str) -> str:

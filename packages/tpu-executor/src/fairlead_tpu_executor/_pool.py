@@ -91,9 +91,7 @@ class SlicePool(ClosesOnExit):
         if isinstance(tpu_type, AcceleratorConfigType):
             config = replace(tpu_type, **options) if options else tpu_type
             if num_slices is not None:
-                raise TypeError(
-                    "Give the number of slices with the type or in the configuration (pod_count), not both."
-                )
+                raise TypeError("Give the number of slices here or in the configuration (pod_count), not both.")
         else:
             config = TpuAcceleratorConfig(tpu_type, 1 if num_slices is None else num_slices, **options)
         self.config: AcceleratorConfigType = config

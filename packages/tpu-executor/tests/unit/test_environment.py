@@ -16,7 +16,6 @@ from fairlead_tpu_executor import (
     testing,
 )
 from fairlead_tpu_executor._reserve.leases import Held, Lease, megascale_port
-from fairlead_tpu_executor._run import targets
 from fairlead_tpu_executor._run.targets import host_environment
 
 SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
@@ -63,13 +62,6 @@ def test_slices_are_counted_once(monkeypatch):
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
     assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"200"}
     assert len(counted) == 100 + len(found)  # and once for its own slice, EXECUTOR_NUM_HOSTS
-
-
-def test_remote_functions_are_made_once():
-    """Ray stores each remote function that it meets, so all hosts share one."""
-    assert targets._task(False) is targets._task(False)
-    assert targets._task(False) is not targets._task(True)
-    assert targets._actor_class() is targets._actor_class()
 
 
 def test_two_slices():

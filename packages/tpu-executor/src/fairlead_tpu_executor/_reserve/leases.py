@@ -70,14 +70,8 @@ def _make_slot(one: SliceInfo, group: PlacementGroup, at: int, worker: int) -> S
 def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
     """Take all of these slices, with ports; return None, and take none, if somebody else was faster."""
     # Pinned to nodes, not to labels: a new host with the name of a lost one does not bring half of the slice back.
-    groups = place_pinned(
-        {
-            f"fairlead-{one.slice_name}": [
-                (node_id, config.bundle(one, worker)) for worker, node_id in enumerate(one.node_ids)
-            ]
-            for one in chosen
-        }
-    )
+    bundles = [[(node_id, config.bundle(one, worker)) for worker, node_id in enumerate(one.node_ids)] for one in chosen]
+    groups = place_pinned(dict(zip([f"fairlead-{one.slice_name}" for one in chosen], bundles, strict=True)))
     if groups is None:
         return None
     try:

@@ -124,9 +124,8 @@ class Reservation:
 
     def release(self, reasons: Collection[str]) -> None:
         """Use the nodes again that are quarantined for these reasons."""
-        self._quarantined_until = {
-            key: until for key, until in self._quarantined_until.items() if key[1] not in reasons
-        }
+        for key in [key for key in self._quarantined_until if key[1] in reasons]:
+            del self._quarantined_until[key]
 
     def _quarantined(self) -> frozenset[str]:
         now = time.monotonic()

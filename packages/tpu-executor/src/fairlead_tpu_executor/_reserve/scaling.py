@@ -29,13 +29,9 @@ def survey(config: AcceleratorConfigType, held: Collection[SliceInfo], quarantin
     for one in present.intact:
         if one in held:
             continue
-        hosts = list(enumerate(one.node_ids))
-        bad = [str(worker) for worker, node_id in hosts if node_id in quarantined]
-        busy = [
-            str(worker)
-            for worker, node_id in hosts
-            if not count_bundles(config.bundle(one, worker), nodes[node_id].free)
-        ]
+        bad = [str(worker) for worker, node_id in enumerate(one.node_ids) if node_id in quarantined]
+        hosts = [(config.bundle(one, worker), nodes[node_id].free) for worker, node_id in enumerate(one.node_ids)]
+        busy = [str(worker) for worker, (bundle, free) in enumerate(hosts) if not count_bundles(bundle, free)]
         if bad:
             reason = f"worker {', '.join(bad)} did not answer, or its accelerators did not start, a while ago"
             lacking.append(SliceShortage(one.slice_name, reason))

@@ -24,6 +24,8 @@ from .work import Work, split_startup_variables
 # The hosts need not have fairlead-tpu-executor.
 ray.cloudpickle.register_pickle_by_value(_host)
 ray.cloudpickle.register_pickle_by_value(_ray_private)
+_ONCE: Any = ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)
+_CALL, _CALL_RAW, _HOST_ACTOR = _ONCE(_host.call), _ONCE(_host.call_raw), ray.remote(_host.HostActor)
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
@@ -115,23 +117,12 @@ def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool =
     options = _require_new_process(target.options) if raw or dedicated else target.options
     facts = {**target.facts, "dedicated": raw or dedicated}
     # The list delays the unpickling until the environment on the host is set.
-    return _task(raw).options(**options).remote(facts, [payload])
-
-
-@functools.cache
-def _task(raw: bool) -> Any:
-    """Return the remote function, which Ray pickles and stores once for all hosts."""
-    return ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(_host.call_raw if raw else _host.call)
-
-
-@functools.cache
-def _actor_class() -> Any:
-    return ray.remote(_host.HostActor)
+    return (_CALL_RAW if raw else _CALL).options(**options).remote(facts, [payload])
 
 
 def start_actor(target: Target, payload: Any) -> Any:
     """Start an actor on a host, and return its handle. Its first call makes the instance of the user's class."""
-    actor = _actor_class().options(**_require_new_process(target.options), max_restarts=0)
+    actor = _HOST_ACTOR.options(**_require_new_process(target.options), max_restarts=0)
     return actor.remote(dict(target.facts), [payload])
 
 

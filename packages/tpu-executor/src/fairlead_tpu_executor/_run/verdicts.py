@@ -245,9 +245,8 @@ def as_raised(error: BaseException) -> BaseException:
 
 def process_died(error: BaseException) -> bool:
     """Return whether a process ended without an exception of the function, which may be a sign of a preemption."""
-    return isinstance(error, (ray.exceptions.ActorDiedError, ray.exceptions.WorkerCrashedError)) and not isinstance(
-        error, RayTaskError
-    )
+    died = ray.exceptions.ActorDiedError, ray.exceptions.WorkerCrashedError
+    return isinstance(error, died) and not isinstance(error, RayTaskError)
 
 
 def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool = False) -> JobStatus:

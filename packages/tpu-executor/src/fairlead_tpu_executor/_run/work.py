@@ -89,13 +89,10 @@ def inspect_work(function: Any, *, of_class: bool = False) -> Work:
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
     name = str(getattr(plain, "__name__", "") or getattr(innermost, "__name__", type(innermost).__name__))
-    for kind, check in (
-        ("a coroutine", inspect.iscoroutinefunction),
-        ("a generator", inspect.isgeneratorfunction),
-        ("a generator", inspect.isasyncgenfunction),
-    ):
-        if check(innermost):
-            raise TypeError(f"{name} returns {kind}, which cannot be sent back. Return a value.")
+    yields = inspect.isgeneratorfunction(innermost) or inspect.isasyncgenfunction(innermost)
+    if yields or inspect.iscoroutinefunction(innermost):
+        kind = "a generator" if yields else "a coroutine"
+        raise TypeError(f"{name} returns {kind}, which cannot be sent back. Return a value.")
     # Tasks may share a name, actors may not.
     refused = [one for one in (*_REFUSED, *["name"] * of_class) if options.get(one) not in (None, 1)]
     if refused:
