@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 
@@ -129,28 +129,25 @@ class Resources:
                 logger.warning("Cannot release the port of an earlier epoch: %s", error)
         self.lease, self.next_lease = self.next_lease, None
 
-    # A lease is forgotten when it is released: after Ctrl-C in between, the end of the group releases it.
-
     def drop_next_port(self) -> None:
         """Release the master port of an epoch that has not begun."""
-        if (lease := self.next_lease) is not None:
-            try:
-                lease.release()
-            except PlacementError:
-                self.next_lease = None
-                raise
-            self.next_lease = None
+        self._release("next_lease")
 
     def release_port(self) -> None:
         """Release the master port, even if its node, and with it the lease, is lost."""
         self.drop_next_port()
-        if (lease := self.lease) is not None:
-            try:
+        self._release("lease")
+
+    def _release(self, name: Literal["lease", "next_lease"]) -> None:
+        """Release a lease, and forget it then: after Ctrl-C in between, the end of the group releases it."""
+        lease: PortLease | None = getattr(self, name)
+        try:
+            if lease is not None:
                 lease.release()
-            except PlacementError:
-                self.lease = None
-                raise
-            self.lease = None
+        except PlacementError:
+            setattr(self, name, None)
+            raise
+        setattr(self, name, None)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Drop workers that have ended, with their processes, and whose ranks have left the group."""
