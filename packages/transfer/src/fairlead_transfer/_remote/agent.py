@@ -5,7 +5,8 @@ Seen of nixl-cu12 1.5.1 with host memory: Within a node a transfer is done when 
 the deadline to mean something. A dead source shows as an exception or as the state "ERR". A transfer that
 is released before it has ended goes on writing, so none is. NIXL's own progress thread keeps a core busy all the time,
 and makes TCP slower than a thread that sleeps between its looks. A process that was stopped, and continues after a
-process that read from it over TCP has died, is aborted by UCX.
+process that read from it over TCP has died, is aborted by UCX. So is, in one of ten cases, a process that drops its
+agent after a process that it read from has died, unless it lets UCX make progress after it has disconnected.
 
 Seen of nixl-cu13 1.5.1 with memory of one H200: UCX opens the memory of the other process while it copies (CUDA IPC).
 The first allocation that it opens of a process stays open as long as that is connected. Memory of torch's
@@ -116,7 +117,7 @@ class Agent:
     """NIXL in this process for one end of a link: registered memory, and the processes that it reads from.
 
     Attributes:
-        is_closed: whether everything has been given back.
+        name: of this agent only, so that a worker that was started again is another agent.
 
     Raises:
         Blocked: NIXL cannot be used here; says why.
@@ -130,7 +131,6 @@ class Agent:
             api = importlib.import_module(f"{name}._api")
             logging.getLogger("nixl").setLevel(logging.WARNING)
             sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            # Each process has another name, so that a worker that was started again is another agent.
             self.name = f"fairlead-transfer-{uuid.uuid4().hex}"
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=sync)
             self._nixl = api.nixl_agent(self.name, config)
@@ -143,8 +143,9 @@ class Agent:
         self._peers: dict[int, tuple[str, bytes]] = {}
         self._pause_s = IDLE_S
         self._stopping = threading.Event()
-        self.is_closed = False
         self._thread: threading.Thread | None = None
+        # If Python ends a thread of its own inside NIXL's C++, the process is aborted.
+        atexit.register(self._stop)
 
     def serve(self, *, busy: bool) -> None:
         """Answer the reads of others in a thread; at once, or later if no send is running."""
@@ -152,13 +153,13 @@ class Agent:
         if busy and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._answer, name="fairlead-transfer nixl", daemon=True)
             self._thread.start()
-            # If Python ends a thread of its own inside NIXL's C++, the process is aborted.
-            atexit.register(self._stop)
 
     def _stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+        # UCX closes connections as it makes progress, and aborts if it is ended before that.
+        self._nixl.get_new_notifs()
 
     def _answer(self) -> None:
         looked = time.monotonic()
@@ -320,13 +321,12 @@ class Agent:
 
     def close(self) -> None:
         """Give back all memory and all connections."""
-        self._stop()
-        atexit.unregister(self._stop)
         for owner in list(self._registered):
             self.deregister(owner)
         for source in list(self._peers):
             self.disconnect(source)
-        self.is_closed = True
+        self._stop()
+        atexit.unregister(self._stop)
 
 
 def _merge(numpy: Any, rows: Any) -> tuple[Any, Any]:
