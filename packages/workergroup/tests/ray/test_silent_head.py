@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, NodeAgent, RayVirtualCluster
+from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import (
     Elastic,
@@ -245,7 +247,7 @@ DEADLINE_S, CALL_S = 120.0, 10.0
 
 @contextlib.contextmanager
 def looking(group):
-    """Let a thread look at the workers again and again, as a watch does."""
+    """Let a thread look at the workers again and again, as a watch does; raise what it raises."""
     done = threading.Event()
 
     def look():
@@ -254,13 +256,13 @@ def looking(group):
                 group.get_worker_status()
             done.wait(0.01)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1, "looking") as executor:
+        looks = executor.submit(look)
+        try:
+            yield
+        finally:
+            done.set()
+            looks.result()
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -269,6 +271,14 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
 
     The pauses let the lane's own thread take the socket, as a call begins.
     """
+    asked = []
+
+    def start(*args):
+        job = background.start(*args)
+        asked.append((threading.current_thread().name, job))
+        return job
+
+    monkeypatch.setattr(placement_head, "start", start)
     monkeypatch.setattr(_head, "REQUEST_S", DEADLINE_S)
     monkeypatch.setattr(query, "HEAD_S", DEADLINE_S)
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
@@ -282,7 +292,8 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
         group.call("rank").result()
         with stop_process(head):
             # Both threads have sent a request.
-            assert eventually(lambda: [one.name for one in threading.enumerate()].count("fairlead-head") == 2)
+            waiting = {"fairlead-drain", "looking_0"}
+            assert eventually(lambda: waiting <= {name for name, job in asked if not job.over.is_set()})
             took = []
             for number in range(2000):
                 time.sleep(0.05 if number % 100 == 0 else 0.0)
