@@ -101,6 +101,8 @@ def explain_group(book: Book, ordinal: int, state: State, at: int) -> str:
         return f"Ordinal {ordinal} is {state}."
     parts = [f"Ordinal {ordinal} is {state}, attempt {record.attempt} of {book.config.completeness.max_attempts}."]
     parts.append(f"{len(record.samples)} of {size} siblings are finished, {len(record.carry)} are parked.")
+    if record.failure:
+        parts.append(f"A sibling has failed: {record.failure}.")
     if record.lease is not None:
         owed = [one for one in range(size) if record.waiting >> one & 1]
         parts.append(f"Its lease started at version {record.lease.start_version} and owes siblings {owed}.")

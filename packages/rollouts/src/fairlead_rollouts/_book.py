@@ -129,7 +129,7 @@ class Book:
             self._put_pending(record)
         self._report(record, before, state, reason)
 
-    def settle(self, record: Record, state: State, reason: str | None = None) -> None:
+    def settle(self, record: Record, state: State, reason: str | None = None, cause: str = "") -> None:
         """Close a group as applied or dropped. Its references have been released."""
         before = record.state
         del self.by_state[before][record.ordinal], self.records[record.ordinal]
@@ -140,7 +140,7 @@ class Book:
         self.settled.add(record.ordinal, dropped=state == "dropped")
         if self.journal is not None:
             self.journal.settle(record.ordinal)
-        self._report(record, before, state, reason)
+        self._report(record, before, state, cause or reason)
 
     def return_to_pending(self, record: Record, reason: str) -> None:
         """Make a group pending with the siblings that it still holds."""
@@ -179,12 +179,12 @@ class Book:
         self.release(record, record.samples, reason)
         self.release(record, record.carry, reason)
 
-    def drop(self, record: Record, reason: str) -> None:
-        """Release everything that a group holds, and close it as dropped."""
+    def drop(self, record: Record, reason: str, cause: str = "") -> None:
+        """Release everything that a group holds, and close it as dropped; `cause` is the event's, instead of reason."""
         self.release(record, record.samples, reason)
         self.release(record, record.carry, reason)
         self.unassign(record)
-        self.settle(record, "dropped", reason)
+        self.settle(record, "dropped", reason, cause)
 
     def train(self, record: Record) -> None:
         """Release what a trained group holds in memory only. Durable samples stay until a checkpoint covers it."""

@@ -79,9 +79,9 @@ class Leases:
         for sibling in siblings:
             record.waiting &= ~(1 << sibling)
             self._release_carry(record, sibling, "failed")
-        record.failed = True
+        record.failed, record.failure = True, reason
         if not record.waiting:
-            self._end(record, reason)
+            self._end(record)
 
     def cancel(self, record: Record) -> None:
         """End a lease without a failure."""
@@ -92,7 +92,7 @@ class Leases:
         """Return the siblings whose results are awaited."""
         return [one for one in self.siblings if record.waiting >> one & 1]
 
-    def _end(self, record: Record, reason: str = "failed") -> None:
+    def _end(self, record: Record) -> None:
         """Decide what becomes of a group whose lease owes no more results."""
         book, completeness = self._book, self._config.completeness
         complete = len(record.samples) == self._config.group_size
@@ -100,7 +100,7 @@ class Leases:
             if record.attempt < completeness.max_attempts:
                 record.attempt += 1
             elif len(record.samples) < self._config.min_samples:
-                book.drop(record, "failed")
+                book.drop(record, "failed", record.failure)
                 return
             else:
                 complete = True
@@ -110,4 +110,5 @@ class Leases:
             return
         if completeness.retry == "group" and (record.failed or record.cancelled):
             book.discard(record, "retried")
-        book.return_to_pending(record, reason if record.failed else "cancelled" if record.cancelled else "parked")
+        reason = record.failure if record.failed else "cancelled" if record.cancelled else "parked"
+        book.return_to_pending(record, reason)

@@ -27,6 +27,7 @@ class Record:
     waiting: int = 0  # a bit for each sibling that the lease owes
     deadline: float | None = None  # of the lease
     failed: bool = False  # whether a sibling of the lease has failed
+    failure: str = ""  # why a sibling has failed last
     cancelled: bool = False
     oldest: int = NEVER  # the oldest version of anything that the group holds
     ready_version: int = 0  # the trainer's version when it was sealed

@@ -212,7 +212,7 @@ class RolloutSide:
         Args:
             lease: the lease.
             siblings: the siblings that failed; None for all that are not finished.
-            reason: shown if the group is dropped.
+            reason: what `on_event` and `explain` say of it. `statistics` counts a group that it drops as "failed".
 
         Returns:
             False if the lease has ended, or all of these siblings have.

@@ -179,6 +179,21 @@ def test_a_failed_group_is_generated_again(make_ledger, releases):
     assert ledger.statistics().regenerated == 1
 
 
+def test_why_a_group_failed(make_ledger):
+    """The reason of a failure is that of the event, also if another sibling is the last, and `explain` keeps it."""
+    events = []
+    ledger = make_ledger(completeness=Completeness(max_attempts=2), on_event=events.append)
+    [lease] = ledger.lease(1)
+    ledger.fail(lease, [0], reason="out of memory")
+    ledger.seal(lease, 1, Ref("b"))
+    assert (events[-1].after, events[-1].reason) == ("pending", "out of memory")
+    [lease] = ledger.lease(1)
+    assert "A sibling has failed: out of memory." in ledger.explain(0)
+    ledger.fail(lease, reason="it broke")
+    assert (events[-1].after, events[-1].reason) == ("dropped", "it broke")
+    assert ledger.statistics().drops == {"failed": 1}
+
+
 @pytest.mark.parametrize("min_samples", [2, 3])
 def test_no_attempt_is_left(make_ledger, releases, min_samples):
     """After the last attempt a group is accepted with `min_samples`, or dropped; a failure is never a sample."""
