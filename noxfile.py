@@ -349,9 +349,11 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def hang(session: nox.Session) -> None:
-    """Find the rank that a hand-written job waits for, with fairlead-inspect alone."""
-    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch")
-    session.run("python", "examples/hung_job.py", "--why", env=EXAMPLE_ENV)
+    """Find the rank that a hand-written job waits for, with fairlead-inspect alone; `-- train`: one of Ray Train."""
+    with_train = session.posargs[:1] == ["train"]
+    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch", *["ray[train]"] * with_train)
+    script = "examples/hung_ray_train.py" if with_train else "examples/hung_job.py"
+    session.run("python", script, "--why", env=EXAMPLE_ENV)
 
 
 @nox.session
@@ -639,8 +641,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Draw the pictures of the READMEs and of two guides with the code that they show."""
-    install(session, *map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect", "rollouts"]), "torch")
+    """Draw the pictures of the READMEs and of three guides with the code that they show."""
+    packages = map(package, [*SIBLINGS["workergroup"], "workergroup", "inspect", "rollouts"])
+    install(session, *packages, "torch", "ray[train]")
     session.run("python", "docs/draw_grid.py", env=RAY_ENV)
     session.run("python", "docs/draw_inspect.py", env=RAY_ENV)
     session.run("python", "docs/draw_rollouts.py", env=RAY_ENV)

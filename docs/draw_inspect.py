@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of the README and of the guide "Debug a hung job", from real hangs: `nox -s pictures`.
+"""Draw the pictures of the README and of two guides about hung jobs, from real hangs: `nox -s pictures`.
 
 Process ids, node ids and addresses are those of the machine that draws.
 """
@@ -73,24 +73,25 @@ def with_usual_paths(seen: SeenGroup) -> SeenGroup:
     return dataclasses.replace(seen, workers=workers)
 
 
-def draw_hung_job() -> None:
-    """Draw what the command prints about a job that does not use Fairlead."""
+def draw_hung_job(example: str, name: str) -> None:
+    """Draw what the command prints about an example that hangs and does not use Fairlead."""
     ours, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (40, 104))
     env = {**os.environ, "TERM": "xterm-256color"}
-    for name in ("COLUMNS", "NO_COLOR"):
-        env.pop(name, None)
-    job = [sys.executable, "examples/hung_job.py", "--why"]
+    for variable in ("COLUMNS", "NO_COLOR"):
+        env.pop(variable, None)
+    job = [sys.executable, example, "--why"]
     with os.fdopen(ours, "rb", buffering=0) as printed:
-        subprocess.run(job, cwd=FOLDER.parents[1], env=env, check=True, stdout=terminal)
+        subprocess.run(job, cwd=FOLDER.parents[1], env=env, check=True, stdout=terminal, stderr=subprocess.DEVNULL)
         text = printed.read(65536).decode().replace("\r\n", "\n")  # all of it fits into the terminal's buffer
     os.close(terminal)
     shown = text.partition("\n")[2].replace(" --why", "").replace(sys.executable, "python")
-    save("hung-job", Text.from_ansi(shown.strip()), 104, "why")
+    save(name, Text.from_ansi(shown.strip()), 104, "why")
 
 
 def main() -> None:
-    draw_hung_job()
+    draw_hung_job("examples/hung_job.py", "hung-job")
+    draw_hung_job("examples/hung_ray_train.py", "hung-ray-train")
     made: dict[str, type] = {}
     exec(compile(TRAINER, "/home/me/train.py", "exec"), made)
     init_ray(address="local", num_cpus=8)

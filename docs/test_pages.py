@@ -113,6 +113,7 @@ TEXTS = {
     "from nemo_rl.distributed.named_sharding import NamedSharding": "a program of NeMo RL",
     "PlacementTimeoutError: Waited 1.0 s:": "the refusal in placement's README",
     "TPU slices": "the output of a command line, in tpu-executor's README",
+    "HANGS     rank 2 of WorkerDict": "what `why` says of the job like_verl, which integration-tests/inspect runs",
 }
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the files for Slurm, KubeRay and SkyPilot in examples/clusters, with the syntax of what reads them."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -32,22 +34,22 @@ def each(item: object) -> dict[str, object]:
 
 # The fields that the files use, of the custom resource in KubeRay's repository at feeaf72 (2026-08-19), which has
 # structural schemas: an unknown field would be dropped without an error.
+CONTAINER = fields(
+    "name",
+    "image",
+    name=TEXT,
+    image=TEXT,
+    command=each(TEXT),
+    args=each(TEXT),
+    env=each(fields("name", name=TEXT, value=TEXT)),
+    resources=fields(limits=TEXTS, requests=TEXTS),
+    volumeMounts=each(fields("name", "mountPath", name=TEXT, mountPath={"type": "string", "pattern": "^/"})),
+)
 POD = fields(
     "spec",
     spec=fields(
         "containers",
-        containers=each(
-            fields(
-                "name",
-                "image",
-                name=TEXT,
-                image=TEXT,
-                resources=fields(limits=TEXTS, requests=TEXTS),
-                volumeMounts=each(
-                    fields("name", "mountPath", name=TEXT, mountPath={"type": "string", "pattern": "^/"})
-                ),
-            )
-        ),
+        containers=each(CONTAINER),
         volumes=each(fields("name", name=TEXT, emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=TEXT))),
         nodeSelector=TEXTS,
     ),
@@ -105,7 +107,9 @@ def read_yaml(name: str) -> dict:
     return yaml.safe_load((CLUSTERS / name).read_text())
 
 
-@pytest.mark.parametrize(("name", "schema"), [("kuberay.yaml", RAY_JOB), ("skypilot.yaml", SKY_TASK)])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("kuberay.yaml", RAY_JOB), ("skypilot.yaml", SKY_TASK), ("why.yaml", CONTAINER)]
+)
 def test_schema(name, schema):
     """A manifest has the required fields and no field that its reader does not have."""
     manifest = read_yaml(name)
@@ -124,6 +128,19 @@ def test_kuberay_mounts_and_labels():
     assert len({container["image"] for pod in pods for container in pod["containers"]}) == 1
     domains = [group["labels"]["ray.io/gpu-domain"] for group in cluster["workerGroupSpecs"]]
     assert len(set(domains)) == len(domains) == 2
+
+
+def test_command_of_the_watch(tmp_path):
+    """The shell of the container accepts its script, and `why` its options: without a cluster it ends with 3, not 2."""
+    container = read_yaml("why.yaml")
+    (script,) = container["args"]
+    assert container["command"] == ["sh", "-c"]
+    subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+    (line,) = [line.strip() for line in script.splitlines() if "fairlead_inspect" in line]
+    python, *options = shlex.split(line.replace("/reports/why-$(date +%s)", str(tmp_path / "why")))
+    env = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run([sys.executable, *options], env=env, capture_output=True, text=True, timeout=120)
+    assert (python, done.returncode) == ("python", 3), done.stderr
 
 
 def scripts() -> dict[str, str]:

@@ -200,6 +200,13 @@ def make_ranks(size=SIZE, join=True):
     return ranks
 
 
+class GivenRank(Rank):
+    """A rank whose variables its process was started with."""
+
+    def __init__(self):
+        self.rank = int(os.environ["RANK"])
+
+
 @ray.remote(num_cpus=0)
 class Trainer(Rank):
     """Most ranks."""
@@ -274,6 +281,37 @@ def hang(how, odd=2):
 
 for _how in HANGS:
     CASES[_how] = lambda how=_how: hang(how)
+
+
+def hang_like(class_name, name=None, odd=2):
+    """Hang one rank of actors with the class, the names and the variables of a framework."""
+    port = free_port()
+    actor_class = ray.remote(num_cpus=0)(type(class_name, (GivenRank if name else Rank,), {}))
+    ranks = []
+    for rank in range(SIZE):
+        if name is None:
+            ranks.append(actor_class.remote(rank, SIZE, port))
+            continue
+        env = {"RANK": rank, "WORLD_SIZE": SIZE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        runtime_env = {"env_vars": {key: str(value) for key, value in env.items()}}
+        ranks.append(actor_class.options(name=name.format(rank), runtime_env=runtime_env).remote())
+    ray.get([one.join.remote() for one in ranks])
+    wait_in_get([one.train.remote("in_queue", odd) for one in ranks])
+
+
+@case
+def like_verl():
+    hang_like("WorkerDict", "q7wX2zWorkerDict_0:{}")
+
+
+@case
+def like_nemo_rl():
+    hang_like("DTensorPolicyWorker", "lm_policy-0-{}")
+
+
+@case
+def like_slime():
+    hang_like("MegatronTrainRayActor")
 
 
 @case

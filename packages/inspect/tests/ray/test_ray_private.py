@@ -2,6 +2,7 @@
 """What this package uses of Ray that is not public, against the Ray that is installed."""
 
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -10,6 +11,7 @@ from ray.util import placement_group, remove_placement_group
 
 from fairlead_inspect import _ray_private
 from fairlead_inspect._node.references import FUNCTIONS, ID_BYTES, LISTS, calibrate
+from fairlead_inspect._verdict.positions import _TRAIN_THREAD
 from fairlead_inspect._verdict.waits import is_promise
 
 NEVER = "fairlead-test-never"
@@ -39,6 +41,15 @@ def test_numbers():
     assert {*LISTS} <= variables
     assert "object_refs" in worker.Worker.get_objects.__code__.co_varnames
     assert {*FUNCTIONS} == {"get", "wait", "get_objects"}
+
+
+def test_thread_of_ray_train():
+    """Ray Train runs the user's function in the file and the function by which its thread is known."""
+    # Without pandas and others it cannot be imported.
+    path = Path(ray.__file__).parent / "train/v2/_internal/execution/worker_group/thread_runner.py"
+    assert "target=_run_target" in path.read_text()
+    assert _TRAIN_THREAD.search(f"{path} ThreadRunner.run.<locals>._run_target")
+    assert not _TRAIN_THREAD.search(f"{path} ThreadRunner._monitor_target")
 
 
 def _variables(function):

@@ -62,6 +62,45 @@ def test_late_rank():
     assert exit_status([found]) == 1
 
 
+TRAIN_V2 = SITE + "ray/train/v2/_internal/"
+THREAD = (
+    Frame("/py/lib/python3.11/threading.py", "Thread.run", 982),
+    Frame("/py/lib/python3.11/threading.py", "Thread._bootstrap_inner", 1045),
+    Frame("/py/lib/python3.11/threading.py", "Thread._bootstrap", 1002),
+)
+RUNNER = TRAIN_V2 + "execution/worker_group/thread_runner.py"
+# As seen of Ray 2.60: the worker runs no method, and the user's function is on a thread of its own.
+IN_TRAIN_FUNCTION = (
+    Frame(TRAIN_V2 + "util.py", "construct_train_func.<locals>.train_fn", 89),
+    Frame(TRAIN_V2 + "execution/worker_group/worker.py", "RayTrainWorker.run_train_fn.<locals>.train_fn", 152),
+    Frame(RUNNER, "ThreadRunner.run.<locals>._run_target", 37),
+    *THREAD,
+)
+MONITOR = (Frame(RUNNER, "ThreadRunner._monitor_target", 72), *THREAD)
+
+
+def in_ray_train(one, stack):
+    """Return the process of a worker of Ray Train whose training function stands at a stack."""
+    (main,) = process(one.pid, IDLE).threads
+    threads = [main, *(replace(main, tid=one.pid + tid, stack=on) for tid, on in ((1, MONITOR), (2, stack)))]
+    threads[2] = replace(threads[2], last_ran_s=100.0)
+    return replace(one, title="ray::RayTrainWorker", threads=tuple(threads))
+
+
+def test_ray_train():
+    """The workers of Ray Train are judged by the thread that runs the user's function."""
+    stacks = [ALL_REDUCE, ALL_REDUCE, QUEUE, ALL_REDUCE]
+    snapshot = fleet_of([IDLE] * 4)
+    workers = [
+        in_ray_train(one, (*stacks[one.pid - 1000], *IN_TRAIN_FUNCTION)) if one.pid >= 1000 else one
+        for one in snapshot.processes
+    ]
+    (found,) = diagnose(replace(snapshot, processes=tuple(workers)))
+    assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "certain", True)
+    assert [frame.function for frame in found.where] == ["Condition.wait", "next_batch", "train"]
+    assert (found.waiting.ranks, found.since_s) == ((0, 1, 3), 100.0)
+
+
 def test_not_late_yet():
     """Before the limit, and while the rank moves or its children work, nothing is blamed and the status is 0."""
     hung = [ALL_REDUCE, QUEUE, ALL_REDUCE]

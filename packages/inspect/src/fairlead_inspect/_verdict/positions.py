@@ -29,7 +29,8 @@ _RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group
 _DEVICE = re.compile(r"/(?:torch|jax|jaxlib|cupy|tensorflow|nccl|mpi4py|deepspeed|vllm|sglang)/")
 _GET = ("/ray/_private/worker.py", ("get", "wait", "get_objects"))
 _GENERATOR = re.compile(r"/ray/_private/object_ref_generator\.py$|/ray/_raylet")
-_EXECUTORS = ("actor_method_executor", "thread_runner")
+# Ray Train runs the user's function on a thread of its own; another one monitors it.
+_TRAIN_THREAD = re.compile(r"/ray/train/v2/_internal/execution/worker_group/thread_runner\.py .*_run_target$")
 # A server that waits for a request waits for somebody that nothing here can see.
 _SERVES = re.compile(r"^(?:accept|serve_forever|_accept_connection)$")
 _BASES = ("<module>", "_bootstrap", "_run_module_as_main", "actor_method_executor", "main_loop")
@@ -106,7 +107,9 @@ def _locate(thread: Thread, window_s: float) -> Position:
 
 def _runs_task(thread: Thread, main: bool) -> bool:
     names = [_last(frame.function) for frame in thread.stack]
-    if main or any(name in _EXECUTORS for name in names):
+    if main or "actor_method_executor" in names:
+        return True
+    if any(_TRAIN_THREAD.search(f"{frame.file} {frame.function}") for frame in thread.stack):
         return True
     # A plain task, and a method that blocks the loop of an async actor.
     loops = "main_loop" in names or thread.name.startswith("AsyncIO Thread")
