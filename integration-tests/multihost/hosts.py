@@ -125,6 +125,8 @@ class Hosts:
             f"--resources={json.dumps(dict(resources or {}))}",
             f"--labels={','.join(f'{name}={value}' for name, value in (labels or {}).items())}",
             "--object-store-memory=100000000",
+            # It would outlive the raylet of a host that a test kills, and use 3 % of a core.
+            "--include-log-monitor=false",
             "--disable-usage-stats",
         ]
         # The output goes to a file, because Ray's daemons would keep a pipe open.

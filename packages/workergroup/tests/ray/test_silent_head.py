@@ -256,7 +256,7 @@ def looking(group):
                 group.get_worker_status()
             done.wait(0.01)
 
-    with ThreadPoolExecutor(1, "looking") as executor:
+    with ThreadPoolExecutor(1) as executor:
         looks = executor.submit(look)
         try:
             yield
@@ -291,9 +291,9 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
         lane.enter_context(group.lane(ANSWER_S))
         group.call("rank").result()
         with stop_process(head):
-            # Both threads have sent a request.
-            waiting = {"fairlead-drain", "looking_0"}
-            assert eventually(lambda: waiting <= {name for name, job in asked if not job.over.is_set()})
+            # Besides the watch for drains, the look has sent a request, or the thread that checks publications: while a
+            # request is late, looks send none.
+            assert eventually(lambda: {"fairlead-drain"} < {name for name, job in asked if not job.over.is_set()})
             took = []
             for number in range(2000):
                 time.sleep(0.05 if number % 100 == 0 else 0.0)
