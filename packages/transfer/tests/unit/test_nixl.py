@@ -196,7 +196,7 @@ def test_end_after_the_death_of_a_source(run_python, end):
         import sys
         import time
         import numpy as np
-        from fairlead_transfer._remote.agent import MODULES, Agent, Run, explain_missing
+        from fairlead_transfer._remote.agent import Agent, Run
         from fairlead_transfer._remote.tensors import library
         from fairlead_transfer._remote.transport import Lost
 
