@@ -74,49 +74,45 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: st
 
 
 def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: float) -> Placed | Busy | Impossible:
-    """Place a request, whose asks are STRICT_PACK, on exactly the GPUs that its `gpu_ids` names.
+    """Place a request on exactly the GPUs that its `gpu_ids` names. Each node that may have them free is tried once.
 
-    `owned` keeps the ids of the GPUs of each node for the next attempt. Each node that may have the ids free is tried
-    once.
+    `owned` keeps the ids of the GPUs of each node for the next attempt.
     """
     owned.update(read_gpu_ids([node for node in nodes if node.node_id not in owned], deadline=deadline))
-    asks = _exact(request)
+    # Whole logical nodes with each GPU id as a resource, so that the planner matches ids too.
+    asks = [
+        replace(
+            ask, count=1, bundle={name: amount * ask.count for name, amount in ask.bundle.items()} | _as_resources(ids)
+        )
+        for ask, ids in _wanted(request)
+    ]
     if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified)[1]:
         return _explain_impossible(request, nodes, owned)
     free: Ids = {}
-    while True:
+    placed: list[Reserved] = []
+    while not placed:
         # A node counts as free until it has been looked at, so every turn rules something out.
         chosen, _ = decide(asks, _shown(nodes, owned, {**owned, **free}), own_nodes=request.unified)
         if chosen is None:
             return _explain_busy(request, nodes, owned, free)
         on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
         here = [node for node in nodes if node.node_id in on.values()]
-        if placed := _try_nodes(request, on, here, free, deadline=deadline):
-            return tuple(placed)
+        with remove_on_error(lambda: [one.group for one in placed]), hold_free_gpus(here, deadline=deadline) as fillers:
+            free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
+            if all(ids <= free[on[ask.node_idx]] for ask, ids in _wanted(request)):
+                placed.extend(exchange(request, on, fillers, deadline=deadline))
+                if not placed:  # another request was faster
+                    free.update(dict.fromkeys(on.values(), frozenset()))
+    return tuple(placed)
 
 
-def _try_nodes(
-    request: Request, on: Mapping[int, str], nodes: Sequence[Node], free: Ids, *, deadline: float
-) -> list[Reserved]:
-    """Place each logical node on the physical node chosen for it. Set what is free there, and return none if it fails.
-
-    `on` are the ids of the chosen nodes, by logical node.
-    """
-    placed: list[Reserved] = []
-    with remove_on_error(lambda: [one.group for one in placed]), hold_free_gpus(nodes, deadline=deadline) as fillers:
-        free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
-        if all(request.gpu_ids[node_idx] <= free[node_id] for node_idx, node_id in on.items()):
-            placed += exchange(request, on, fillers, deadline=deadline)
-            if not placed:  # another request was faster
-                free.update(dict.fromkeys(on.values(), frozenset()))
-    return placed
+def _wanted(request: Request) -> list[tuple[Ask, frozenset[str]]]:
+    return [(ask, request.gpu_ids[ask.node_idx]) for ask in request.asks]
 
 
 def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadline: float) -> list[Reserved]:
-    """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs.
-
-    Logical nodes that share a node take turns, or Ray might swap their GPUs.
-    """
+    """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs."""
+    # Logical nodes that share a node take turns, or Ray might swap their GPUs.
     sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
     made: list[Reserved] = []
     with remove_on_error(lambda: [one.group for one in made]):
@@ -132,51 +128,6 @@ def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadl
     return sorted(made, key=lambda one: one.node_idx[0])
 
 
-def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> Impossible:
-    has = [
-        f"node {node.node_id[:8]} ({node.ip}) has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]
-    ]
-    there = "; ".join(has[:SHOWN]) + ("; ..." if len(has) > SHOWN else "") or "no node has a GPU"
-    for node_idx, ids in request.gpu_ids.items():
-        if not any(ids <= owned[node.node_id] for node in nodes):
-            missing = ids.difference(*(owned[node.node_id] for node in nodes))
-            what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
-            why = f"{what}, asked for logical node {node_idx}: {there}."
-            return Impossible(why, "Ask for ids that one node has (gpu_ids).")
-    return Impossible(
-        f"The cluster cannot hold {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: "
-        f"{there}.",
-        "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
-    )
-
-
-def _explain_busy(request: Request, nodes: Sequence[Node], owned: Ids, free: Ids) -> Busy:
-    """Return why a request has no place. `free` are the GPUs of the nodes that have been looked at."""
-    reasons = []
-    for node_idx, ids in request.gpu_ids.items():
-        missing = [(node, _missing(ids, node, free)) for node in nodes if ids <= owned[node.node_id]]
-        for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
-            are_not = "is not" if len(gone) == 1 else "are not all"
-            reasons.append(
-                f"GPU {_ids(gone)}, asked for logical node {node_idx}, {are_not} free on node {node.node_id[:8]} "
-                f"({node.ip}), see below"
-            )
-    if reasons:
-        why = f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),"
-        return Busy(why, ResourceInsufficientError)
-    return Busy(
-        ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
-        "below). Release some of it,"
-    )
-
-
-def _missing(ids: frozenset[str], node: Node, looked: Ids) -> frozenset[str]:
-    """Return which of the ids may not be free on a node. It is looked at only if it has enough free GPUs."""
-    if node.node_id in looked:
-        return ids - looked[node.node_id]
-    return ids if node.free.get("GPU", 0) < len(ids) else frozenset()
-
-
 def _check_ids(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -> bool:
     """Return whether each logical node of the groups holds the GPUs that were requested for it."""
     got: dict[int, set[str]] = {}
@@ -184,15 +135,6 @@ def _check_ids(placed: Sequence[Reserved], wanted: Wanted, *, deadline: float) -
         for node_idx, of_bundle in zip(one.node_idx, ids, strict=True):
             got.setdefault(node_idx, set()).update(of_bundle["GPU"])
     return all(ids == wanted[node_idx] for node_idx, ids in got.items())
-
-
-def _exact(request: Request) -> list[Ask]:
-    """Return the asks as whole logical nodes with each GPU id as a resource, so that the planner matches ids too."""
-    wholes = [{name: amount * ask.count for name, amount in ask.bundle.items()} for ask in request.asks]
-    return [
-        replace(ask, count=1, bundle=whole | _as_resources(request.gpu_ids[ask.node_idx]))
-        for ask, whole in zip(request.asks, wholes, strict=True)
-    ]
 
 
 def _shown(nodes: Sequence[Node], owned: Ids, free: Ids) -> list[Node]:
@@ -211,16 +153,53 @@ def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
     return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
 
 
-def _ids(ids: Sequence[str] | frozenset[str]) -> str:
+def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> Impossible:
+    has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
+    there = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
+    for ask, ids in _wanted(request):
+        if not any(ids <= owned[node.node_id] for node in nodes):
+            missing = ids.difference(*(owned[node.node_id] for node in nodes))
+            what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
+            why = f"{what}, asked for logical node {ask.node_idx}: {there}."
+            return Impossible(why, "Ask for ids that one node has (gpu_ids).")
+    return Impossible(
+        f"The cluster cannot hold {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: "
+        f"{there}.",
+        "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
+    )
+
+
+def _explain_busy(request: Request, nodes: Sequence[Node], owned: Ids, free: Ids) -> Busy:
+    """Return why a request has no place. `free` are the GPUs of the nodes that have been looked at."""
+    reasons = []
+    for ask, ids in _wanted(request):
+        # A node with too few free GPUs is not looked at.
+        few = {node.node_id: frozenset[str]() for node in nodes if node.free.get("GPU", 0) < len(ids)}
+        missing = [(node, ids - (few | free).get(node.node_id, ids)) for node in nodes if ids <= owned[node.node_id]]
+        for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
+            are_not = "is not" if len(gone) == 1 else "are not all"
+            reasons.append(
+                f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {are_not} free on {_name(node)}, see below"
+            )
+    if reasons:
+        why = f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),"
+        return Busy(why, ResourceInsufficientError)
+    return Busy(
+        ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
+        "below). Release some of it,"
+    )
+
+
+def _name(node: Node) -> str:
+    return f"node {node.node_id[:8]} ({node.ip})"
+
+
+def _ids(ids: Iterable[str]) -> str:
     return ", ".join(sorted(ids, key=accelerator_order)) or "none"
 
 
 def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
-    """Return the ids of all GPUs of each node, by node id.
-
-    They are 0, 1, ..., unless the node's Ray was started with CUDA_VISIBLE_DEVICES. The nodes' agents report them. A
-    node that does not answer is assumed to have 0, 1, ...
-    """
+    """Return the ids of all GPUs of each node, by node id, as the agents report them; 0, 1, ... if one is silent."""
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
     found = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
     # One silent node must not use up the time of the whole reservation.
@@ -236,16 +215,14 @@ def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
 def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Fillers]:
     """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
 
-    Yields the groups by node id and GPU id. The block may drop some of them earlier. All of them are gone after it,
-    also if it or the start fails. The deadline is that of the reservation, by `time.monotonic`.
+    Yields the groups by node id and GPU id. The block may remove some of them earlier.
     """
     groups: list[PlacementGroup] = []
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
     try:
-        wanted = [("", [(node_id, bundle)]) for node_id in where]
-        there = {group.id for group in create_pinned(wanted, groups, deadline=deadline, partly=True)}
-        made = [Reserved(group, (0,), (node_id,), (bundle,)) for group, node_id in zip(groups, where, strict=True)]
+        there = {group.id for group in create_pinned([("", [(at, bundle)]) for at in where], groups, deadline=deadline)}
+        made = [Reserved(group, (0,), (at,), (bundle,)) for group, at in zip(groups, where, strict=True)]
         placed = [one for one in made if one.group.id in there]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
         remove([group for group in groups if group.id not in there])

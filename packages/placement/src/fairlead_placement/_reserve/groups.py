@@ -66,17 +66,13 @@ class Impossible:
 def place(request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: float = math.inf) -> Placed | None:
     """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once."""
     asks = request.asks
-    batches = [asks] if request.unified and asks else [(ask,) for ask in asks]
     parts = [
         [(ask.node_idx, node_id, dict(ask.bundle)) for ask in batch for node_id in chosen[ask.node_idx]]
-        for batch in batches
+        for batch in ([asks] if request.unified and asks else [(ask,) for ask in asks])
     ]
-    wanted = [
-        (f"{request.name or 'fairlead'}-{batch[0].node_idx}", [(node_id, bundle) for _, node_id, bundle in part])
-        for batch, part in zip(batches, parts, strict=True)
-    ]
-    groups = create_pinned(wanted, [], deadline=deadline)
-    if len(groups) < len(wanted):
+    prefix = request.name or "fairlead"
+    wanted = {f"{prefix}-{part[0][0]}": [(node_id, bundle) for _, node_id, bundle in part] for part in parts}
+    if (groups := place_pinned(wanted, deadline=deadline)) is None:
         return None
     return tuple(Reserved(group, *zip(*part, strict=True)) for group, part in zip(groups, parts, strict=True))
 
@@ -96,22 +92,20 @@ def place_pinned(
     Returns:
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
     """
-    placed = create_pinned(wanted.items(), [], deadline=deadline)
+    made: list[PlacementGroup] = []
+    placed: list[PlacementGroup] = []
+    try:
+        placed = create_pinned(wanted.items(), made, deadline=deadline)
+    finally:
+        if len(placed) < len(wanted):
+            remove(made)
     return tuple(placed) if len(placed) == len(wanted) else None
 
 
 def create_pinned(
-    wanted: Collection[tuple[str, Sequence[Pinned]]],
-    made: list[PlacementGroup],
-    *,
-    deadline: float,
-    partly: bool = False,
+    wanted: Collection[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
 ) -> list[PlacementGroup]:
-    """Create groups whose bundles are pinned to nodes, and return those that Ray places before the deadline.
-
-    `wanted` has a prefix of the name, or "", and the bundles of each group. `made` gets all groups in order, for the
-    caller to remove if it takes some of them (`partly`). Else, if one is not placed, none is left. See `wait_placed`.
-    """
+    """Create pinned groups, and return those that Ray places. The caller removes those in `made`, which gets all."""
     options = [
         {
             "name": name,
@@ -120,17 +114,11 @@ def create_pinned(
         }
         for name, bundles in wanted
     ]
-    placed: list[PlacementGroup] = []
-    try:
-        for start in range(0, len(options), CREATED_TOGETHER):
-            part = options[start : start + CREATED_TOGETHER]
-            created = ask_head("create placement groups", create_groups, part, undo=_remove_late)
-            made += created
-        placed = wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
-    finally:
-        if not partly and len(placed) < len(wanted):
-            remove(made)
-    return placed
+    for start in range(0, len(options), CREATED_TOGETHER):
+        part = options[start : start + CREATED_TOGETHER]
+        created = ask_head("create placement groups", create_groups, part, undo=_remove_late)
+        made += created
+    return wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
 
 
 def create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
@@ -164,10 +152,9 @@ def wait_placed(
 ) -> list[PlacementGroup]:
     """Return the groups that Ray has placed, once it has placed all or seems to place no more.
 
-    `sizes` are the numbers of their bundles. The deadline is the end of the reservation's time, by `time.monotonic`.
-    After it, Ray must place a further group within every `PLACING_S` seconds, and all within `PLACING_S` and `BUNDLE_S`
-    for each bundle: a reservation that takes only what is free now (0 s) waits that long.
+    `sizes` are the numbers of their bundles.
     """
+    # A reservation that takes only what is free now (0 s) waits that long too.
     last = max(deadline, time.monotonic() + PLACING_S + BUNDLE_S * sum(sizes))
     waiting = {group.ready(): (group, size) for group, size in zip(groups, sizes, strict=True)}
     placed: set[Any] = set()
@@ -210,12 +197,10 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
 
 
 def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]:
-    """Create one unpinned group that shows a request to an autoscaler, for removal before anything is placed.
-
-    The first logical node that the nodes have no room for has to be on another one, so Ray places nothing of the group
-    before a node joins. Otherwise requests that wait for the same node would take it from each other again and again.
-    """
+    """Create one unpinned group that shows a request to an autoscaler, for removal before anything is placed."""
     asks, own = request.asks, request.unified or request.segment_size is not None
+    # The first logical node without room has to be on a new node, so Ray places nothing of the group before one joins.
+    # Otherwise requests that wait for the same node would take it from each other again and again.
     lacking = bisect_left(range(1, len(asks)), True, key=lambda n: decide(asks[:n], nodes, own_nodes=own)[0] is None)
     bundles, selectors = [], []
     for at, ask in enumerate(asks):
@@ -234,6 +219,10 @@ def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
     """Remove placement groups and wait until Ray has their resources back. Does nothing if Ray has ended.
+
+    Args:
+        groups: the placement groups.
+        timeout_s: seconds to wait for the resources.
 
     Returns:
         Whether Ray had the resources within `timeout_s` seconds.
@@ -297,11 +286,8 @@ def _on(free: Mapping[str, float]) -> set[str]:
 
 
 def are_shown(ids: AbstractSet[str]) -> bool:
-    """Return whether the nodes that are alive show the resources of every group that is placed on them.
-
-    A placed bundle shows as a resource of its own on its node. Each actor takes a thousandth of it, so it is never used
-    up and never absent.
-    """
+    """Return whether the nodes that are alive show the resources of every group that is placed on them."""
+    # Each actor takes a thousandth of such a resource, so it is never used up and never absent.
     placed = [row for row in _rows(ids) if row["state"] == "CREATED"]
     free = free_per_node()
     if not placed or free is None:

@@ -75,18 +75,17 @@ def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
 
 
 def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[Accelerators]]:
-    """Return the ids of the accelerators of every bundle, by group and bundle index.
-
-    Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
-    accelerators runs a short task, all at once.
-    """
-    kinds = ray.get_runtime_context().get_accelerator_ids().keys()  # all that Ray knows
+    """Return the ids of the accelerators of every bundle, by group and bundle index."""
+    # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
+    # accelerators runs a short task, all at once.
+    known = ray.get_runtime_context().get_accelerator_ids().keys()
     held = {
-        (g, index): {kind: amount for kind, amount in bundle.items() if kind in kinds and amount > 0}
+        (g, index): kinds
         for g, one in enumerate(reserved)
         for index, bundle in enumerate(one.bundles)
+        if (kinds := {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0})
     }
-    if not any(held.values()):
+    if not held:
         return [[{}] * len(one.bundles) for one in reserved]
     timeout_s = max(LEAST_S, deadline - time.monotonic())
     refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held)
@@ -118,5 +117,4 @@ def _report_ids(
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved[g].group, index),
         ).remote()
         for (g, index), kinds in held.items()
-        if kinds
     }
