@@ -355,7 +355,7 @@ def test_dropping_waits_for_nothing(eventually):
     holding, release = cluster._holding, threading.Event()
 
     def hold_the_lock():
-        with holding._lock:
+        with holding._changing:
             held.set()
             release.wait(60)
 

@@ -234,7 +234,7 @@ def test_a_release_of_many_nodes(monkeypatch):
     ]
     request = Request(asks=(), name="many", capacity=1, timeout_s=0.0, wait_for_nodes_s=0.0)
     holding = Holding(request, [1] * count)
-    leases = tuple(PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots)
+    leases = dict.fromkeys(PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots)
     places = dict(enumerate(slots))
     holding.held = Held(on="here", at=0.0, places=places, next_place=count, leases=leases)
     released = []

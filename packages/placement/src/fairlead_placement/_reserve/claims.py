@@ -20,7 +20,8 @@ _held: dict[_Key, dict["SlotClaim", None]] = {}
 _groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Slots that have been released, or are about to be. No group may claim them any more.
 _closed: set[_Key] = set()
-# Guards all of these. Reentrant: a signal handler may shut a group down in the middle of anything.
+# Only the thread that has it looks at these or changes them, so that a slot never has more groups than it has room
+# for. Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 
 
@@ -103,12 +104,7 @@ def _full(slot: Slot, holder: str, there: Iterable[SlotClaim]) -> str:
 
 def close_slots(slots: Sequence[Slot]) -> list[str]:
     """Refuse all further claims of slots. If groups are in them, change nothing and return the names of the groups."""
-    if _close(slots):
-        wait_for_dropped(30.0)
-    return _close(slots)
-
-
-def _close(slots: Sequence[Slot]) -> list[str]:
+    wait_for_dropped(30.0)
     keys = [slot.key for slot in slots]
     with _lock:
         names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, ())))

@@ -6,7 +6,9 @@ the object's resources in a queue. A background thread releases them.
 """
 
 import atexit
+import contextlib
 import logging
+import os
 import queue
 import threading
 import warnings
@@ -17,15 +19,13 @@ from .._ray_private import block_shutdown, connection, never_connect
 
 logger = logging.getLogger(__name__)
 
-
 # What returns the warning, and what releases.
 _Dropped = tuple[Callable[[], str], Callable[[], object]]
 # Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
-# Held while the thread is looked at and started, so that there is one.
-_starting = threading.Lock()
 _exiting = threading.Event()
-_thread: threading.Thread | None = None
+# By process: a fork has none at first.
+_threads: dict[int, threading.Thread] = {}
 
 
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
@@ -40,21 +40,20 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
         release: releases what is held, and may take its time. It is called in either case, also if the program has
             called it already.
     """
-    global _thread
-    # A callback of the garbage collector must not start the thread. A fork has none at first.
-    with _starting:
-        if not _exiting.is_set() and (_thread is None or not _thread.is_alive()):
-            if _thread is None:
-                # After Ray's own hook, so that it runs before it.
-                atexit.register(_stop)
-            _thread = threading.Thread(target=_run, name="fairlead-dropped", daemon=True)
-            _thread.start()
+    # A callback of the garbage collector must not start the thread.
+    thread = _threads.setdefault(os.getpid(), threading.Thread(target=_run, name="fairlead-dropped", daemon=True))
+    if thread.ident is None and not _exiting.is_set():
+        with contextlib.suppress(RuntimeError):  # another caller has started it
+            thread.start()
+            # After Ray's own hook, so that it runs before it.
+            atexit.register(_stop)
     weakref.finalize(owner, _queue.put, (leak, release)).atexit = False
 
 
 def wait_for_dropped(timeout_s: float) -> bool:
     """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
-    if _thread is None or not _thread.is_alive() or threading.current_thread() is _thread:
+    thread = _threads.get(os.getpid())
+    if thread is None or not thread.is_alive() or thread is threading.current_thread():
         return True
     returned = threading.Event()
     _queue.put(returned)
@@ -93,5 +92,5 @@ def _stop() -> None:
     """Return nothing more, and wait a moment for what is under way."""
     _exiting.set()
     _queue.put(threading.Event())  # which wakes the thread
-    if _thread is not None:
-        _thread.join(2.0)
+    if (thread := _threads.get(os.getpid())) is not None:
+        thread.join(2.0)

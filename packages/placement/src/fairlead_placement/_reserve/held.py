@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -33,18 +33,17 @@ GIVE_BACK_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The resources of a cluster between its reservation and its shutdown. Each change makes another one.
-
-    `places` are the slots by numbers that stay the same when slots are added, replaced and released; views keep the
-    numbers. `replacements` numbers the placement groups that have replaced parts of others, by id.
-    """
+    """The resources of a cluster between its reservation and its shutdown. Each change makes another one."""
 
     on: object  # the connection to Ray
     at: float
+    # The slots by numbers that stay the same when slots are added, replaced and released; views keep the numbers.
     places: Mapping[int, Slot]
     next_place: int
+    # The numbers of the placement groups that have replaced parts of others.
     replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
-    leases: tuple[PortLease, ...] = ()
+    # One dictionary for the whole reservation. Any thread adds to it, by single operations.
+    leases: dict[PortLease, None] = field(default_factory=dict)
     token: object = field(default_factory=object)  # of the reservation
     watcher: str | None = None  # for which the agents of the nodes sample memory
 
@@ -78,20 +77,33 @@ class Holding:
         self.monitor_memory = monitor_memory
         self.held: Held | None = None
         self.is_adopted = False  # whether others own what is held
-        # Guards all of these, and is held during no request. The locks are reentrant: a signal handler may shut the
-        # cluster down.
-        self._lock = threading.RLock()
-        # Held by the thread that reserves, releases or replaces, and by the one that extends.
+        # Only the thread that has it assigns these. Both locks are reentrant: a signal handler may shut the cluster
+        # down.
         self._changing = threading.RLock()
+        # One extension waits for resources at a time, so that no two plan with the same nodes and the same numbers.
         self._extending = threading.RLock()
 
-    def _check_same(self, mine: Held | None) -> Held:
-        """Return what is held now; raise if the reservation has ended to which `mine` belongs."""
+    @contextlib.contextmanager
+    def _hold(self, lock: threading.RLock, what: str, deadline: float) -> Iterator[float]:
+        """Hold a lock, and yield the seconds left; raise if another thread, which does `what`, has it until then."""
+        began = time.monotonic()
+        if not lock.acquire(timeout=min(max(0.0, deadline - began), threading.TIMEOUT_MAX)):
+            raise PlacementTimeoutError(
+                f"Waited {deadline - began:.1f} s: another thread {what} the cluster {self.request.name!r}. Try again "
+                "when that has ended, or wait longer (timeout_s)."
+            )
+        try:
+            yield max(0.0, deadline - time.monotonic())
+        finally:
+            lock.release()
+
+    def _check_same(self, mine: Held | None, what: str) -> Held:
+        """Return what is held now; raise if the reservation to which `mine` belongs has ended while `what` was done."""
         held = self.held
         if held is None or mine is None or held.token is not mine.token:
             raise PlacementError(
-                f"The cluster {self.request.name!r} was shut down while it was extended. Nothing of the extension "
-                "stays reserved."
+                f"The cluster {self.request.name!r} was shut down while {what}. What was taken for that is released: "
+                "reserve the cluster and try again."
             )
         return held
 
@@ -101,20 +113,13 @@ class Holding:
         with self._changing, head_deadline(max(request.timeout_s, request.wait_for_nodes_s)):
             if self.held is not None:
                 return
-            on = connection()
+            on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
             places = dict(enumerate(reserve(request)))
-            with self._lock:
-                self.request = request
-                held = self.held = Held(
-                    on=on,
-                    at=time.time(),
-                    places=places,
-                    next_place=len(places),
-                    watcher=uuid.uuid4().hex if self.monitor_memory else None,
-                )
-            if held.watcher is not None:
+            self.request = request
+            self.held = Held(on=on, at=time.time(), places=places, next_place=len(places), watcher=watcher)
+            if watcher is not None:
                 try:
-                    read_usage(held.node_ids, held.watcher)
+                    read_usage(self.held.node_ids, watcher)
                 except BaseException:
                     self.give_back()
                     raise
@@ -133,21 +138,11 @@ class Holding:
     def extend(
         self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
     ) -> tuple[int, ...]:
-        """Reserve more logical nodes, add their slots at the end, and return their numbers.
-
-        `model` is the request for each of them, but for its number and its count. `timeout_s` covers resources that
-        others hold, and another thread that changes the cluster.
-        """
+        """Reserve more logical nodes like `model`, add their slots at the end, and return their numbers."""
         mine, began = self.held, time.monotonic()
-        with contextlib.ExitStack() as stack:
-            if not self._extending.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-                raise PlacementTimeoutError(
-                    f"Waited {timeout_s:.1f} s: another thread extends the cluster {self.request.name!r}. Try again "
-                    "when that has ended, or wait longer (timeout_s)."
-                )
-            stack.callback(self._extending.release)
-            waited = time.monotonic() - began
-            left_s, nodes_s = max(0.0, timeout_s - waited), max(0.0, wait_for_nodes_s - waited)
+        deadline = began + timeout_s
+        with self._hold(self._extending, "extends", deadline) as left_s:
+            nodes_s = max(0.0, wait_for_nodes_s - (time.monotonic() - began))
             first = len(self.counts)
             asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
             part = replace(
@@ -155,20 +150,24 @@ class Holding:
             )
 
             def find_taken() -> Collection[str]:
-                held = self._check_same(mine)
+                held = self._check_same(mine, "it was extended")
                 # With these, every logical node is on a physical node of its own.
                 return held.node_ids if part.unified or part.segment_size else ()
 
-            stack.enter_context(head_deadline(max(left_s, nodes_s)))
-            slots = reserve(part, find_taken, self._amounts)
-            with remove_on_error(lambda: [slot.placement_group for slot in slots]), self._lock:
-                held = self._check_same(mine)
-                numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
-                places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
-                self.request = replace(self.request, asks=(*self.request.asks, *asks))
-                self.counts = (*self.counts, *counts)
-                self.held = replace(held, places=places, next_place=held.next_place + len(slots))
-            self._watch(held, self.held)
+            with head_deadline(max(left_s, nodes_s)):
+                slots = reserve(part, find_taken, self._amounts)
+                with (
+                    remove_on_error(lambda: [slot.placement_group for slot in slots]),
+                    # A release of other nodes may take that long.
+                    self._hold(self._changing, "changes", max(deadline, time.monotonic() + GIVE_BACK_S)),
+                ):
+                    held = self._check_same(mine, "it was extended")
+                    numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
+                    places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
+                    self.request = replace(self.request, asks=(*self.request.asks, *asks))
+                    self.counts = (*self.counts, *counts)
+                    self.held = replace(held, places=places, next_place=held.next_place + len(slots))
+                self._watch(held, self.held)
             return tuple(ask.node_idx for ask in asks)
 
     def _amounts(self) -> dict[str, dict[str, float]]:
@@ -185,7 +184,8 @@ class Holding:
     def release(self, wanted: AbstractSet[int]) -> bool:
         """Release logical nodes, and return whether Ray had their resources back in time."""
         with self._changing, head_deadline(GIVE_BACK_S):
-            slots = self.held.slots if self.held else ()
+            mine = self.held
+            slots = mine.slots if mine else ()
             there = {slot.node_idx for slot in slots}
             if not wanted <= there:
                 raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
@@ -196,19 +196,14 @@ class Holding:
                     f"Logical node(s) {sorted(wanted)} of {self.request.name!r} cannot be released: worker group(s) "
                     f"{', '.join(map(repr, names))} use their slots. Shut them down first."
                 )
-            with self._lock:
-                before, request = self.held, self.request
-                assert before is not None, "no other thread changes it"
-                asks = tuple(ask for ask in request.asks if ask.node_idx not in wanted)
-                gpu_ids = {at: gpus for at, gpus in request.gpu_ids.items() if at not in wanted}
-                self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
-                self.counts = tuple(0 if at in wanted else count for at, count in enumerate(self.counts))
-                kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
-                places = dict(zip(kept, number_slots(kept.values()), strict=True))
-                staying = {slot.node_id for slot in kept.values()}
-                leases = tuple(lease for lease in before.leases if lease.node_id in staying)
-                self.held = held = replace(before, places=places, leases=leases)
-            return self._return(before, held)
+            before, request = self._check_same(mine, "nodes were released"), self.request
+            asks = tuple(ask for ask in request.asks if ask.node_idx not in wanted)
+            gpu_ids = {at: gpus for at, gpus in request.gpu_ids.items() if at not in wanted}
+            self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
+            self.counts = tuple(0 if at in wanted else count for at, count in enumerate(self.counts))
+            kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
+            self.held = replace(before, places=dict(zip(kept, number_slots(kept.values()), strict=True)))
+            return self._return(before, self.held)
 
     def _check_whole(self, slots: Sequence[Slot], wanted: AbstractSet[int]) -> None:
         """Refuse to release a part of a placement group or of a segment."""
@@ -233,115 +228,104 @@ class Holding:
 
     def _return(self, before: Held, held: Held | None) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
-        slots, leases = (held.slots, held.leases) if held else ((), ())
+        slots = held.slots if held else ()
+        staying = {slot.node_id for slot in slots}
         try:
             self._watch(before, held)
-            kept_leases = set(leases)
-            release_ports([lease for lease in before.leases if lease not in kept_leases])
+            leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
+            for lease in leases:
+                before.leases.pop(lease, None)
+            release_ports(leases)
         finally:
             kept = {slot.placement_group.id for slot in slots}
-            groups = [] if self.is_adopted else before.groups_of(before.slots)
-            returned = remove([group for group in groups if group.id not in kept], timeout_s=GIVE_BACK_S)
-        dismiss_agents(set(before.node_ids) - {slot.node_id for slot in slots})
+            groups = [group for group in self._own_groups(before) if group.id not in kept]
+            returned = remove(groups, timeout_s=GIVE_BACK_S)
+        dismiss_agents(set(before.node_ids) - staying)
         return returned
+
+    def _own_groups(self, held: Held) -> list[PlacementGroup]:
+        return [] if self.is_adopted else held.groups_of(held.slots)
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
         deadline = time.monotonic() + timeout_s
         with self._changing, head_deadline(timeout_s):
-            alive = alive_nodes()
-            places = self.held.places if self.held else {}
+            alive, mine, size = alive_nodes(), self.held, self.request.segment_size
+            places = mine.places if mine else {}
             lost = [place for place, slot in places.items() if slot.node_id not in alive]
-            survivors = [slot for slot in places.values() if slot.node_id in alive]
+            there = [slot for slot in places.values() if slot.node_id in alive]
             if not lost:
                 return ()
             counts = Counter(places[place].node_idx for place in lost)
             asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
+            segment = self._segments()
+            left = {segment[slot.node_idx] for slot in there}
+
+            def batch_of(ask: Ask) -> tuple[bool, int]:
+                """Put the asks of a segment together that has lost all its nodes: nothing shows its domain."""
+                number = segment[ask.node_idx]
+                return (False, ask.node_idx) if size is None or number in left else (True, number)
+
+            # The most demanding first, and whole segments last.
+            ordered = sorted(asks, key=lambda ask: (batch_of(ask)[0], -ask.count))
             new: list[Slot] = []
-            wanted = self.request.gpu_ids
             with remove_on_error(lambda: [slot.placement_group for slot in new]):
-                for batch, segment_size in self._batches(asks, survivors):
-                    left = max(0.0, deadline - time.monotonic())
+                for (is_segment, _), batch in group_pairs((batch_of(ask), ask) for ask in ordered).items():
+                    left_s = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
                     part = replace(
                         self.request,
                         asks=tuple(batch),
-                        segment_size=segment_size,
-                        gpu_ids={ask.node_idx: wanted[ask.node_idx] for ask in batch if wanted},
-                        timeout_s=left,
-                        wait_for_nodes_s=left,
+                        segment_size=size if is_segment else None,
+                        timeout_s=left_s,
+                        wait_for_nodes_s=left_s,
                         unified=False,
                         timeout_name="timeout_s",
                     )
-                    taken = self._taken_by(batch[0], survivors, new)
+                    taken = self._find_taken(batch[0], [*there, *new])
                     new += reserve(part, functools.partial(frozenset, taken))
-            with self._lock:
-                before = self.held
-                assert before is not None, "no other thread changes it"
+                before = self._check_same(mine, "nodes were replaced")
                 made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
-                held = self.held = replace(
-                    before, places=replace_slots(before.places, lost, new), replacements={**before.replacements, **made}
-                )
+                places, replacements = replace_slots(before.places, lost, new), {**before.replacements, **made}
+                held = self.held = replace(before, places=places, replacements=replacements)
             self._return(before, held)  # groups that have lost all their bundles
             return tuple(held.places[place] for place in lost)
-
-    def _batches(self, asks: Sequence[Ask], survivors: Sequence[Slot]) -> list[tuple[list[Ask], int | None]]:
-        """Return what is reserved in one step, with its segment size: the asks one by one, the most demanding first.
-
-        The asks of a segment that has lost all its nodes stay together: nothing shows which domain it was in.
-        """
-        number = self._segments()
-        left = {number[slot.node_idx] for slot in survivors}
-        lost: dict[int, list[Ask]] = {}
-        batches: list[tuple[list[Ask], int | None]] = []
-        for ask in sorted(asks, key=lambda ask: -ask.count):
-            if self.request.segment_size and number[ask.node_idx] not in left:
-                lost.setdefault(number[ask.node_idx], []).append(ask)
-            else:
-                batches.append(([ask], None))
-        return [*batches, *((segment, self.request.segment_size) for segment in lost.values())]
 
     def _segments(self) -> dict[int, int]:
         """Return the number of each logical node's segment."""
         return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.asks)}
 
-    def _taken_by(self, ask: Ask, survivors: Sequence[Slot], new: Sequence[Slot]) -> frozenset[str]:
-        """Return the nodes that a replacement cannot use, because of what is left of the cluster."""
-        if self.request.unified or self.request.segment_size:  # every logical node is on a physical node of its own
-            taken = frozenset(slot.node_id for slot in (*survivors, *new))
-            return taken | self._in_other_domains(ask, survivors)
-        if ask.strategy == "STRICT_SPREAD":
-            return frozenset(slot.node_id for slot in survivors if slot.node_idx == ask.node_idx)
-        return frozenset()
-
-    def _in_other_domains(self, ask: Ask, survivors: Sequence[Slot]) -> frozenset[str]:
-        """Return the nodes outside of the domain of a lost logical node's segment, if some of that is left."""
-        if not self.request.segment_size:
-            return frozenset()
-        number = self._segments()
-        left = {slot.node_id for slot in survivors if number[slot.node_idx] == number[ask.node_idx]}
+    def _find_taken(self, ask: Ask, there: Sequence[Slot]) -> frozenset[str]:
+        """Return the nodes that a replacement cannot use, because of the slots that are there."""
+        if not self.request.unified and self.request.segment_size is None:
+            mine = [slot for slot in there if slot.node_idx == ask.node_idx]
+            return frozenset(slot.node_id for slot in mine if ask.strategy == "STRICT_SPREAD")
+        # Every logical node is on a physical node of its own, and those of a segment are in one domain.
+        taken = frozenset(slot.node_id for slot in there)
+        if self.request.segment_size is None:
+            return taken
+        segment = self._segments()
         domain = {node.node_id: node_place(node)[0] for node in read_nodes()}
-        allowed = {domain[node_id] for node_id in left if node_id in domain}
-        return frozenset(node_id for node_id in domain if allowed and domain[node_id] not in allowed)
+        near = {domain.get(slot.node_id) for slot in there if segment[slot.node_idx] == segment[ask.node_idx]} - {None}
+        return taken.union(node_id for node_id in domain if near and domain[node_id] not in near)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
         mine = self.held
         leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
-        with self._lock:
-            held = self.held
-            if held is not None and mine is not None and held.token is mine.token:
-                self.held = replace(held, leases=(*held.leases, *leases))
-                return leases
-        release_ports(leases)
-        raise PlacementError(
-            f"The cluster {self.request.name!r} was shut down while ports were leased on it. The ports are given back; "
-            "lease them again once it is reserved again."
-        )
+        try:
+            # First added, then checked: a shutdown either sees them, or is seen.
+            if mine is not None:
+                mine.leases.update(dict.fromkeys(leases))
+            self._check_same(mine, "ports were leased")
+        except BaseException:
+            release_ports(leases)
+            raise
+        return leases
 
     def give_back(self) -> bool:
         """Release ports and groups, and return whether Ray had the resources back in time."""
-        with self._changing, self._lock:
+        with self._changing:
             held, self.held = self.held, None
         if held is None or held.ray_ended:
             return True  # nothing was held, or Ray ended, and with it everything that was
@@ -351,13 +335,12 @@ class Holding:
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
         held = self.held
-        if held is None or held.ray_ended or not (held.leases or (held.places and not self.is_adopted)):
+        if held is None or held.ray_ended or not (held.leases or self._own_groups(held)):
             return ""
         return (
             f"The virtual cluster {self.request.name!r} was dropped without shutdown() while it held "
-            f"{0 if self.is_adopted else len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} "
-            "port(s). They are returned "
-            "in the background. Use the cluster in a with statement, or call shutdown()."
+            f"{len(self._own_groups(held))} placement group(s) and {len(held.leases)} port(s). They are returned in "
+            "the background. Use the cluster in a with statement, or call shutdown()."
         )
 
 
