@@ -17,6 +17,7 @@ from rich.text import Text
 from ._model import Ask, Node, group_pairs
 from ._slot import Slot
 
+# States that need attention. Others are not shown: a row of eight has to fit a terminal.
 _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", "starting": "yellow"}
 
 
@@ -26,76 +27,50 @@ def draw(
     """Return a table with a headline and a legend. `held` is what a slot holds; `slots` is empty until reserved."""
     if not sum(counts):
         return Text("Empty Ray Cluster")
-    headline = Text(title or f"Ray Cluster: {count_bundles(counts, held)}", style="bold")
+    kind = _kind(held)
+    legend = f"n.s: slot s of logical node n ({_amounts(held) if kind == 'slot' else f'one {kind}'} each)"
+    lines = [legend if slots else f"{legend}, not reserved yet"]
+    rows = group_pairs((slot.node_idx, slot) for slot in slots)
+    # A row's cells are in physical order.
+    cells = {(row, slot.bundle_index): (row, at) for row, there in rows.items() for at, slot in enumerate(there)}
+    inside: dict[tuple[int, int], list[Text]] = {}
+    for number, group in enumerate(groups):
+        worker = "W " if len(groups) == 1 else f"G{number}:W"
+        name = group.name_prefix or "an unnamed group"
+        lines.append(f"{worker.strip()} r: worker of rank r of {name} ({_count_noun(group.world_size, 'worker')})")
+        labelled = [(one, f"{worker}{one['global_rank']}", "green") for one in group.worker_metadata]
+        standby = worker.rstrip("W ") + "standby"
+        labelled += [(one, standby, "dim green") for one in getattr(group, "standby_metadata", ())]
+        for one, label, usual in labelled:
+            state, key = one.get("state", ""), (one["node_idx"], one["bundle_index"])
+            text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, usual))
+            inside.setdefault(cells.get(key, key), []).append(text)
+
     table = Table(show_header=False, show_lines=True)
     table.add_column("node", style="cyan", no_wrap=True)
     for _ in range(max(counts)):
         table.add_column(justify="center", no_wrap=True)
-
-    cell_of, place = _cells(slots)
-    workers: dict[tuple[int, int], list[Text]] = {}
-    for number, group in enumerate(groups):
-        for worker in group.worker_metadata:
-            key = (worker["node_idx"], worker["bundle_index"])
-            label = f"W {worker['global_rank']}" if len(groups) == 1 else f"G{number}:W{worker['global_rank']}"
-            state = worker.get("state", "")
-            # Only states that need attention are shown: a row of eight has to fit a terminal.
-            text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, "green"))
-            workers.setdefault(cell_of.get(key, key), []).append(text)
-
-        for standby in getattr(group, "standby_metadata", ()):
-            key = (standby["node_idx"], standby["bundle_index"])
-            label = "standby" if len(groups) == 1 else f"G{number}:standby"
-            text = Text(label if standby["state"] == "warm" else f"{label}\n{standby['state']}", style="dim green")
-            workers.setdefault(cell_of.get(key, key), []).append(text)
-
     for node_idx, count in enumerate(counts):
-        head = Text(f"node {node_idx}")
-        if count == 0:
-            head.append("\nnot used", style="dim")
-        for node_id, ip in place.get(node_idx, {}).items():
-            head.append(f"\n{ip} ({node_id[:6]})", style="dim")
-        cells: list[RenderableType] = [
-            Group(Text(f"{node_idx}.{at}", style="dim" if slots == () else ""), *workers.get((node_idx, at), []))
-            for at in range(count)
-        ]
-        table.add_row(head, *cells)
-    return Group(headline, table, _legend(held, slots, groups))
+        nodes = {slot.node_id: slot.node_ip for slot in rows.get(node_idx, ())}
+        notes = [*(["not used"] if count == 0 else []), *(f"{ip} ({node_id[:6]})" for node_id, ip in nodes.items())]
+        head = Text(f"node {node_idx}").append("".join(f"\n{note}" for note in notes), style="dim")
+        numbers = [Text(f"{node_idx}.{at}", style="" if slots else "dim") for at in range(count)]
+        table.add_row(head, *(Group(one, *inside.get((node_idx, at), [])) for at, one in enumerate(numbers)))
+    headline = Text(title or f"Ray Cluster: {count_bundles(counts, held)}", style="bold")
+    return Group(headline, table, Text("\n".join(lines), style="dim"))
 
 
 def count_bundles(counts: Sequence[int], held: Mapping[str, float]) -> str:
     """Return how many logical nodes are in use, and how many bundles they have, which hold this each."""
-    nodes = count_noun(sum(count > 0 for count in counts), "node")
-    return f"{nodes}, {count_noun(sum(counts), _kind(held))}"
+    return f"{_count_noun(sum(count > 0 for count in counts), 'node')}, {_count_noun(sum(counts), _kind(held))}"
 
 
 def _kind(held: Mapping[str, float]) -> str:
     return "CPU" if not held else "slot" if list(held.values()) != [1.0] else next(iter(held))
 
 
-def count_noun(number: int, thing: str) -> str:
+def _count_noun(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def _cells(slots: Sequence[Slot]) -> tuple[dict[tuple[int, int], tuple[int, int]], dict[int, dict[str, str]]]:
-    """Return the cell of each bundle (a row's cells are in physical order), and the nodes of each logical node."""
-    rows = group_pairs((slot.node_idx, slot) for slot in slots)
-    cell_of = {(row, slot.bundle_index): (row, at) for row, there in rows.items() for at, slot in enumerate(there)}
-    return cell_of, {row: {slot.node_id: slot.node_ip for slot in there} for row, there in rows.items()}
-
-
-def _legend(held: Mapping[str, float], slots: Sequence[Slot], groups: Sequence[Any]) -> Text:
-    each = _amounts(held) if (kind := _kind(held)) == "slot" else f"one {kind}"
-    lines = [f"n.s: slot s of logical node n ({each} each)" + ("" if slots else ", not reserved yet")]
-    if len(groups) == 1:
-        lines.append(f"W r: worker of rank r of {_name(groups[0])}")
-    else:
-        lines += [f"G{number}:W r: worker of rank r of {_name(group)}" for number, group in enumerate(groups)]
-    return Text("\n".join(lines), style="dim")
-
-
-def _name(group: Any) -> str:
-    return f"{group.name_prefix or 'an unnamed group'} ({count_noun(group.world_size, 'worker')})"
 
 
 Verdict = Literal["fits", "taken", "impossible", "reserved"]
@@ -152,7 +127,7 @@ class ReservationReport:
     def __rich__(self) -> RenderableType:
         # Resources that were not requested do not explain why it does not fit.
         wanted = sorted({name for ask in self.asks for name in ask.bundle})
-        return Group(self._draw_request(), draw_nodes(self.nodes, self.holders, wanted), Text(self._summary()))
+        return Group(self._draw_request(), draw_nodes(self.nodes, self.holders, wanted), Text(self._summarize()))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -160,8 +135,8 @@ class ReservationReport:
     def _repr_html_(self) -> str:
         return as_html(self)
 
-    def _summary(self) -> str:
-        if self.verdict != "reserved":
+    def _summarize(self) -> str:
+        if self.verdict in _VERDICTS:
             return _VERDICTS[self.verdict]
         nodes = [node_id for nodes in self.plan.values() for node_id in nodes]
         since = "" if self.reserved_at is None else f" since {time.strftime('%F %T', time.localtime(self.reserved_at))}"
@@ -176,16 +151,14 @@ class ReservationReport:
         columns = ["logical node", "bundles", "each", "strategy", *([place] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
         # A row for each run of neighbouring asks of one shape.
-        runs = itertools.groupby(enumerate(self.asks), lambda entry: (entry[1].shape, entry[1].node_idx - entry[0]))
-        for _, run in runs:
+        for _, run in itertools.groupby(enumerate(self.asks), lambda one: (one[1].shape, one[1].node_idx - one[0])):
             asks = [ask for _, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
+            nodes = dict.fromkeys(node_id for one in asks for node_id in self.plan.get(one.node_idx, ()))
             cells = [number, str(ask.count), _amounts(ask.bundle) + labels, ask.strategy]
-            nodes = [n for at in range(first, last + 1) for n in self.plan.get(at, ())]
-            if self.plan:
-                cells.append(", ".join(node_id[:8] for node_id in dict.fromkeys(nodes)))
+            cells += [", ".join(node_id[:8] for node_id in nodes)] if self.plan else []
             asked.add_row(*map(Text, cells))
         return asked
 
@@ -198,18 +171,19 @@ def draw_nodes(
         return Text("Found no node that is alive.")
     found = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
     for node in nodes:
-        there = [holder for holder in holders if node.node_id in holder.bundles]
-        total = {name: node.total.get(name, 0.0) for name in wanted}
-        free = {name: node.free.get(name, 0.0) for name in wanted}
-        held_by = [
-            f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
-            + ", ".join(
-                f"{count} x {what}" for what, count in Counter(map(_amounts, holder.bundles[node.node_id])).items()
+        total, free = ({name: amounts.get(name, 0.0) for name in wanted} for amounts in (node.total, node.free))
+        rest = {name: total[name] - free[name] for name in wanted}
+        held_by = []
+        for holder in holders:
+            if not (bundles := holder.bundles.get(node.node_id)):
+                continue
+            counted = Counter(map(_amounts, bundles)).items()
+            held_by.append(
+                f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
+                + ", ".join(f"{count} x {what}" for what, count in counted)
             )
-            for holder in there
-        ]
-        others = _others(node, there, wanted)
-        if others:
+            rest = {name: amount - sum(one.get(name, 0.0) for one in bundles) for name, amount in rest.items()}
+        if others := {name: amount for name, amount in rest.items() if amount > 1e-4}:
             held_by.append(f"tasks, or actors that are starting: {_amounts(others)}")
         # Text, so that a name is not parsed as markup.
         cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(held_by))
@@ -219,14 +193,6 @@ def draw_nodes(
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
-
-
-def _others(node: Node, holders: Sequence[ResourceHolder], wanted: Sequence[str]) -> dict[str, float]:
-    """Return what is neither free nor held by a holder that has a name."""
-    bundles = [bundle for holder in holders for bundle in holder.bundles[node.node_id]]
-    named = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in wanted}
-    rest = {name: node.total.get(name, 0.0) - node.free.get(name, 0.0) - named[name] for name in wanted}
-    return {name: amount for name, amount in rest.items() if amount > 1e-4}
 
 
 def as_text(renderable: RenderableType) -> str:
