@@ -347,7 +347,7 @@ def worker_is_alive(worker_id: str) -> bool | None:
 
     Reason: `ray.util.state.list_workers` needs the dashboard, and it and `ray.nodes()` list everything. When a node
     dies, Ray does not mark its processes as dead.
-    Fallback: None. The end of a process is then not noticed, and node agents end with the process that created them.
+    Fallback: None. A node agent then keeps what ended processes hold, and leaves as soon as it holds nothing.
     """
     try:
         from ray.core.generated.gcs_pb2 import WorkerTableData

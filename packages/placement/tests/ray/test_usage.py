@@ -43,7 +43,8 @@ def requests(monkeypatch):
 
 
 def watchers(agent):
-    return agent._ask("watchers")
+    """Return how many threads of the agent take samples."""
+    return agent.run(lambda: [thread.name for thread in threading.enumerate()]).count("fairlead-memory")
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_one_sample(local_ray, agent, requests):
         assert requests == []
         (usage,) = cluster.get_resource_usage()
         assert requests == ["memory"]
-        assert watchers(agent) == ([], False)
+        assert watchers(agent) == 0
     assert usage.node_id == agent.node_id
     assert usage.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert usage.memory_used_bytes + usage.memory_available_bytes == usage.memory_total_bytes
@@ -176,11 +177,10 @@ def test_monitoring(local_ray, agent, requests, eventually):
         assert taken_by_itself(seen) <= time.monotonic() - began + 1
         assert later.memory_peak_bytes >= max(one.memory_used_bytes for one in seen)
         assert later.sampled_at > first.sampled_at
-        names, runs = watchers(agent)
-        assert (len(names), runs) == (1, True)
-    assert requests.count("unwatch") == 1
-    assert watchers(agent)[0] == []
-    assert eventually(lambda: not watchers(agent)[1])
+        assert watchers(agent) == 1
+        assert "release" not in requests
+    assert requests.count("release") == 1
+    assert eventually(lambda: watchers(agent) == 0)
 
 
 def test_two_clusters(local_ray, agent, eventually):
@@ -188,13 +188,13 @@ def test_two_clusters(local_ray, agent, eventually):
     one = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
     wait_for_samples(one, 1, eventually)
     other = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
-    assert len(watchers(agent)[0]) == 2
+    assert watchers(agent) == 2
     assert other.get_resource_usage()[0].samples < one.get_resource_usage()[0].samples
     one.shutdown()
-    assert len(watchers(agent)[0]) == 1
+    assert eventually(lambda: watchers(agent) == 1)
     wait_for_samples(other, 2, eventually)
     other.shutdown()
-    assert watchers(agent)[0] == []
+    assert eventually(lambda: watchers(agent) == 0)
 
 
 def test_an_agent_that_dies(local_ray, agent, eventually):
@@ -207,8 +207,8 @@ def test_an_agent_that_dies(local_ray, agent, eventually):
         assert eventually(lambda: agent.run(os.getpid) != pid)
         (after,) = cluster.get_resource_usage()
         assert 1 <= after.samples < before.samples
-        assert len(watchers(agent)[0]) == 1
-    assert watchers(agent)[0] == []
+        assert watchers(agent) == 1
+    assert eventually(lambda: watchers(agent) == 0)
 
 
 def test_no_agent(local_ray, monkeypatch):

@@ -154,8 +154,8 @@ class TestLeaving:
         ("take", "give_back"),
         [
             (("lease", ["mine"], LOW, LOW, "owner"), ("release", ["mine"])),
-            (("memory", "watcher", "owner"), ("unwatch", "watcher")),
-            (("publish", "key", 1, "value", "owner"), ("withdraw", "key")),
+            (("memory", "watcher", "owner"), ("release", ["watcher"])),
+            (("publish", "key", 1, "value", "owner"), ("release", ["key"])),
             (("publish", "key", 1, "value", "owner"), ("release_of_ended", lambda owner: owner != "owner")),
         ],
     )

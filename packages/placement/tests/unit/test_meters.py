@@ -9,7 +9,7 @@ import types
 import pytest
 
 from fairlead_placement._nodes.agent_process import AgentProcess
-from fairlead_placement._nodes.meters import Gpus, MemoryMeter, ProcessMeter
+from fairlead_placement._nodes.meters import Gpus, ProcessMeter
 
 
 class FakeNvml(types.ModuleType):
@@ -58,16 +58,16 @@ def nvml(monkeypatch):
 
 def test_gpu_memory(nvml):
     """With nvidia-ml-py, GPU memory is reported with peaks, and per process over all GPUs (seam: pynvml)."""
-    meter = MemoryMeter(Gpus())
-    assert meter.read("me")[4] == [(100, 0, 0), (100, 30, 30)]
+    agent = AgentProcess()
+    assert agent.memory("watcher", "me")[4] == [(100, 0, 0), (100, 30, 30)]
     nvml.used = [5, 20]
-    assert meter.read("me")[4] == [(100, 5, 5), (100, 20, 30)]
-    assert meter.read(None)[4] == [(100, 5, 5), (100, 20, 20)]
-    meter.unwatch("me")
+    assert agent.memory("watcher", "me")[4] == [(100, 5, 5), (100, 20, 30)]
+    assert agent.memory(None, "me")[4] == [(100, 5, 5), (100, 20, 20)]
+    agent.release(["watcher"])
     held = ProcessMeter(Gpus()).read([os.getpid(), os.getppid(), 1])
     assert [row[4] for row in held] == [17, 0, 0]
     nvml.broken = True
-    assert meter.read(None)[4] is None
+    assert agent.memory(None, "me")[4] is None
     assert ProcessMeter(Gpus()).read([os.getpid()])[0][4] is None
 
 

@@ -20,9 +20,9 @@ def agents(monkeypatch):
     """Return the answers that each node's agents give in order; the last one is repeated. Sleeping is recorded."""
     answers, replaced, slept = {}, [], []
 
-    def handle(node_id, *, instead_of=None):
-        replaced.extend([node_id] if instead_of else [])
-        return node_id
+    def find(instead_of):
+        replaced.extend(node_id for node_id, dead in instead_of.items() if dead)
+        return {node_id: node_id for node_id in instead_of}
 
     def send(node_id, *_):
         left = answers[node_id]
@@ -32,8 +32,7 @@ def agents(monkeypatch):
         found = {key: request() for key, request in requests.items()}
         return {key: (None, one) if isinstance(one, BaseException) else (one, None) for key, one in found.items()}
 
-    monkeypatch.setattr(_agent, "start_agents", list)
-    monkeypatch.setattr(_agent, "_handle", handle)
+    monkeypatch.setattr(_agent, "agents_of", find)
     monkeypatch.setattr(_agent, "_send", send)
     monkeypatch.setattr(_agent, "collect", collect)
     monkeypatch.setattr(time, "sleep", slept.append)
@@ -74,13 +73,13 @@ def test_a_head_that_hangs_while_an_agent_is_replaced(agents, monkeypatch):
     """The answers of the other agents are kept."""
     answers, _, _ = agents
     answers |= {"n0": [GONE], "n1": ["fine"]}
-    handle = _agent._handle
+    find = _agent.agents_of
 
-    def hang(node_id, *, instead_of=None):
-        if instead_of:
+    def hang(instead_of):
+        if any(instead_of.values()):
             raise PlacementTimeoutError("no answer of the head")
-        return handle(node_id)
+        return find(instead_of)
 
-    monkeypatch.setattr(_agent, "_handle", hang)
+    monkeypatch.setattr(_agent, "agents_of", hang)
     found = ask_nodes("memory", {"n0": (), "n1": ()}, 60.0)
     assert (str(found["n0"]), found["n1"]) == ("no answer of the head", "fine")

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends requests to node agents: one detached actor per job and node, created when it is needed."""
 
-import contextvars
 import functools
-import threading
 import time
 import types
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
@@ -21,12 +18,10 @@ from .._ray_private import (
     clean_runtime_env,
     collect,
     create_actor,
-    driver_of,
-    never_connect,
-    worker_is_alive,
 )
 from ..exceptions import PlacementError, PlacementTimeoutError
-from . import agent_process, board, meters
+from . import agent_process, meters
+from .background import run_in_thread
 from .head import alive_nodes, ask_head, choose_alive, head_deadline
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
@@ -45,14 +40,12 @@ ANSWER_S = 60.0
 # How many agents are created at a time: Ray's head registers each by a request of its own.
 CREATED_AT_ONCE = 16
 # fairlead-placement need not be installed on the nodes.
-for _module in (agent_process, board, meters, _ray_private):
+for _module in (agent_process, meters, _ray_private):
     ray.cloudpickle.register_pickle_by_value(_module)
 
 
-# By session, job and node.
+# By session, job and node. Each change is atomic, and Ray has one actor of a name, so threads may create it together.
 _handles: dict[tuple[str, str, str], Any] = {}
-# Guards them, so that one agent takes the place of a dead one. Reentrant: a signal handler may shut a cluster down.
-_lock = threading.RLock()
 
 
 @functools.cache
@@ -60,50 +53,36 @@ def _actor_class() -> Any:
     return ray.remote(agent_process.AgentProcess)
 
 
-def _handle(node_id: str, *, instead_of: Any = None) -> Any:
-    """Return the agent's handle; create a new agent if the known one is `instead_of`, which has died or left."""
-    key = _key(node_id)
-    with _lock:
-        # Several threads may have met the dead agent. Only the first creates a new one.
-        if _handles.get(key) is instead_of:
-            _handles[key] = _create(key)
-        return _handles[key]
+def agents_of(instead_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the agents of nodes, by node id, and create those that are missing. `instead_of` has those that died."""
+    keys = {node_id: _key(node_id) for node_id in instead_of}
+    missing = [node_id for node_id, key in keys.items() if _handles.get(key) == instead_of[node_id]]
+    if missing:
+        others = f" and of {len(missing) - 1} more" if missing[1:] else ""
+        created = ask_head(f"start the agent of node {missing[0][:8]}{others}", _create, [keys[one] for one in missing])
+        _handles.update(created)
+    return {node_id: _handles[key] for node_id, key in keys.items()}
 
 
-def start_agents(node_ids: Iterable[str]) -> None:
-    """Create the agents of nodes that this process has not used yet, several at a time."""
-    with _lock:
-        missing = [key for key in map(_key, dict.fromkeys(node_ids)) if key not in _handles]
-    if len(missing) < 2:
-        return  # the first request creates a single one
-    ask_head("look at the driver", _sees_processes, *missing[0][:2])
-    with ThreadPoolExecutor(CREATED_AT_ONCE, "fairlead-agents", initializer=never_connect) as pool:
-        started = {key: pool.submit(contextvars.copy_context().run, _create, key) for key in missing}
-    for key, agent in started.items():
-        with _lock:
-            # Another thread may have created it since: Ray returns the same actor for the same name.
-            _handles.setdefault(key, agent.result())
-
-
-@functools.cache
-def _sees_processes(session_name: str, job_id: str) -> bool:
-    return worker_is_alive(driver_of(job_id)) is not None
-
-
-def _create(key: tuple[str, str, str]) -> Any:
-    return ask_head(f"start the agent of node {key[2][:8]}", _create_actor, key)
+def _create(keys: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
+    """Create agents on several threads, none of which keeps the process alive if the head is silent."""
+    shares = [keys[first::CREATED_AT_ONCE] for first in range(CREATED_AT_ONCE)]
+    made = [
+        run_in_thread("fairlead-agents", lambda share: {key: _create_actor(key) for key in share}, share)
+        for share in shares
+        if share
+    ]
+    return {key: agent for one in made for key, agent in one.result().items()}
 
 
 def _create_actor(key: tuple[str, str, str]) -> Any:
-    session, job_id, node_id = key
-    # An agent that cannot see the owners of its leases end must end with the process that created it.
-    sees = _sees_processes(session, job_id)
+    _, job_id, node_id = key
     return create_actor(
         _actor_class(),
         (True,),
         name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}",
         namespace=NAMESPACE,
-        lifetime="detached" if sees else None,
+        lifetime="detached",
         runtime_env=clean_runtime_env(),
         get_if_exists=True,
         num_cpus=0,
@@ -193,7 +172,7 @@ class NodeAgent:
 
     def unwatch(self, watcher: str) -> None:
         """Take no more samples for a watcher. Can be repeated, and does not affect other watchers."""
-        self._ask("unwatch", watcher)
+        self._ask("release", [watcher])
 
     def run(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
         """Call a function on the node and return what it returns. The agent still answers other requests.
@@ -227,11 +206,6 @@ def dismiss_agents(node_ids: Iterable[str]) -> None:
             agent.leave.options(num_returns=0).remote()
 
 
-def notify_node(node_id: str, method: str, *args: Any) -> None:
-    """Send a request without an answer to the agent of a node."""
-    _handle(node_id).answer.options(num_returns=0).remote(method, *args)
-
-
 def _send(agent: Any, method: str, *args: Any) -> Any:
     return agent.answer.remote(method, *args)
 
@@ -250,11 +224,11 @@ def run_on_nodes(
         By node id, what the function returned there, or the exception with which it failed. Exceptions are not raised,
         so that a node that is gone does not hide what the other nodes return.
     """
+    code: Any = function
     # Anything else may hold references to objects, which only Ray itself can send.
-    if not isinstance(function, types.FunctionType) or function.__closure__:
-        return ask_nodes("run", {node_id: (function, *args) for node_id, args in arguments.items()}, timeout_s)
-    code = ray.cloudpickle.dumps(function)  # once for all nodes
-    return ask_nodes("run_pickled", {node_id: (code, *args) for node_id, args in arguments.items()}, timeout_s)
+    if isinstance(function, types.FunctionType) and not function.__closure__:
+        code = ray.cloudpickle.dumps(function)  # once for all nodes
+    return ask_nodes("run", {node_id: (code, *args) for node_id, args in arguments.items()}, timeout_s)
 
 
 def usage_on_nodes(
@@ -309,8 +283,7 @@ def _ask_nodes(
     for pause in (*PAUSES_S, 0.0):
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
-                start_agents(left)
-                agents = {node_id: _handle(node_id, instead_of=dead) for node_id, dead in left.items()}
+                agents = agents_of(left)
         except Exception as error:
             if not answers:
                 raise
@@ -361,7 +334,7 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
 def unwatch(node_ids: Collection[str], watcher: str) -> None:
     """Have no more samples taken for a watcher on some nodes. Can be repeated. A silent agent is left alone."""
     if node_ids:
-        ask_nodes("unwatch", dict.fromkeys(choose_alive(node_ids), (watcher,)), 10.0)
+        ask_nodes("release", dict.fromkeys(choose_alive(node_ids), ([watcher],)), 10.0)
 
 
 def _read_row(node_id: str, row: Sequence[Any]) -> NodeUsage:

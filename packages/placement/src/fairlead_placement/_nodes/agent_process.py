@@ -2,7 +2,7 @@
 """The code that runs inside a node agent's process, on several threads.
 
 Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and its siblings
-`board`, `meters` and `_ray_private`, which are shipped by value too.
+`meters` and `_ray_private`, which are shipped by value too.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from typing import Any
 import ray
 
 from .._ray_private import autoscaler_is_there, driver_of, worker_is_alive
-from .board import Board
-from .meters import Gpus, MemoryMeter, ProcessMeter
+from .meters import Gpus, ProcessMeter, Watch
 
 # How long it stays for further requests when nothing keeps it. A process of its own starts in about half a second.
 IDLE_S = 5.0
@@ -32,25 +31,30 @@ LOOK_S = 0.5
 # How often it looks which owners have ended, with one small request to Ray's head for each. With 1,000 nodes these are
 # 400 requests per second.
 OWNERS_S = 5.0
+# How many released names are kept: no job has so many requests under way.
+RELEASED_KEPT = 10_000
 
 
-class AgentProcess(Board):
+class AgentProcess:
     """Holds the leased ports of one node for one job and what was published there, and measures the node.
 
-    With `ends`, it ends its process when nothing keeps it and its job has ended, or an autoscaler may remove the node:
-    Ray reports a node with an actor as busy.
+    Everything that it holds has a name, which is released by one request, and an owner, Ray's id of a process: what
+    ended processes own is released too. With `ends`, the agent ends its process when it holds nothing and its job has
+    ended, or an autoscaler may remove the node: Ray reports a node with an actor as busy.
     """
 
     def __init__(self, ends: bool = False) -> None:
-        super().__init__()
-        gpus = Gpus()
-        self._processes = ProcessMeter(gpus)
-        self._memory = MemoryMeter(gpus)
+        self._lock = threading.Lock()
+        self._gpus = Gpus()
+        self._processes = ProcessMeter(self._gpus)
         self._requests: Counter[str] = Counter()
-        self._held: dict[str, tuple[int, socket.socket]] = {}
-        self._unwanted: dict[str, None] = {}
-        # The processes that hold a lease or watch the memory: worker ids by lease id and by watcher.
+        # By name: the owner; the port of a lease; the samples of a watcher; the version and value of a publication.
         self._owner: dict[str, str] = {}
+        self._held: dict[str, tuple[int, socket.socket]] = {}
+        self._watches: dict[str, Watch] = {}
+        self._published: dict[str, tuple[int, Any]] = {}
+        # A request may overtake another one: what is leased or published under a released name would stay for good.
+        self._released: dict[str, None] = {}
         self._running = 0
         self._threads: list[threading.Thread] = []
         self._leaves_at = time.monotonic() + IDLE_S
@@ -66,6 +70,7 @@ class AgentProcess(Board):
         """Call a method, and stay until it has returned, and for some time for further requests."""
         with self._lock:
             self._running += 1
+            self._requests[method] += 1
         try:
             return getattr(self, method)(*args)
         finally:
@@ -73,13 +78,16 @@ class AgentProcess(Board):
                 self._running -= 1
                 self._leaves_at = time.monotonic() + IDLE_S
 
+    def requests(self) -> dict[str, int]:
+        return {method: self._requests[method] for method in ("run", "usage")}
+
     def leave(self) -> None:
         """Do not stay for further requests: whoever used this node has given back what it held."""
         self._leaves_at = 0.0
 
     def _is_idle(self) -> bool:
         """Return whether nothing keeps the agent: a request, what it holds, or what a function has left running."""
-        kept = self._running or self._held or self._owner or self._entries or time.monotonic() < self._leaves_at
+        kept = self._running or self._owner or time.monotonic() < self._leaves_at
         return not (kept or any(thread.is_alive() for thread in self._threads) or has_children())
 
     def _decide_to_leave(self) -> bool:
@@ -108,7 +116,7 @@ class AgentProcess(Board):
                     # At random moments, so that the agents of a large cluster do not ask all at once.
                     next_look = time.monotonic() + OWNERS_S * random.uniform(0.8, 1.2)
                     self.release_of_ended(worker_is_alive)
-                    is_wanted = is_wanted and worker_is_alive(driver) is not False
+                    is_wanted = is_wanted and worker_is_alive(driver) is True
             except Exception:
                 # Ray's head does not answer, or a child has just ended. The next check may succeed.
                 logging.getLogger(__name__).debug("cannot check what keeps the agent", exc_info=True)
@@ -121,16 +129,23 @@ class AgentProcess(Board):
     def release_of_ended(self, is_alive: Callable[[str], bool | None]) -> None:
         """Release what processes hold, by Ray's worker ids, that have ended. None is a process that may be alive."""
         with self._lock:
-            owners = {*self._owner.values(), *(entry.owner for entry in self._entries.values())}
-        ended = {owner for owner in owners if is_alive(owner) is False}
-        with self._lock:
-            self._entries = {key: entry for key, entry in self._entries.items() if entry.owner not in ended}
-            names = [name for name, owner in self._owner.items() if owner in ended]
-        self.release([name for name in names if name in self._held])
-        for name in names:
-            self.unwatch(name)
+            owners = dict(self._owner)
+        ended = {owner for owner in set(owners.values()) if is_alive(owner) is False}
         if ended:
+            self.release([name for name, owner in owners.items() if owner in ended])
             self.leave()
+
+    def release(self, names: list[str]) -> None:
+        """Release leases, watchers and publications. A name that is not held is not an error, so it can be repeated."""
+        with self._lock:
+            for name in names:
+                for held in (self._owner, self._watches, self._published):
+                    held.pop(name, None)
+                if name in self._held:
+                    self._held.pop(name)[1].close()
+                self._released[name] = None
+            while len(self._released) > RELEASED_KEPT:
+                del self._released[next(iter(self._released))]
 
     def lease(self, lease_ids: list[str], low: int, high: int, owner: str) -> tuple[list[int], int, int]:
         """Hold a port in low..high (both included) for each id, or none, until it is released or its owner has ended.
@@ -142,8 +157,8 @@ class AgentProcess(Board):
             The ports; if there are too few, how many ports of the range this agent and other processes hold.
         """
         with self._lock:
-            if any(one in self._unwanted for one in lease_ids):
-                return [], 0, 0  # released already
+            if any(one in self._released for one in lease_ids):
+                return [], 0, 0
             if all(one in self._held for one in lease_ids):
                 return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
             size = high - low + 1
@@ -167,67 +182,72 @@ class AgentProcess(Board):
             self._next = ports[-1] + 1
             return ports, 0, 0
 
-    def release(self, lease_ids: list[str]) -> None:
-        """Release ports. A lease that is not held is not an error, so that a release can be repeated."""
-        with self._lock:
-            for lease_id in lease_ids:
-                self._owner.pop(lease_id, None)
-                _, held = self._held.pop(lease_id, (0, None))
-                if held is not None:
-                    held.close()
-                else:
-                    # In an agent that was stopped, one thread may overtake another: the lease may still come.
-                    self._unwanted[lease_id] = None
-            while len(self._unwanted) > 10_000:  # no driver has so many requests under way
-                del self._unwanted[next(iter(self._unwanted))]
-
     def leased(self) -> list[int]:
         with self._lock:
             return sorted(port for port, _ in self._held.values())
 
-    def requests(self) -> dict[str, int]:
+    def publish(self, key: str, version: int, value: Any, owner: str) -> None:
+        """Publish a value, in place of an older one with this key. Requests may arrive in any order."""
         with self._lock:
-            return dict(self._requests)
+            if key not in self._released and version > self.newer(key, 0)[0]:
+                self._published[key] = version, value
+                self._owner[key] = owner
+
+    def published(self) -> dict[str, Any]:
+        """Return the values by key, in the order of the keys."""
+        with self._lock:
+            return {key: value for key, (_, value) in sorted(self._published.items())}
+
+    def newer(self, key: str, version: int) -> tuple[int, Any]:
+        """Return the version of a value, and the value if the version is above `version`; (0, None) without a value."""
+        current, value = self._published.get(key, (0, None))
+        return current, value if current > version else None
+
+    def versions(self, owner: str) -> dict[str, int]:
+        """Return the versions of what a process has published, by key."""
+        with self._lock:
+            return {key: version for key, (version, _) in self._published.items() if self._owner[key] == owner}
 
     def usage(self, pids: list[int]) -> list[Any]:
-        self._count("usage")
         return self._processes.read(pids)
 
     def memory(self, watcher: str | None, owner: str) -> tuple[Any, ...]:
-        """Return a sample of `MemoryMeter.read`, and the time. Sampling for a watcher ends when its owner has ended."""
-        if watcher is not None:
-            with self._lock:
-                self._owner[watcher] = owner
-        return (*self._memory.read(watcher), time.time())
+        """Return a sample of the node's memory, as `Watch.sample` does, and the time.
 
-    def unwatch(self, watcher: str) -> None:
+        For a watcher further samples are taken once a second, until it is released or its owner has ended.
+        """
+        if watcher is None:
+            return (*Watch(self._gpus).sample(), time.time())
         with self._lock:
-            self._owner.pop(watcher, None)
-        self._memory.unwatch(watcher)
+            self._owner[watcher] = owner
+            if (watch := self._watches.get(watcher)) is None:
+                watch = self._watches[watcher] = Watch(self._gpus)
+                threading.Thread(
+                    target=self._sample, args=(watcher, watch), name="fairlead-memory", daemon=True
+                ).start()
+        return (*watch.sample(), time.time())
 
-    def watchers(self) -> tuple[list[str], bool]:
-        return self._memory.watchers()
+    def _sample(self, watcher: str, watch: Watch) -> None:
+        time.sleep(1.0)
+        while self._watches.get(watcher) is watch:
+            with contextlib.suppress(OSError):  # too many open files
+                watch.sample()
+            time.sleep(1.0)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on this node. The agent stays while threads or processes live that it has started."""
-        self._count("run")
+    def run(self, function: Callable[..., Any] | bytes, *args: Any) -> Any:
+        """Call a function, or one that the driver has pickled once for all nodes, on this node.
+
+        The agent stays while threads or processes live that it has started.
+        """
         before = set(threading.enumerate())
         try:
-            return function(*args)
+            return (ray.cloudpickle.loads(function) if isinstance(function, bytes) else function)(*args)
         finally:
             new = set(threading.enumerate()) - before
             with self._lock:
                 # Ray's own threads, which do not end, appear here when they first run Python, as dummies.
                 self._threads += [one for one in new if not one.name.startswith("Dummy-")]
                 self._threads = [one for one in self._threads if one.is_alive()]
-
-    def run_pickled(self, code: bytes, *args: Any) -> Any:
-        """Call a function that the driver has pickled, once for all nodes."""
-        return self.run(ray.cloudpickle.loads(code), *args)
-
-    def _count(self, method: str) -> None:
-        with self._lock:
-            self._requests[method] += 1
 
 
 def has_children() -> bool:

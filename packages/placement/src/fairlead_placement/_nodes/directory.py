@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents of all jobs of a cluster, and what is published at them."""
 
+import bisect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 import ray
 
 from .._ray_private import collect
-from ..exceptions import HeadTimeoutError, PlacementError
-from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_nodes, notify_node, start_agents, this_process
+from ..exceptions import PlacementError
+from .agent import AGENT_NAME_PREFIX, NAMESPACE, agents_of, ask_nodes, this_process
 from .head import ask_head, choose_alive, head_deadline
 from .rounds import Rounds
 
@@ -63,7 +64,7 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
 def withdraw(key: str, node_ids: Iterable[str]) -> None:
     """Withdraw for good what this process has published under a key on some nodes, without waiting for it."""
     _publications.values.pop(key, None)
-    _notify(dict.fromkeys(node_ids, ("withdraw", key)))
+    _notify(dict.fromkeys(node_ids, ("release", [key])))
 
 
 class _Publications:
@@ -72,8 +73,8 @@ class _Publications:
     def __init__(self) -> None:
         # By key: this process's worker id, the version, and the values by node id. Each change is atomic.
         self.values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
-        # How many nodes have been asked.
-        self._asked = 0
+        # The node that was asked last.
+        self._last = ""
         self.rounds: Rounds = Rounds(
             "fairlead-publications", CHECK_EVERY_S, self._check, lambda: bool(self.values), exit_s=PUBLISH_S
         )
@@ -85,14 +86,17 @@ class _Publications:
     def _check(self) -> None:
         """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
         me = this_process() if ray.is_initialized() else ""
+        for key, (owner, _, _) in list(self.values.items()):
+            if owner != me:
+                self.values.pop(key, None)
         values = dict(self.values)
-        for key in [key for key, (owner, _, _) in values.items() if owner != me]:
-            self.values.pop(key, None)
-            del values[key]
+        nodes = sorted({node_id for _, _, by_node in values.values() for node_id in by_node})
+        first = bisect.bisect(nodes, self._last)
+        asked = [*nodes[first:], *nodes[:first]][:CHECKED_AT_ONCE]
+        self._last = asked[-1] if asked else ""
         try:
             with head_deadline(PUBLISH_S):
-                alive = choose_alive(self._next_nodes(values))
-                answers = ask_nodes("versions", dict.fromkeys(alive, (me,)), CHECK_S)
+                answers = ask_nodes("versions", dict.fromkeys(choose_alive(asked), (me,)), CHECK_S)
         except (PlacementError, ray.exceptions.RayError) as error:
             logger.debug("Cannot check what the agents have: %s", error)
             return
@@ -104,33 +108,19 @@ class _Publications:
             }
             _notify(lost)
 
-    def _next_nodes(self, values: Mapping[str, tuple[str, int, Mapping[str, Any]]]) -> list[str]:
-        """Return the nodes whose turn it is, of those that have some of the values."""
-        nodes = sorted({node_id for _, _, by_node in values.values() for node_id in by_node})
-        first = self._asked % len(nodes) if len(nodes) > CHECKED_AT_ONCE else 0
-        chosen = [*nodes[first:], *nodes[:first]][:CHECKED_AT_ONCE]
-        self._asked = first + len(chosen)
-        return chosen
-
 
 _publications = _Publications()
 
 
 def _notify(requests: Mapping[str, tuple[Any, ...]]) -> None:
-    with head_deadline(PUBLISH_S):
-        try:
-            start_agents(requests)
-        except (HeadTimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("Cannot start the agents of %d nodes: %s", len(requests), error)
-            return
+    """Send a request without an answer to the agent of each node."""
+    try:
+        with head_deadline(PUBLISH_S):
+            agents = agents_of(dict.fromkeys(requests))
         for node_id, (method, *args) in requests.items():
-            try:
-                notify_node(node_id, method, *args)
-            except HeadTimeoutError as error:
-                logger.warning("Cannot %s at the agents of %d nodes: %s", method, len(requests), error)
-                return  # each further node would wait as long
-            except (PlacementError, ray.exceptions.RayError) as error:
-                logger.warning("Cannot %s at the agent of node %s: %s", method, node_id[:8], error)
+            agents[node_id].answer.options(num_returns=0).remote(method, *args)
+    except (PlacementError, ray.exceptions.RayError) as error:
+        logger.warning("Cannot send a request to the agents of %d nodes: %s", len(requests), error)
 
 
 def find_agents() -> list[Agent]:

@@ -7,7 +7,6 @@ brings its own and does not start without it.
 
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 # A healthy driver answers within milliseconds; the first time, without persistence mode, within a few seconds.
@@ -94,9 +93,8 @@ class ProcessMeter:
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
-        self._lock = threading.Lock()
-        # (pid, start) -> (CPU seconds, when); a pid that is used again is another process.
-        self._last: dict[tuple[int, float], tuple[float, float]] = {}
+        # CPU seconds, and when they were read. A pid that is used again is another process for psutil.
+        self._last: dict[Any, tuple[float, float]] = {}
 
     def read(self, pids: list[int]) -> list[tuple[int, float, int, int, int | None]]:
         """Return (pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is alive."""
@@ -104,95 +102,51 @@ class ProcessMeter:
 
         on_gpus = self._gpus.by_process()
         rows = []
-        with self._lock:
-            for pid in pids:
-                try:
-                    process = psutil.Process(pid)
-                    with process.oneshot():
-                        if process.status() == psutil.STATUS_ZOMBIE:
-                            continue
-                        # The clock is read next to the CPU time: on a busy node this thread may stand still in between.
-                        cpu, now = process.cpu_times(), time.time()
-                        memory, threads = process.memory_info().rss, process.num_threads()
-                except (psutil.NoSuchProcess, psutil.AccessDenied):
-                    continue
-                key = (pid, process.create_time())
-                seconds = cpu.user + cpu.system
-                # At first, since the process started.
-                before, since = self._last.get(key, (0.0, key[1]))
-                self._last[key] = (seconds, now)
-                percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
-                rows.append((pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0)))
-            self._last = {key: last for key, last in self._last.items() if psutil.pid_exists(key[0])}
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    if process.status() == psutil.STATUS_ZOMBIE:
+                        continue
+                    # The clock is read next to the CPU time: on a busy node this thread may stand still in between.
+                    cpu, now = process.cpu_times(), time.time()
+                    memory, threads = process.memory_info().rss, process.num_threads()
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            seconds = cpu.user + cpu.system
+            # At first, since the process started.
+            before, since = self._last.get(process, (0.0, process.create_time()))
+            self._last[process] = seconds, now
+            percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
+            rows.append((pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0)))
+        for process in [one for one in [*self._last] if not one.is_running()]:
+            self._last.pop(process, None)
         return rows
 
 
-@dataclass
-class _Watch:
-    """The samples and peaks of one watcher."""
-
-    samples: int = 0
-    peak: int = 0
-    gpu_peaks: dict[int, int] = field(default_factory=dict)
-
-
-class MemoryMeter:
-    """Samples the node's memory once a second, on a thread of its own, while there is a watcher."""
+class Watch:
+    """Samples of the node's memory, with their peaks."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
+        # Held while a sample is taken, so that each one counts.
         self._lock = threading.Lock()
-        self._watches: dict[str, _Watch] = {}
-        self._thread: threading.Thread | None = None
+        self._samples = 0
+        self._peak = 0
+        self._gpu_peaks: dict[int, int] = {}
 
-    def read(self, watcher: str | None) -> Row:
-        """Take a sample. Sampling for the watcher, if there is one, goes on until `unwatch`."""
-        with self._lock:
-            if watcher is None:
-                return self._sample(_Watch())
-            watch = self._watches.setdefault(watcher, _Watch())
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fairlead-memory", daemon=True)
-                self._thread.start()
-            return self._sample(watch)
-
-    def unwatch(self, watcher: str) -> None:
-        """Take no more samples for a watcher; can be repeated."""
-        with self._lock:
-            self._watches.pop(watcher, None)
-
-    def watchers(self) -> tuple[list[str], bool]:
-        """Return the watchers, and whether the thread runs."""
-        with self._lock:
-            return list(self._watches), self._thread is not None
-
-    def _run(self) -> None:
-        try:
-            while True:
-                time.sleep(1.0)
-                with self._lock:
-                    if not self._watches:
-                        self._thread = None
-                        return
-                    for watch in self._watches.values():
-                        self._sample(watch)
-        except BaseException:
-            with self._lock:
-                self._thread = None  # the next request starts another
-            raise
-
-    def _sample(self, watch: _Watch) -> Row:
+    def sample(self) -> Row:
+        """Take one more sample."""
         import psutil
 
-        memory = psutil.virtual_memory()
-        # psutil's `used` includes the kernel's caches in some versions and not in others.
-        used = memory.total - memory.available
-        gpus = self._gpus.memory()
-        watch.samples += 1
-        watch.peak = max(watch.peak, used)
-        for index, (_, used_there) in enumerate(gpus or ()):
-            watch.gpu_peaks[index] = max(watch.gpu_peaks.get(index, 0), used_there)
-        on_gpus = None
-        if gpus is not None:
-            on_gpus = [(total, now, watch.gpu_peaks[index]) for index, (total, now) in enumerate(gpus)]
-        return memory.total, used, memory.available, watch.peak, on_gpus, watch.samples
+        with self._lock:
+            memory, gpus = psutil.virtual_memory(), self._gpus.memory()
+            # psutil's `used` includes the kernel's caches in some versions and not in others.
+            used = memory.total - memory.available
+            self._samples += 1
+            self._peak = max(self._peak, used)
+            on_gpus: list[GpuRow] = []
+            for index, (total, now) in enumerate(gpus or ()):
+                self._gpu_peaks[index] = max(self._gpu_peaks.get(index, 0), now)
+                on_gpus.append((total, now, self._gpu_peaks[index]))
+            return memory.total, used, memory.available, self._peak, on_gpus or None, self._samples
