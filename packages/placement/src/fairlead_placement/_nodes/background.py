@@ -31,15 +31,13 @@ class OneTimeEvent:
 
     def __init__(self) -> None:
         self._has_happened = False
-        # A taken lock for each thread that waits. Single operations of the deque are all that threads share.
-        self._waiting: collections.deque[threading.Lock] = collections.deque()
+        # Each thread that this wakes up wakes up the next one.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
         """Note that the event has happened."""
         self._has_happened = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._waiting.popleft().release()
+        self._wake.put(None)
 
     def is_set(self) -> bool:
         """Return whether the event has happened."""
@@ -48,14 +46,11 @@ class OneTimeEvent:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event has happened; return whether it has within the time."""
         ends = math.inf if timeout is None else time.monotonic() + timeout
-        mine = threading.Lock()
-        mine.acquire()
-        self._waiting.append(mine)
         # A signal that comes just before a wait does not end it. Python handles it after the wait.
         while not self._has_happened and (left := ends - time.monotonic()) > 0:
-            mine.acquire(timeout=min(left, SIGNAL_S))
-        with contextlib.suppress(ValueError):  # it is not there after the event
-            self._waiting.remove(mine)
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=min(left, SIGNAL_S))
+                self._wake.put(None)
         return self._has_happened
 
 
@@ -66,8 +61,6 @@ class Job(Generic[_T]):
     Ray must not be shut down while a thread drops references. `future` has the answer a moment earlier.
     """
 
-    name: str
-    function: Callable[[], _T] | None
     began: float
     future: Future[_T] = field(default_factory=Future)
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
@@ -93,35 +86,36 @@ class Job(Generic[_T]):
             raise
         return self.future.result()
 
-    def run(self) -> None:
-        """Call the function. The thread then drops the job, and sets `over`."""
-        function, self.function = self.function, None
-        try:
-            assert function is not None, "a job runs once"
-            self.future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  whoever waits raises it
-            self.future.set_exception(error)
 
-
-_idle: collections.deque[queue.SimpleQueue[Job[Any]]] = collections.deque()
+# The name of the thread for so long, the function, and the event after it.
+_Work = tuple[str, Callable[[], None], OneTimeEvent]
+_idle: collections.deque[queue.SimpleQueue[_Work]] = collections.deque()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
 def start(function: Callable[..., _T], *args: Any, name: str = "fairlead-head") -> Job[_T]:
     """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread until then."""
-    job = Job(name, functools.partial(function, *args), time.monotonic())
+    job: Job[_T] = Job(time.monotonic())
+    call = functools.partial(_call, job.future, function, *args)
     try:
-        jobs = _idle.pop()
+        work = _idle.pop()
     except IndexError:
-        jobs = queue.SimpleQueue()
+        work = queue.SimpleQueue()
         try:
-            threading.Thread(target=_serve, args=(jobs,), daemon=True).start()
+            threading.Thread(target=_serve, args=(work,), daemon=True).start()
         except RuntimeError:  # the interpreter is ending, and starts no threads any more
-            job.run()
+            call()
             job.over.set()
             return job
-    jobs.put(job)
+    work.put((name, call, job.over))
     return job
+
+
+def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        future.set_exception(error)
 
 
 def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:
@@ -135,17 +129,15 @@ def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[
     return start(function, *args, name=name).future
 
 
-def _serve(jobs: "queue.SimpleQueue[Job[Any]]") -> None:
+def _serve(work: "queue.SimpleQueue[_Work]") -> None:
     never_connect()
     me = threading.current_thread()
     is_kept = True
     while is_kept:
-        job = jobs.get()
-        me.name = job.name
-        job.run()
+        me.name, call, over = work.get()
+        call()
         me.name = "idle"
-        over = job.over
-        del job
+        del call
         if is_kept := len(_idle) < IDLE_KEPT:
-            _idle.append(jobs)
+            _idle.append(work)
         over.set()

@@ -2,6 +2,7 @@
 """Work that a process does at intervals on a thread of its own, as long as there is some."""
 
 import atexit
+import collections
 import contextlib
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ class Rounds:
         name: the name of the thread.
         every_s: the seconds before the first round and between two of them.
         work: one round, during which Ray may be shut down. It must not raise an exception.
-        is_left: whether there is work for another round. It must not wait for a lock that is held during `start`.
+        is_left: whether there is work for another round.
         exit_s: how long the exit of the interpreter waits for a round, before Ray ends.
     """
 
@@ -28,18 +29,18 @@ class Rounds:
         self._work = work
         self._is_left = is_left
         self._exit_s = exit_s
-        # Held while the thread is looked at, started or ended, so that there is one as long as there is work.
-        self._lock = threading.Lock()
+        # The place of the one thread, which takes it while it runs.
+        self._place = collections.deque([True])
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         atexit.register(self.close)
 
     def start(self) -> None:
         """Have the work done that has been added, unless the thread runs already."""
-        with self._lock:
-            if self._thread is None and not self._end.is_set():
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        with contextlib.suppress(IndexError):
+            self._place.pop()
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Begin no more rounds, and wait for one that is under way."""
@@ -52,7 +53,8 @@ class Rounds:
         while not self._end.wait(self._every_s):
             with contextlib.suppress(SystemExit):  # which Ray's waits raise when Ray is shut down
                 self._work()
-            with self._lock:
-                if not self._is_left():
-                    self._thread = None
-                    return
+            if not self._is_left():
+                self._place.append(True)
+                if self._is_left():  # it has been added while this thread still had the place
+                    self.start()
+                return
