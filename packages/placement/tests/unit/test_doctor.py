@@ -15,7 +15,6 @@ from fairlead_placement.spi import compare_clocks
 PROBE = {
     "ray": "2.60.0",
     "python": "3.11.9",
-    "host": "a",
     "shm_bytes": 2**30,
 }
 RESOURCES = {"CPU": 8.0, "GPU": 8.0, "object_store_memory": 2.0**29}
@@ -28,8 +27,7 @@ def node(number, **changes):
         "state": "alive",
         "resources": RESOURCES,
         "probe": PROBE,
-        "clock_s": 0.0,
-        "clock_error_s": 0.001,
+        "clock": (0.0, 0.001),
     }
     return NodeFacts(**{**facts, **changes})
 
@@ -76,7 +74,7 @@ FAULTS = {
         "node 00000004 (10.0.0.4) is draining: it ends soon",
     ),
     "silent": (
-        cluster(node(4, probe=None, error="no answer within 5 s")),
+        cluster(node(4, probe=PlacementError("no answer within 5 s"))),
         "agents",
         "node 00000004 (10.0.0.4) did not answer: no answer within 5 s",
     ),
@@ -101,7 +99,7 @@ FAULTS = {
         "node 00000004 (10.0.0.4) runs Python 3.12.1, this process 3.11.9",
     ),
     "a clock behind": (
-        cluster(node(4, clock_s=-3.0)),
+        cluster(node(4, clock=(-3.0, 0.001))),
         "clocks",
         "node 00000004 (10.0.0.4) has a clock that is 3.0 s behind the others",
     ),
@@ -131,13 +129,13 @@ def test_faults(facts, name, what):
 
 def test_this_machine_has_another_clock():
     """A wrong clock of this machine is not blamed on the nodes."""
-    nodes = [replace(node(number), clock_s=30.0) for number in (1, 2, 3)]
+    nodes = [replace(node(number), clock=(30.0, 0.001)) for number in (1, 2, 3)]
     assert faults(cluster(nodes=nodes)) == {}
 
 
 def test_uncertain_clock():
     """A clock is not called wrong when the measurement may be that wrong."""
-    assert faults(cluster(node(4, clock_s=2.0, clock_error_s=1.5))) == {}
+    assert faults(cluster(node(4, clock=(2.0, 1.5)))) == {}
 
 
 def test_clocks_of_two_processes():

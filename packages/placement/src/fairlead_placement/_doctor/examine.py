@@ -43,18 +43,16 @@ class Expected:
 class NodeFacts:
     """The facts about one node.
 
-    `probe` is what `look_at_node` returned; None if the node did not answer, and `error` then says why. `clock_s` is
-    how far its clock is ahead of this machine's; None if that is unknown. `clock_error_s` is the error of `clock_s`.
+    `probe` is what `look_at_node` returned there, or the exception; None if the node was not asked. `clock` is how far
+    its clock is ahead of this machine's, and the error of that; None if it is unknown.
     """
 
     node_id: str
     address: str
     state: str
     resources: Mapping[str, float]
-    probe: Mapping[str, Any] | None = None
-    error: str = ""
-    clock_s: float | None = None
-    clock_error_s: float = 0.0
+    probe: Any = None
+    clock: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,40 +96,19 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
     head_s = time.monotonic() - began
     leaving = ask_head("list the draining nodes", draining_nodes, timeout_s=timeout_s)
-    alive = [row["NodeID"] for row in rows if row["Alive"] and row["NodeID"] not in leaving]
+    states = dict.fromkeys(leaving, "draining") | {row["NodeID"]: "dead" for row in rows if not row["Alive"]}
+    alive = [row["NodeID"] for row in rows if row["NodeID"] not in states]
     probes = run_on_nodes(probe.look_at_node, dict.fromkeys(alive, ()), timeout_s=timeout_s)
-    answering = [node_id for node_id in alive if not isinstance(probes[node_id], Exception)]
-    clocks = {node_id: _compare_clock(node_id, timeout_s) for node_id in answering}
+    clocks = {one: _compare_clock(one, timeout_s) for one in alive if not isinstance(probes[one], Exception)}
     address = {row["NodeID"]: row["NodeManagerAddress"] for row in rows}
-    refused, pairs = _connect_pairs({one: address[one] for one in _spread(answering, SAMPLE)}, timeout_s)
-    return judge(
-        Facts(
-            nodes=[
-                _facts(row, row["NodeID"] in leaving, probes.get(row["NodeID"]), clocks.get(row["NodeID"]))
-                for row in rows
-            ],
-            driver={"ray": ray.__version__, "python": platform.python_version()},
-            head_s=head_s,
-            refused=refused,
-            pairs=pairs,
-            expected=expected,
-        )
-    )
-
-
-def _facts(row: dict[str, Any], leaving: bool, found: Any, clock: tuple[float, float] | None) -> NodeFacts:
-    offset, error = clock or (None, 0.0)
-    failed = isinstance(found, Exception)
-    return NodeFacts(
-        node_id=row["NodeID"],
-        address=row["NodeManagerAddress"],
-        state="dead" if not row["Alive"] else "draining" if leaving else "alive",
-        resources=row["Resources"],
-        probe=None if failed else found,
-        error=str(found).splitlines()[0] if failed else "",
-        clock_s=offset,
-        clock_error_s=error,
-    )
+    refused, pairs = _connect_pairs({one: address[one] for one in _spread(list(clocks), SAMPLE)}, timeout_s)
+    resources = {row["NodeID"]: row["Resources"] for row in rows}
+    nodes = [
+        NodeFacts(one, address[one], states.get(one, "alive"), resources[one], probes.get(one), clocks.get(one))
+        for one in address
+    ]
+    driver = {"ray": ray.__version__, "python": platform.python_version()}
+    return judge(Facts(nodes, driver, head_s, refused, pairs, expected))
 
 
 def _compare_clock(node_id: str, timeout_s: float) -> tuple[float, float] | None:
@@ -170,7 +147,7 @@ def _connect_pairs(address: dict[str, str], timeout_s: float) -> tuple[list[tupl
 
 def judge(facts: Facts) -> tuple[Check, ...]:
     """Return the outcome of every check, in a fixed order."""
-    checks = (_nodes, _answers, _accelerators, _versions, _clocks, _shared_memory, _ports, _head)
+    checks = (_nodes, _agents, _accelerators, _versions, _clocks, _shared_memory, _ports, _head)
     return tuple(check(facts) for check in checks)
 
 
@@ -182,8 +159,8 @@ def _alive(facts: Facts) -> list[NodeFacts]:
     return [node for node in facts.nodes if node.state == "alive"]
 
 
-def _probed(facts: Facts) -> list[tuple[NodeFacts, Mapping[str, Any]]]:
-    return [(node, node.probe) for node in _alive(facts) if node.probe is not None]
+def _probed(facts: Facts) -> list[NodeFacts]:
+    return [node for node in _alive(facts) if not isinstance(node.probe, Exception)]
 
 
 def _nodes(facts: Facts) -> Check:
@@ -207,62 +184,66 @@ def _nodes(facts: Facts) -> Check:
     return Check("nodes", found, tuple(faults))
 
 
-def _answers(facts: Facts) -> Check:
-    silent = [node for node in _alive(facts) if node.probe is None]
-    remedy = "Look at the load and the memory of the node, and at Ray's logs there."
-    faults = tuple(_fault(node, f"did not answer: {node.error}", remedy) for node in silent)
-    return Check("agents", f"{len(_alive(facts)) - len(silent)} of {len(_alive(facts))} nodes answer", faults)
+def _agents(facts: Facts) -> Check:
+    alive, remedy = _alive(facts), "Look at the load and the memory of the node, and at Ray's logs there."
+    faults = tuple(
+        _fault(node, f"did not answer: {str(node.probe).splitlines()[0]}", remedy)
+        for node in alive
+        if isinstance(node.probe, Exception)
+    )
+    return Check("agents", f"{len(alive) - len(faults)} of {len(alive)} nodes answer", faults)
 
 
 def _accelerators(facts: Facts) -> Check:
-    alive, each = _alive(facts), dict(facts.expected.each)
-    faults = []
-    held = [{name: node.resources.get(name, 0.0) for name in ACCELERATORS} for node in alive]
-    if not each and any(any(amounts.values()) for amounts in held):
+    nodes, each = _alive(facts), dict(facts.expected.each)
+    names = dict.fromkeys((*ACCELERATORS, *each))
+    has = {node.node_id: {name: node.resources.get(name, 0.0) for name in names} for node in nodes}
+    total = {name: sum(amounts[name] for amounts in has.values()) for name in names}
+    if not each and any(total.values()):
         # Most nodes with accelerators are right. Nodes without any, such as a head, are left out.
-        usual = Counter(tuple(amounts.values()) for amounts in held if any(amounts.values())).most_common(1)[0][0]
-        each = {name: amount for name, amount in zip(ACCELERATORS, usual, strict=True) if amount}
-        alive = [node for node, amounts in zip(alive, held, strict=True) if any(amounts.values())]
-    for node in alive:
-        less = {name: node.resources.get(name, 0.0) for name in each if node.resources.get(name, 0.0) < each[name]}
+        nodes = [node for node in nodes if any(has[node.node_id].values())]
+        each = dict(Counter(tuple(has[node.node_id].items()) for node in nodes).most_common(1)[0][0])
+    faults = []
+    for node in nodes:
+        less = {name: amount for name, amount in has[node.node_id].items() if amount < each.get(name, 0.0)}
         if less:
-            wants = ", ".join(f"{each[name]:g}" for name in less)
+            what = f"has {_list(less)} instead of {', '.join(f'{each[name]:g}' for name in less)}"
             remedy = "Look at the driver of the device (nvidia-smi), and at what `ray start` was given."
-            has = ", ".join(f"{amount:g} {name}" for name, amount in less.items())
-            faults.append(_fault(node, f"has {has} instead of {wants}", remedy))
-    names = [*ACCELERATORS, *(name for name in facts.expected.each if name not in ACCELERATORS)]
-    total = {name: sum(node.resources.get(name, 0.0) for node in _alive(facts)) for name in names}
-    found = ", ".join(f"{amount:g} {name}" for name, amount in total.items() if amount) or "none"
+            faults.append(_fault(node, what, remedy))
+    found = _list({name: amount for name, amount in total.items() if amount}) or "none"
     return Check("accelerators", found, tuple(faults))
+
+
+def _list(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 
 def _versions(facts: Facts) -> Check:
     remedy = "Install one version everywhere: workers and drivers of different versions cannot exchange objects."
     mine = facts.driver
     faults = tuple(
-        _fault(node, f"runs {what.capitalize()} {probe[what]}, this process {mine[what]}", remedy)
+        _fault(node, f"runs {what.capitalize()} {node.probe[what]}, this process {mine[what]}", remedy)
         for what in ("ray", "python")
-        for node, probe in _probed(facts)
-        if probe[what] != mine[what]
+        for node in _probed(facts)
+        if node.probe[what] != mine[what]
     )
     return Check("versions", f"Ray {mine['ray']}, Python {mine['python']}", faults)
 
 
 def _clocks(facts: Facts) -> Check:
-    known = [(node, node.clock_s) for node in _alive(facts) if node.clock_s is not None]
+    known = [(node, *node.clock) for node in _alive(facts) if node.clock is not None]
     if not known:
         return Check("clocks", "unknown")
-    middle = statistics.median_low(sorted(offset for _, offset in known))
-    ahead = [(node, offset - middle) for node, offset in known]
+    middle = statistics.median_low(ahead for _, ahead, _ in known)
     faults = tuple(
         _fault(
             node, f"has a clock that is {abs(s):.1f} s {'ahead of' if s > 0 else 'behind'} the others", "Start chronyd."
         )
-        for node, s in ahead
-        if abs(s) - node.clock_error_s > CLOCK_S
+        for node, ahead, error in known
+        if abs(s := ahead - middle) - error > CLOCK_S
     )
-    spread = max(s for _, s in ahead) - min(s for _, s in ahead)
-    error = max(node.clock_error_s for node, _ in ahead)
+    spread = max(ahead for _, ahead, _ in known) - min(ahead for _, ahead, _ in known)
+    error = max(error for *_, error in known)
     return Check("clocks", f"within {spread:.2f} s (measured to {error:.3f} s)", faults)
 
 
@@ -271,13 +252,14 @@ def _shared_memory(facts: Facts) -> Check:
         "Give the container more (`docker run --shm-size`), or `ray start --object-store-memory` less: Ray otherwise "
         "keeps objects on disk, or the node fails when the store fills."
     )
-    sizes = [found["shm_bytes"] for _, found in _probed(facts)]
+    sizes = [(node, node.probe["shm_bytes"]) for node in _probed(facts)]
     faults = tuple(
         _fault(node, f"has {_size(size)} in /dev/shm, less than the object store of {_size(store)}", remedy)
-        for (node, _), size in zip(_probed(facts), sizes, strict=True)
+        for node, size in sizes
         if size < (store := node.resources.get("object_store_memory", 0.0))
     )
-    return Check("shared memory", f"/dev/shm has {_size(min(sizes))} or more" if sizes else "unknown", faults)
+    found = f"/dev/shm has {_size(min(size for _, size in sizes))} or more" if sizes else "unknown"
+    return Check("shared memory", found, faults)
 
 
 def _size(amount: float) -> str:
@@ -295,8 +277,9 @@ def _ports(facts: Facts) -> Check:
 
 
 def _head(facts: Facts) -> Check:
-    faults: tuple[Fault, ...] = ()
-    if facts.head_s > HEAD_S:
-        what = f"Ray's head (GCS) takes {facts.head_s * 1000:.0f} ms to answer"
-        faults = (Fault(what, "Look at the load of the head node: no workers should run there."),)
-    return Check("head", f"answers in {facts.head_s * 1000:.1f} ms", faults)
+    took_ms = facts.head_s * 1000
+    fault = Fault(
+        f"Ray's head (GCS) takes {took_ms:.0f} ms to answer",
+        "Look at the load of the head node: no workers should run there.",
+    )
+    return Check("head", f"answers in {took_ms:.1f} ms", (fault,) if facts.head_s > HEAD_S else ())

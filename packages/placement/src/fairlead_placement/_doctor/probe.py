@@ -8,14 +8,11 @@ import os
 import platform
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
-
-PAUSE_S = 0.1
 
 
 def look_at_node() -> dict[str, Any]:
@@ -24,32 +21,22 @@ def look_at_node() -> dict[str, Any]:
     return {
         "ray": ray.__version__,
         "python": platform.python_version(),
-        "host": socket.gethostname(),
         "shm_bytes": shared.f_frsize * shared.f_blocks,
     }
 
 
 def listen(port: int, seconds: float) -> None:
-    """Accept and close connections at a port of this node for some seconds, without blocking.
+    """Let other processes connect to a port of this node for some seconds, without blocking.
 
     The port may be one that the agent has leased. If another process listens there, an OSError says so.
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
+    # The system completes connections that nobody accepts.
     server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    server.settimeout(PAUSE_S)
-
-    def accept() -> None:
-        until = time.monotonic() + seconds
-        with server:
-            while time.monotonic() < until:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    continue
-                connection.close()
-
-    threading.Thread(target=accept, name="fairlead-doctor", daemon=True).start()
+    timer = threading.Timer(seconds, server.close)
+    timer.daemon = True
+    timer.start()
 
 
 def try_to_connect(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
