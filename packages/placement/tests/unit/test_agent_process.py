@@ -129,6 +129,13 @@ def test_ended_processes(process):
     assert sorted(process.published()) == ["unknown", "well"]
 
 
+def leaves(process):
+    """Return whether the agent ends its process."""
+    ended = []
+    process.end_if_idle(lambda: ended.append(True))
+    return bool(ended)
+
+
 class TestLeaving:
     """An agent leaves only when nothing keeps it."""
 
@@ -138,17 +145,15 @@ class TestLeaving:
 
     def test_after_a_while(self, process, monkeypatch):
         """An agent waits for further requests after each one, unless it is told to leave."""
-        assert not process._decide_to_leave()
+        assert not leaves(process)
         process.leave()
         assert process.answer("leased") == []
-        assert not process._decide_to_leave()
+        assert not leaves(process)
         process.leave()
-        assert process._decide_to_leave()
-        process._lock.release()
+        assert leaves(process)
         monkeypatch.setattr(agent_process, "IDLE_S", 0.0)
         assert process.answer("leased") == []
-        assert process._decide_to_leave()
-        process._lock.release()
+        assert leaves(process)
 
     @pytest.mark.parametrize(
         ("take", "give_back"),
@@ -163,24 +168,22 @@ class TestLeaving:
         """A lease, a watcher and a publication keep it until they are given back, or their owner has ended."""
         getattr(process, take[0])(*take[1:])
         process.leave()
-        assert not process._decide_to_leave()
+        assert not leaves(process)
         getattr(process, give_back[0])(*give_back[1:])
         process.leave()
-        assert process._decide_to_leave()
-        process._lock.release()
+        assert leaves(process)
 
     def test_what_a_function_does(self, process, monkeypatch):
         """A function that runs keeps it, and so does a thread that a function has started, until it ends."""
         monkeypatch.setattr(agent_process, "IDLE_S", 0.0)
         ends = threading.Event()
         thread = threading.Thread(target=ends.wait)
-        assert process.answer("run", process._decide_to_leave) is False
+        assert process.answer("run", leaves, process) is False
         process.answer("run", thread.start)
-        assert not process._decide_to_leave()
+        assert not leaves(process)
         ends.set()
         thread.join()
-        assert process._decide_to_leave()
-        process._lock.release()
+        assert leaves(process)
 
     def test_a_child(self, monkeypatch):
         """A child process that runs keeps it, and one that has ended does not, even before it has been waited for."""
@@ -194,12 +197,14 @@ class TestLeaving:
 
     def test_a_request_that_comes_too_late(self, process):
         """A request after the decision waits for the end of the process: its function must not run twice."""
-        process.leave()
-        assert process._decide_to_leave()
         ran = threading.Event()
         thread = threading.Thread(target=process.answer, args=("run", ran.set))
-        thread.start()
-        assert not ran.wait(0.2)
-        process._lock.release()  # only here: a process that leaves never does
+
+        def end():
+            thread.start()
+            assert not ran.wait(0.2)
+
+        process.leave()
+        process.end_if_idle(end)  # only here does it return
         thread.join()
         assert ran.is_set()

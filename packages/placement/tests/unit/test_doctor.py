@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor says about facts of a cluster: each fault is injected, and named with its node and a remedy."""
 
+import itertools
 import json
+import platform
 import socket
 from dataclasses import asdict, replace
 
 import pytest
+import ray
 
 from fairlead_placement import PlacementError
 from fairlead_placement._doctor import probe
-from fairlead_placement._doctor.examine import Expected, Facts, NodeFacts, judge
+from fairlead_placement._doctor.examine import Expected, NodeFacts, judge
 from fairlead_placement.spi import compare_clocks
 
 PROBE = {
-    "ray": "2.60.0",
-    "python": "3.11.9",
+    "ray": ray.__version__,
+    "python": platform.python_version(),
     "shm_bytes": 2**30,
 }
 RESOURCES = {"CPU": 8.0, "GPU": 8.0, "object_store_memory": 2.0**29}
@@ -32,27 +35,31 @@ def node(number, **changes):
     return NodeFacts(**{**facts, **changes})
 
 
+def connections(first_error=""):
+    """Each of three nodes connects to both others."""
+    pairs = itertools.permutations([node(number).node_id for number in (1, 2, 3)], 2)
+    return [(here, there, 1400, "" if at else first_error) for at, (here, there) in enumerate(pairs)]
+
+
 def cluster(*last, **changes):
     """Facts about three healthy nodes, and of others."""
-    facts = Facts(
-        [node(1), node(2), node(3), *last], {"ray": "2.60.0", "python": "3.11.9"}, 0.001, pairs=6, expected=Expected()
-    )
-    return replace(facts, **changes)
+    facts = {"expected": Expected(), "nodes": [node(1), node(2), node(3), *last], "head_s": 0.001}
+    return {**facts, "tries": connections(), **changes}
 
 
 def faults(facts):
-    return {check.name: [fault.what for fault in check.faults] for check in judge(facts) if check.faults}
+    return {check.name: [fault.what for fault in check.faults] for check in judge(**facts) if check.faults}
 
 
 def test_healthy():
     """Nothing is wrong with equal nodes, as many as expected, also when the head of the cluster has no accelerators."""
     head = node(9, resources={"CPU": 1.0, "object_store_memory": 1.0})
     assert faults(cluster(head, expected=Expected(4))) == {}
-    assert [(check.name, check.found) for check in judge(cluster(head))] == [
+    assert [(check.name, check.found) for check in judge(**cluster(head))] == [
         ("nodes", "4 alive"),
         ("agents", "4 of 4 nodes answer"),
         ("accelerators", "24 GPU"),
-        ("versions", "Ray 2.60.0, Python 3.11.9"),
+        ("versions", f"Ray {ray.__version__}, Python {platform.python_version()}"),
         ("clocks", "within 0.00 s (measured to 0.001 s)"),
         ("shared memory", "/dev/shm has 1.0 GiB or more"),
         ("ports", "6 of 6 pairs of nodes connect"),
@@ -89,14 +96,14 @@ FAULTS = {
         "node 00000004 (10.0.0.4) has 0 GPU instead of 8",
     ),
     "another Ray": (
-        cluster(node(4, probe={**PROBE, "ray": "2.59.0"})),
+        cluster(node(4, probe={**PROBE, "ray": "2.9.0"})),
         "versions",
-        "node 00000004 (10.0.0.4) runs Ray 2.59.0, this process 2.60.0",
+        "node 00000004 (10.0.0.4) runs Ray 2.9.0, this process " + ray.__version__,
     ),
     "another Python": (
-        cluster(node(4, probe={**PROBE, "python": "3.12.1"})),
+        cluster(node(4, probe={**PROBE, "python": "3.9.1"})),
         "versions",
-        "node 00000004 (10.0.0.4) runs Python 3.12.1, this process 3.11.9",
+        "node 00000004 (10.0.0.4) runs Python 3.9.1, this process " + platform.python_version(),
     ),
     "a clock behind": (
         cluster(node(4, clock=(-3.0, 0.001))),
@@ -109,7 +116,7 @@ FAULTS = {
         "node 00000004 (10.0.0.4) has 64 MiB in /dev/shm, less than the object store of 512 MiB",
     ),
     "a firewall": (
-        cluster(refused=[(node(1).node_id, node(2).node_id, 1400, "timed out")]),
+        cluster(tries=connections("timed out")),
         "ports",
         "node 00000001 (10.0.0.1) cannot connect to 10.0.0.2:1400: timed out",
     ),
@@ -121,7 +128,7 @@ FAULTS = {
 def test_faults(facts, name, what):
     """Each fault is found by its check and by no other, and comes with a remedy."""
     assert faults(facts) == {name: [what]}
-    (fault,) = [fault for check in judge(facts) for fault in check.faults]
+    (fault,) = [fault for check in judge(**facts) for fault in check.faults]
     assert fault.remedy.endswith(".")
     assert (fault.node_id[:8] or "node") in fault.what or fault.node_id == ""
     json.dumps(asdict(fault))

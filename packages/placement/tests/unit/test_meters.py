@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from fairlead_placement._nodes import meters
 from fairlead_placement._nodes.agent_process import AgentProcess
 from fairlead_placement._nodes.meters import Gpus, ProcessMeter
 
@@ -79,7 +80,7 @@ def test_no_gpu(nvml, used):
 
 
 @pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
-def test_a_wedged_driver(nvml, at_first, eventually):
+def test_a_wedged_driver(nvml, at_first, eventually, monkeypatch):
     """While a driver does not return, GPU figures are None and no further request waits for it (seam)."""
     gpus = Gpus()
     agent = AgentProcess()  # its constructor does not wait for the driver
@@ -87,7 +88,7 @@ def test_a_wedged_driver(nvml, at_first, eventually):
     if not at_first:
         assert gpus.by_process() is not None
     nvml.answers.clear()
-    gpus._timeout_s = 0.05
+    monkeypatch.setattr(meters, "NVML_S", 0.05)
     try:
         assert [gpus.memory() for _ in range(3)] == [None] * 3
         assert [thread.name for thread in threading.enumerate()].count("fairlead-nvml") == 1

@@ -31,6 +31,10 @@ LISTEN_S = 15.0
 ray.cloudpickle.register_pickle_by_value(probe)
 
 
+# A connection from a node to a port of another one, and its error, or "".
+_Try = tuple[str, str, int, str]
+
+
 @dataclass(frozen=True)
 class Expected:
     """The expected cluster: how many nodes (None for any), and how much of some resources on each of them."""
@@ -53,22 +57,6 @@ class NodeFacts:
     resources: Mapping[str, float]
     probe: Any = None
     clock: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts about a cluster.
-
-    `head_s` is the time in which Ray's head answered. Of the `pairs` of nodes that were tried, `refused` lists
-    those that could not connect, as (from, to, port, error).
-    """
-
-    nodes: Sequence[NodeFacts]
-    driver: Mapping[str, str]
-    head_s: float
-    refused: Sequence[tuple[str, str, int, str]] = ()
-    pairs: int = 0
-    expected: Expected = field(default_factory=Expected)
 
 
 @dataclass(frozen=True)
@@ -101,14 +89,13 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     probes = run_on_nodes(probe.look_at_node, dict.fromkeys(alive, ()), timeout_s=timeout_s)
     clocks = {one: _compare_clock(one, timeout_s) for one in alive if not isinstance(probes[one], Exception)}
     address = {row["NodeID"]: row["NodeManagerAddress"] for row in rows}
-    refused, pairs = _connect_pairs({one: address[one] for one in _spread(list(clocks), SAMPLE)}, timeout_s)
+    tries = _connect_pairs({one: address[one] for one in _spread(list(clocks), SAMPLE)}, timeout_s)
     resources = {row["NodeID"]: row["Resources"] for row in rows}
     nodes = [
         NodeFacts(one, address[one], states.get(one, "alive"), resources[one], probes.get(one), clocks.get(one))
         for one in address
     ]
-    driver = {"ray": ray.__version__, "python": platform.python_version()}
-    return judge(Facts(nodes, driver, head_s, refused, pairs, expected))
+    return judge(expected, nodes, head_s, tries)
 
 
 def _compare_clock(node_id: str, timeout_s: float) -> tuple[float, float] | None:
@@ -122,10 +109,10 @@ def _spread(node_ids: Sequence[str], count: int) -> list[str]:
     return [node_ids[int(at * step)] for at in range(min(count, len(node_ids)))]
 
 
-def _connect_pairs(address: dict[str, str], timeout_s: float) -> tuple[list[tuple[str, str, int, str]], int]:
-    """Have each node listen at a leased port, and all others connect to it; return the failures, and the tries."""
+def _connect_pairs(address: dict[str, str], timeout_s: float) -> list[_Try]:
+    """Have each node listen at a leased port, and all others connect to it."""
     ports: dict[str, int] = {}
-    refused = []
+    tries: list[_Try] = []
     with contextlib.ExitStack() as leases:
         for node_id in address:
             found, _, _ = NodeAgent(node_id, timeout_s=timeout_s).lease(1, PORT_LOW, PORT_HIGH)
@@ -140,36 +127,36 @@ def _connect_pairs(address: dict[str, str], timeout_s: float) -> tuple[list[tupl
     for here, found_errors in errors.items():
         if isinstance(found_errors, Exception):
             found_errors = [str(found_errors)] * len(targets[here])
-        tried = zip(targets[here], found_errors, strict=True)
-        refused += [(here, there, ports[there], error) for there, error in tried if error]
-    return refused, sum(map(len, targets.values()))
+        tries += [(here, to, ports[to], error) for to, error in zip(targets[here], found_errors, strict=True)]
+    return tries
 
 
-def judge(facts: Facts) -> tuple[Check, ...]:
-    """Return the outcome of every check, in a fixed order."""
-    checks = (_nodes, _agents, _accelerators, _versions, _clocks, _shared_memory, _ports, _head)
-    return tuple(check(facts) for check in checks)
+def judge(expected: Expected, nodes: Sequence[NodeFacts], head_s: float, tries: Sequence[_Try]) -> tuple[Check, ...]:
+    """Return the outcome of every check, in a fixed order. `head_s` is the time in which Ray's head answered."""
+    alive = [node for node in nodes if node.state == "alive"]
+    probed = [node for node in alive if not isinstance(node.probe, Exception)]
+    return (
+        _check_nodes(nodes, len(alive), expected.nodes),
+        _check_agents(alive),
+        _check_accelerators(alive, dict(expected.each)),
+        _check_versions(probed),
+        _check_clocks(alive),
+        _check_shared_memory(probed),
+        _check_ports(nodes, tries),
+        _check_head(head_s),
+    )
 
 
 def _fault(node: NodeFacts, what: str, remedy: str) -> Fault:
     return Fault(f"node {node.node_id[:8]} ({node.address}) {what}", remedy, node.node_id, node.address)
 
 
-def _alive(facts: Facts) -> list[NodeFacts]:
-    return [node for node in facts.nodes if node.state == "alive"]
-
-
-def _probed(facts: Facts) -> list[NodeFacts]:
-    return [node for node in _alive(facts) if not isinstance(node.probe, Exception)]
-
-
-def _nodes(facts: Facts) -> Check:
-    alive, expected = _alive(facts), facts.expected.nodes
-    counts = Counter(node.state for node in facts.nodes)
+def _check_nodes(nodes: Sequence[NodeFacts], alive: int, expected: int | None) -> Check:
+    counts = Counter(node.state for node in nodes)
     faults = []
-    if expected is not None and len(alive) != expected:
-        gone = ", ".join(f"{node.address} ({node.state})" for node in facts.nodes if node.state != "alive")
-        what = f"{len(alive)} nodes are alive, {expected} were expected" + (f"; not alive: {gone}" if gone else "")
+    if expected is not None and alive != expected:
+        gone = ", ".join(f"{node.address} ({node.state})" for node in nodes if node.state != "alive")
+        what = f"{alive} nodes are alive, {expected} were expected" + (f"; not alive: {gone}" if gone else "")
         remedy = (
             "Start the missing nodes with `ray start --address=...` and read their logs; nodes too many belong to "
             "another job or to a cluster that was not ended."
@@ -177,15 +164,15 @@ def _nodes(facts: Facts) -> Check:
         faults.append(Fault(what, remedy))
     faults += [
         _fault(node, "is draining: it ends soon", "Replace it, or start the job without it.")
-        for node in facts.nodes
+        for node in nodes
         if node.state == "draining"
     ]
     found = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
     return Check("nodes", found, tuple(faults))
 
 
-def _agents(facts: Facts) -> Check:
-    alive, remedy = _alive(facts), "Look at the load and the memory of the node, and at Ray's logs there."
+def _check_agents(alive: Sequence[NodeFacts]) -> Check:
+    remedy = "Look at the load and the memory of the node, and at Ray's logs there."
     faults = tuple(
         _fault(node, f"did not answer: {str(node.probe).splitlines()[0]}", remedy)
         for node in alive
@@ -194,8 +181,7 @@ def _agents(facts: Facts) -> Check:
     return Check("agents", f"{len(alive) - len(faults)} of {len(alive)} nodes answer", faults)
 
 
-def _accelerators(facts: Facts) -> Check:
-    nodes, each = _alive(facts), dict(facts.expected.each)
+def _check_accelerators(nodes: Sequence[NodeFacts], each: dict[str, float]) -> Check:
     names = dict.fromkeys((*ACCELERATORS, *each))
     has = {node.node_id: {name: node.resources.get(name, 0.0) for name in names} for node in nodes}
     total = {name: sum(amounts[name] for amounts in has.values()) for name in names}
@@ -218,20 +204,20 @@ def _list(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 
-def _versions(facts: Facts) -> Check:
+def _check_versions(nodes: Sequence[NodeFacts]) -> Check:
     remedy = "Install one version everywhere: workers and drivers of different versions cannot exchange objects."
-    mine = facts.driver
+    mine = {"ray": ray.__version__, "python": platform.python_version()}
     faults = tuple(
         _fault(node, f"runs {what.capitalize()} {node.probe[what]}, this process {mine[what]}", remedy)
         for what in ("ray", "python")
-        for node in _probed(facts)
+        for node in nodes
         if node.probe[what] != mine[what]
     )
     return Check("versions", f"Ray {mine['ray']}, Python {mine['python']}", faults)
 
 
-def _clocks(facts: Facts) -> Check:
-    known = [(node, *node.clock) for node in _alive(facts) if node.clock is not None]
+def _check_clocks(nodes: Sequence[NodeFacts]) -> Check:
+    known = [(node, *node.clock) for node in nodes if node.clock is not None]
     if not known:
         return Check("clocks", "unknown")
     middle = statistics.median_low(ahead for _, ahead, _ in known)
@@ -247,12 +233,12 @@ def _clocks(facts: Facts) -> Check:
     return Check("clocks", f"within {spread:.2f} s (measured to {error:.3f} s)", faults)
 
 
-def _shared_memory(facts: Facts) -> Check:
+def _check_shared_memory(nodes: Sequence[NodeFacts]) -> Check:
     remedy = (
         "Give the container more (`docker run --shm-size`), or `ray start --object-store-memory` less: Ray otherwise "
         "keeps objects on disk, or the node fails when the store fills."
     )
-    sizes = [(node, node.probe["shm_bytes"]) for node in _probed(facts)]
+    sizes = [(node, node.probe["shm_bytes"]) for node in nodes]
     faults = tuple(
         _fault(node, f"has {_size(size)} in /dev/shm, less than the object store of {_size(store)}", remedy)
         for node, size in sizes
@@ -266,20 +252,21 @@ def _size(amount: float) -> str:
     return f"{amount / 2**30:.1f} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
 
 
-def _ports(facts: Facts) -> Check:
-    by_id = {node.node_id: node for node in facts.nodes}
+def _check_ports(nodes: Sequence[NodeFacts], tries: Sequence[_Try]) -> Check:
+    by_id = {node.node_id: node for node in nodes}
     remedy = "Open the ports that jobs lease (1400-1999 by default) between all nodes: process groups use them."
     faults = tuple(
         _fault(by_id[here], f"cannot connect to {by_id[there].address}:{port}: {error}", remedy)
-        for here, there, port, error in facts.refused
+        for here, there, port, error in tries
+        if error
     )
-    return Check("ports", f"{facts.pairs - len(faults)} of {facts.pairs} pairs of nodes connect", faults)
+    return Check("ports", f"{len(tries) - len(faults)} of {len(tries)} pairs of nodes connect", faults)
 
 
-def _head(facts: Facts) -> Check:
-    took_ms = facts.head_s * 1000
+def _check_head(took_s: float) -> Check:
+    took_ms = took_s * 1000
     fault = Fault(
         f"Ray's head (GCS) takes {took_ms:.0f} ms to answer",
         "Look at the load of the head node: no workers should run there.",
     )
-    return Check("head", f"answers in {took_ms:.1f} ms", (fault,) if facts.head_s > HEAD_S else ())
+    return Check("head", f"answers in {took_ms:.1f} ms", (fault,) if took_s > HEAD_S else ())

@@ -7,6 +7,7 @@ Shipped by value, so nodes need nothing but Ray: this module imports the standar
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import random
@@ -63,8 +64,8 @@ class AgentProcess:
         self._next = random.randrange(1 << 16)
 
         if ends:
-            me = ray.get_runtime_context().current_actor
-            threading.Thread(target=self._watch, args=(me,), name="fairlead-owners", daemon=True).start()
+            end = functools.partial(_end, ray.get_runtime_context().current_actor)
+            threading.Thread(target=self._watch, args=(end,), name="fairlead-owners", daemon=True).start()
 
     def answer(self, method: str, *args: Any) -> Any:
         """Call a method, and stay until it has returned, and for some time for further requests."""
@@ -90,16 +91,13 @@ class AgentProcess:
         kept = self._running or self._owner or time.monotonic() < self._leaves_at
         return not (kept or any(thread.is_alive() for thread in self._threads) or has_children())
 
-    def _decide_to_leave(self) -> bool:
-        """Return whether the agent is idle. Requests that come later wait for its end, and go to another one then."""
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self._lock)
+    def end_if_idle(self, end: Callable[[], object]) -> None:
+        """End the process if nothing keeps it. Requests that come later wait for that, and go to another agent then."""
+        with self._lock:
             if self._is_idle():
-                undo.pop_all()
-                return True
-            return False
+                end()
 
-    def _watch(self, me: object) -> None:
+    def _watch(self, end: Callable[[], object]) -> None:
         """Release what ended processes hold, and end this process when nothing keeps it and somebody gains by that."""
         next_look = next_search = 0.0
         driver, is_wanted = driver_of(ray.get_runtime_context().get_job_id()), True
@@ -110,8 +108,8 @@ class AgentProcess:
                     if is_wanted and time.monotonic() >= next_search:
                         is_wanted = not autoscaler_is_there()
                         next_search = time.monotonic() + SCALED_S * random.uniform(0.8, 1.2)
-                    if not is_wanted and self._decide_to_leave():
-                        break
+                    if not is_wanted:
+                        self.end_if_idle(end)
                 if time.monotonic() >= next_look:
                     # At random moments, so that the agents of a large cluster do not ask all at once.
                     next_look = time.monotonic() + OWNERS_S * random.uniform(0.8, 1.2)
@@ -120,11 +118,6 @@ class AgentProcess:
             except Exception:
                 # Ray's head does not answer, or a child has just ended. The next check may succeed.
                 logging.getLogger(__name__).debug("cannot check what keeps the agent", exc_info=True)
-        try:
-            ray.kill(me)
-            time.sleep(5.0)  # Ray ends an actor at its own request within milliseconds
-        finally:
-            os._exit(0)
 
     def release_of_ended(self, is_alive: Callable[[str], bool | None]) -> None:
         """Release what processes hold, by Ray's worker ids, that have ended. None is a process that may be alive."""
@@ -248,6 +241,14 @@ class AgentProcess:
                 # Ray's own threads, which do not end, appear here when they first run Python, as dummies.
                 self._threads += [one for one in new if not one.name.startswith("Dummy-")]
                 self._threads = [one for one in self._threads if one.is_alive()]
+
+
+def _end(me: Any) -> None:
+    try:
+        ray.kill(me)
+        time.sleep(5.0)  # Ray ends an actor at its own request within milliseconds
+    finally:
+        os._exit(0)
 
 
 def has_children() -> bool:

@@ -5,6 +5,7 @@ Shipped by value, as `agent_process`: this module imports no sibling. psutil is 
 brings its own and does not start without it.
 """
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -24,10 +25,9 @@ class Gpus:
     until the driver has answered the call that is under way.
     """
 
-    def __init__(self, timeout_s: float = NVML_S) -> None:
-        self._timeout_s = timeout_s
-        self._nvml: Any = None
-        self._absent = False
+    def __init__(self) -> None:
+        # None until the driver has been asked for the first time.
+        self._is_absent: bool | None = None
         # Held while a request waits for the driver. Requests take turns, and do not wait while a call is unanswered.
         self._lock = threading.Lock()
         self._call: threading.Thread | None = None
@@ -43,7 +43,7 @@ class Gpus:
         if found is None:
             return None
         held: dict[int, int] = {}
-        for process in (process for on_gpu in found for process in on_gpu):
+        for process in itertools.chain.from_iterable(found):
             # None if the driver does not report it.
             held[process.pid] = held.get(process.pid, 0) + (process.usedGpuMemory or 0)
         return held
@@ -52,40 +52,30 @@ class Gpus:
         """Return what an NVML function returns for each GPU; None if that is unknown."""
         answers: list[list[Any] | None] = []
         with self._lock:
-            if self._absent or (self._call is not None and self._call.is_alive()):
+            if self._is_absent or (self._call is not None and self._call.is_alive()):
                 return None
             self._call = threading.Thread(
                 target=lambda: answers.append(self._read(function)), name="fairlead-nvml", daemon=True
             )
             self._call.start()
-            self._call.join(self._timeout_s)
+            self._call.join(NVML_S)
         return answers[0] if answers else None
 
     def _read(self, function: str) -> list[Any] | None:
-        if self._nvml is None:
-            self._nvml = _load_nvml()
-        nvml = self._nvml
-        if nvml is None:
-            self._absent = True
+        try:
+            import pynvml
+        except ImportError:
+            self._is_absent = True
             return None
         try:
-            gpus = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-            return [getattr(nvml, function)(gpu) for gpu in gpus] or None
-        except nvml.NVMLError:
+            if self._is_absent is None:
+                self._is_absent = True
+                pynvml.nvmlInit()
+                self._is_absent = False
+            gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            return [getattr(pynvml, function)(gpu) for gpu in gpus] or None
+        except pynvml.NVMLError:
             return None  # a GPU that has fallen off the bus must not end the sampling of the rest
-
-
-def _load_nvml() -> Any:
-    """Return nvidia-ml-py's module, initialised; None without it or without a driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
 
 
 class ProcessMeter:
