@@ -4,7 +4,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -34,43 +33,29 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         output = Output()
         with attach(address):
-            output.print(make_table(slice_statuses(read_nodes(), read_holders())))
+            output.print(make_table(slice_rows(read_nodes(), read_holders())))
         return 0
 
     return run_command(command)
 
 
-@dataclass(frozen=True)
-class SliceStatus:
-    """A slice, as its hosts describe it."""
-
-    slice_name: str
-    kind: str
-    topology: str  # empty if the hosts have no label for it
-    present: int
-    expected: int  # the number of hosts of a whole slice; 0 if the type is unknown
-    state: str  # "whole", or what is missing or wrong
-    users: tuple[str, ...]
-
-
-def slice_statuses(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> tuple[SliceStatus, ...]:
-    """Return every slice with at least one host that is alive and not draining, by type and name. Pure."""
-    rows: dict[str, SliceStatus] = {}
+def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list[tuple[str, ...]]:
+    """Return the cells of every slice with at least one host that is alive and not draining, by type and name. Pure."""
+    rows: dict[str, tuple[str, ...]] = {}
     for kind in sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels}):
         members = [node for node in nodes if canonical_name(node.labels.get(TYPE, "")) == kind]
         per_vm = int(max(node.total.get("TPU", 0) for node in members))
         wanted = _type(kind, per_vm) or _type(kind, None)
         if wanted is None:
             name = f"hosts of type {kind}"
-            rows[name] = SliceStatus(name, kind, "", len(members), 0, "its type is unknown", _users(members, holders))
+            rows[name] = (name, kind, "", f"{len(members)}/?", "its type is unknown", _users(members, holders))
             continue
         for one, hosts in sorted(assess_slices(nodes, wanted), key=lambda pair: isinstance(pair[0], SliceShortage)):
             topology = ", ".join(sorted({node.labels.get(TOPOLOGY, "") for node in hosts}))
             state = one.reason if isinstance(one, SliceShortage) else "whole"
-            rows[one.slice_name] = SliceStatus(
-                one.slice_name, kind, topology, len(hosts), wanted.hosts, state, _users(hosts, holders)
-            )
-    return tuple(rows.values())
+            count = f"{len(hosts)}/{wanted.hosts}"
+            rows[one.slice_name] = (one.slice_name, kind, topology, count, state, _users(hosts, holders))
+    return list(rows.values())
 
 
 def _type(kind: str, chips_per_vm: int | None) -> TpuType | None:
@@ -80,7 +65,7 @@ def _type(kind: str, chips_per_vm: int | None) -> TpuType | None:
         return None
 
 
-def _users(hosts: Sequence[Node], holders: Sequence[ResourceHolder]) -> tuple[str, ...]:
+def _users(hosts: Sequence[Node], holders: Sequence[ResourceHolder]) -> str:
     users = []
     named = 0.0
     for holder in holders:
@@ -89,18 +74,16 @@ def _users(hosts: Sequence[Node], holders: Sequence[ResourceHolder]) -> tuple[st
         if held:
             users.append(f"{holder.kind} {holder.name or 'without a name'} (job {holder.job_id}): {held:g} TPU")
     used = sum(node.total.get("TPU", 0) - node.free.get("TPU", 0) for node in hosts)
-    return (*users, f"tasks: {used - named:g} TPU") if used - named > 1e-4 else tuple(users)
+    users += [f"tasks: {used - named:g} TPU"] if used - named > 1e-4 else []
+    return "\n".join(users) or "nobody"
 
 
-def make_table(statuses: Sequence[SliceStatus]) -> RenderableType:
-    if not statuses:
+def make_table(rows: Sequence[Sequence[str]]) -> RenderableType:
+    if not rows:
         return Text("No host of this cluster has the labels of a TPU slice.")
     table = Table("slice", "type", "topology", "hosts", "state", "used by", title="TPU slices", title_justify="left")
-    for one in statuses:
-        hosts = f"{one.present}/{one.expected or '?'}"
-        # As Text, because a name may contain what looks like markup.
-        cells = (one.slice_name, one.kind, one.topology, hosts, one.state, "\n".join(one.users) or "nobody")
-        table.add_row(*map(Text, cells))
+    for row in rows:
+        table.add_row(*map(Text, row))  # as Text, because a name may contain what looks like markup
     return table
 
 

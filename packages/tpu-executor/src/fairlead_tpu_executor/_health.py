@@ -54,11 +54,7 @@ class Head:
         # Ray aborts a process whose request reaches a head without its old state (WrongClusterID in Ray 2.60).
         while self._clock() - self._answered_at >= _PROBE_S and self.check():
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
-        return self.result(self.start(function, *args), undo=undo)
-
-    def start(self, function: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Start a request without a probe before it, and return its future; nothing interrupts its thread."""
-        return run_in_thread("fairlead-head", function, *args)
+        return self.result(run_in_thread("fairlead-head", function, *args), undo=undo)
 
     def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
         """Wait for the result of a request for as long as the head answers; `undo` is as for `call`."""

@@ -10,7 +10,6 @@ import fcntl
 import logging
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,19 +44,16 @@ class HostActor:
     """Holds an instance of the user's class on a host."""
 
     def __init__(self, facts: dict[str, Any], payload: list[Any]) -> None:
-        self._facts, self._payload = facts, payload
-        self._instance: Any = None
-        self._made = False
-        # With max_concurrency the first calls may come together.
-        self._making = threading.Lock()
+        self._failure: Exception | None = None
+        try:
+            self._instance = call_raw(facts, payload)
+        except Exception as error:  # noqa: BLE001 - calls raise it, because Ray would hide its type here
+            self._failure = error
 
     def invoke(self, method: str, payload: list[Any]) -> Any:
-        """Call a method; the first call makes the instance, so that an exception of its constructor keeps its type."""
-        with self._making:
-            if not self._made:
-                _prepare_process(self._facts)
-                cls, args, kwargs = _resolve(self._payload)
-                self._instance, self._made = cls(*args, **kwargs), True
+        """Call a method, or raise the exception of the constructor."""
+        if self._failure is not None:
+            raise self._failure
         _, args, kwargs = _resolve(payload)
         return getattr(self._instance, method)(*args, **kwargs)
 
@@ -65,13 +61,10 @@ class HostActor:
 def _resolve(payload: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
     """Return the function and its arguments, with values in place of references, as Ray does for a task."""
     function, args, kwargs = ray.get(payload[0])
-    refs = [value for value in (*args, *kwargs.values()) if isinstance(value, ray.ObjectRef)]
-    values = dict(zip(refs, ray.get(refs), strict=True))
-    return (
-        function,
-        [values[value] if isinstance(value, ray.ObjectRef) else value for value in args],
-        {name: values[value] if isinstance(value, ray.ObjectRef) else value for name, value in kwargs.items()},
-    )
+    given = [*args, *kwargs.values()]
+    values = iter(ray.get([value for value in given if isinstance(value, ray.ObjectRef)]))
+    given = [next(values) if isinstance(value, ray.ObjectRef) else value for value in given]
+    return function, given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
 
 
 def _prepare_process(facts: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ from ._reserve.reservation import Reservation
 from ._run.attempt import RunScope, run_once
 from ._run.retry import Backoff, RetryBudget, retry
 from ._run.targets import Target, cancel_task, make_slots, make_targets, start_actor, submit
-from ._run.verdicts import JobInfo, JobStatus, JobSucceeded, StartFailures, judge
+from ._run.verdicts import JobInfo, JobPreempted, JobStatus, JobSucceeded, StartFailures, judge
 from ._run.work import Class, Function, Work, inspect_work
 from .exceptions import PoolBusyError
 
@@ -278,29 +277,29 @@ class SlicePool(ClosesOnExit):
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
     ) -> list[Any]:
         config = self.config
-        healthy_s = math.inf if config.healthy_after_s is None else config.healthy_after_s
-        budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, healthy_s)
-        with self._begin_run(function, args, kwargs) as scope:
-            scope = replace(scope, first_hosts=first_hosts, crash_grace_s=config.crash_grace_s)
-            attempt = functools.partial(self._attempt, scope)
+        budget = RetryBudget(config.max_retries_failure, config.max_retries_preemption, config.healthy_after_s)
+        with self._begin_run(function, args, kwargs, crash_grace_s=config.crash_grace_s) as scope:
+            attempt = functools.partial(self._attempt, scope, first_hosts=first_hosts)
             return list(retry(attempt, budget, Backoff(), grace_s=config.crash_grace_s).result)
 
     @contextlib.contextmanager
-    def _begin_run(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[RunScope]:
+    def _begin_run(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, crash_grace_s: float = 0.0
+    ) -> Iterator[RunScope]:
         """Check a function, and wait for its turn."""
         work = self.checked(function)
         with self._take_turn(work.name):
             payload = work.put(args, kwargs)
             check = functools.partial(self._reservation.check_open, self._reservation.epoch, f"{work.name} ran")
-            yield RunScope(work, payload, self._reservation, check, self.config.grace_s)
+            yield RunScope(work, payload, self._reservation.head, check, self.config.grace_s, crash_grace_s)
 
-    def _attempt(self, scope: RunScope, number: int) -> JobStatus:
+    def _attempt(self, scope: RunScope, number: int, *, first_hosts: bool = False) -> JobStatus:
         config, reservation, name = self.config, self._reservation, scope.work.name
         held = reservation.ensure(scope.check_open)
         claim = claim_slots(held.slots, f"run of {name}")
         began = time.monotonic()
         try:
-            targets = make_targets(scope.work, config, held, first_hosts=scope.first_hosts)
+            targets = make_targets(scope.work, config, held, first_hosts=first_hosts)
             scope.check_open()
             self._counts["attempts"] += 1
             calls, errors = run_once(targets, scope)
@@ -312,11 +311,12 @@ class SlicePool(ClosesOnExit):
         if not errors:
             values = group_pairs((call.target.at, call.value) for call in calls).values()
             return JobSucceeded(info, arrange(values, config.flatten))
-        verdict = judge(errors, gone, accelerators=isinstance(config, TpuAcceleratorConfig), shared=shared)
+        on_tpus = isinstance(config, TpuAcceleratorConfig)
+        status, avoided = judge(info, errors, gone, accelerators=on_tpus, shared=shared)
         reservation.release(shared)
-        reservation.quarantine(verdict.quarantine)
-        self._counts["preemptions" if verdict.kind == "infrastructure" else "failures"] += 1
-        return verdict.status(info)
+        reservation.quarantine(avoided)
+        self._counts["preemptions" if isinstance(status, JobPreempted) else "failures"] += 1
+        return status
 
     def _reserve(self) -> Held:
         with self._take_turn("reserve"):

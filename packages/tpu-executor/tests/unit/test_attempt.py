@@ -12,7 +12,7 @@ from fairlead_tpu_executor._run.attempt import HostCall
 
 ONE = SliceInfo("a", "v4-16", "", ("a0", "a1"), ("1", "2"), 4)
 HEAD = SimpleNamespace(call=lambda function, *args: function(*args))
-SCOPE = SimpleNamespace(reservation=SimpleNamespace(head=HEAD), grace_s=2.0, crash_grace_s=60.0)
+SCOPE = SimpleNamespace(head=HEAD, grace_s=2.0, crash_grace_s=60.0)
 RAISED = RayTaskError("train", "", ValueError("mine"))
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets and back-off, with a clock that the tests turn."""
 
-import math
 import random
 from dataclasses import replace
 
@@ -38,7 +37,7 @@ class Clock:
         self.now += seconds
 
 
-def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after_s=math.inf):
+def play(outcomes, failures, preemptions, runs_s=1.0, waits_s=0.0, healthy_after_s=None):
     """Run attempts with these outcomes, "." for a success; return (the result or error, attempts, clock)."""
     clock, seen = Clock(), []
     error = {"f": ValueError("mine"), "e": OSError("Ray's"), "p": SliceLostError(("other",), "lost")}

@@ -6,7 +6,7 @@ import io
 from rich.console import Console
 
 from fairlead_placement import Node, ResourceHolder
-from fairlead_tpu_executor.__main__ import make_table, slice_statuses
+from fairlead_tpu_executor.__main__ import make_table, slice_rows
 from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
 
 
@@ -16,9 +16,9 @@ def host(name, worker, kind, topology, tpus=4.0, used=0.0):
     return Node(f"{name}{worker}".ljust(12, "0"), "10.0.0.1", resources, {"TPU": tpus - used}, labels)
 
 
-def shown(statuses):
+def shown(rows):
     console = Console(file=io.StringIO(), width=120)
-    console.print(make_table(statuses))
+    console.print(make_table(rows))
     return console.file.getvalue()
 
 
@@ -34,18 +34,12 @@ def test_statuses():
         Node("plain", "10.0.0.9", {"CPU": 1.0}, {}, {}),
     ]
     group = ResourceHolder("placement group", "train[/b]", "1" * 36, "01000000", {"b00000000000": ({"TPU": 4.0},) * 2})
-    rows = slice_statuses(nodes, [group])
-    assert [(row.slice_name, row.kind, row.present, row.expected, row.state) for row in rows] == [
-        ("b", "v4-16", 2, 2, "whole"),
-        ("a", "v4-16", 1, 2, "1 of 2 hosts, worker 1 is missing"),
-        ("small", "v6e-8", 2, 2, "whole"),
-        ("hosts of type v99-8", "v99-8", 1, 0, "its type is unknown"),
-    ]
-    assert [row.users for row in rows] == [
-        ("placement group train[/b] (job 01000000): 8 TPU",),
-        ("tasks: 1 TPU",),
-        (),
-        (),
+    rows = slice_rows(nodes, [group])
+    assert rows == [
+        ("b", "v4-16", "2x2x2", "2/2", "whole", "placement group train[/b] (job 01000000): 8 TPU"),
+        ("a", "v4-16", "2x2x2", "1/2", "1 of 2 hosts, worker 1 is missing", "tasks: 1 TPU"),
+        ("small", "v6e-8", "2x4", "2/2", "whole", "nobody"),
+        ("hosts of type v99-8", "v99-8", "", "1/?", "its type is unknown", "nobody"),
     ]
     text = shown(rows)
     assert "train[/b]" in text
@@ -56,11 +50,10 @@ def test_statuses():
 def test_hosts_without_the_name_of_a_slice():
     """Hosts that no label assigns to a slice are counted, with who uses them."""
     nodes = [host("", worker, "v4-16", "2x2x2", used=4.0) for worker in (0, 1)]
-    (row,) = slice_statuses(nodes, [])
-    assert (row.present, row.expected, row.state) == (2, 2, "no label tells which of them form a slice")
-    assert row.users == ("tasks: 8 TPU",)
+    (row,) = slice_rows(nodes, [])
+    assert row[3:] == ("2/2", "no label tells which of them form a slice", "tasks: 8 TPU")
 
 
 def test_no_slices():
     """A cluster without TPUs says so."""
-    assert "No host of this cluster" in shown(slice_statuses([Node("n", "i", {}, {}, {})], []))
+    assert "No host of this cluster" in shown(slice_rows([Node("n", "i", {}, {}, {})], []))

@@ -36,6 +36,7 @@ from fairlead_tpu_executor._run.verdicts import (
 )
 
 SLICE = SliceInfo("a", "v4-16", "2x2x2", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4)
+INFO = JobInfo("train", slices=(SLICE,))
 
 
 def raised(cause):
@@ -56,46 +57,46 @@ class InitFailed(ActorDiedError):
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (raised(ValueError("x")), "user"),
-        (raised(RuntimeError("the slice was preempted")), "user"),
-        (raised(MemoryError()), "user"),
-        (raised(WorkerCrashedError()), "user"),
-        (raised(ActorDiedError()), "user"),
-        (raised(NodeDiedError("somebody's actor's")), "user"),
-        (WorkerCrashedError(), "user"),
-        (OutOfMemoryError("x"), "user"),
-        (ActorDiedError(), "user"),
-        (InitFailed(), "user"),
-        (Preempted(), "infrastructure"),
-        (raised(Preempted()), "infrastructure"),
-        (NodeDiedError("x"), "infrastructure"),
-        (NodeSilentError("x"), "infrastructure"),
-        (TaskPlacementGroupRemoved(), "infrastructure"),
-        (OwnerDiedError("0" * 56, b"", ""), "system"),
-        (ObjectLostError("0" * 56, b"", ""), "system"),
-        (TaskCancelledError(), "system"),
-        *((raised(RuntimeError(f"UNKNOWN: {text} /dev/vfio/0")), "infrastructure") for text in STARTUP_FAILURES),
+        (raised(ValueError("x")), "failed"),
+        (raised(RuntimeError("the slice was preempted")), "failed"),
+        (raised(MemoryError()), "failed"),
+        (raised(WorkerCrashedError()), "failed"),
+        (raised(ActorDiedError()), "failed"),
+        (raised(NodeDiedError("somebody's actor's")), "failed"),
+        (WorkerCrashedError(), "failed"),
+        (OutOfMemoryError("x"), "failed"),
+        (ActorDiedError(), "failed"),
+        (InitFailed(), "failed"),
+        (Preempted(), "preempted"),
+        (raised(Preempted()), "preempted"),
+        (NodeDiedError("x"), "preempted"),
+        (NodeSilentError("x"), "preempted"),
+        (TaskPlacementGroupRemoved(), "preempted"),
+        (OwnerDiedError("0" * 56, b"", ""), "error"),
+        (ObjectLostError("0" * 56, b"", ""), "error"),
+        (TaskCancelledError(), "error"),
+        *((raised(RuntimeError(f"UNKNOWN: {text} /dev/vfio/0")), "preempted") for text in STARTUP_FAILURES),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_one_error(error, kind):
     """On a live node the type of the exception decides; on a node that is gone every error is the infrastructure's."""
     assert judge_one(error, False) == kind
-    assert judge_one(error, True) == "infrastructure"
+    assert judge_one(error, True) == "preempted"
 
 
 def test_text_of_a_traceback():
     """A start-up message counts only as the exception's own, and only where there are accelerators."""
     quoted = raised(ValueError("bad argument"))
     assert "No accelerator found" in str(quoted)
-    assert judge_one(quoted, False) == "user"
-    assert judge_one(raised(RuntimeError(STARTUP_FAILURES[0])), False, accelerators=False) == "user"
+    assert judge_one(quoted, False) == "failed"
+    assert judge_one(raised(RuntimeError(STARTUP_FAILURES[0])), False, accelerators=False) == "failed"
 
 
 ERRORS = {
-    "user": raised(ValueError("collateral")),
-    "infrastructure": NodeDiedError("x"),
-    "system": ObjectLostError("0" * 56, b"", ""),
+    "failed": raised(ValueError("collateral")),
+    "preempted": NodeDiedError("x"),
+    "error": ObjectLostError("0" * 56, b"", ""),
 }
 
 
@@ -106,13 +107,13 @@ ERRORS = {
 def test_a_loss_explains_the_rest(kinds, gone):
     """A lost host outweighs the errors of the others, in any order; then comes the function, then the system."""
     errors = [HostError(SLICE, worker, ERRORS[kind]) for kind, worker in kinds]
-    verdict = judge(errors, gone)
-    lost = any(kind == "infrastructure" or SLICE.node_ids[worker] in gone for kind, worker in kinds)
-    user = any(kind == "user" for kind, _ in kinds)
-    assert verdict.kind == ("infrastructure" if lost else "user" if user else "system")
-    assert set(verdict.errors) <= set(errors)
-    blamed = {SLICE.node_ids[worker] for kind, worker in kinds if kind == "infrastructure"}
-    assert verdict.quarantine.keys() == blamed - gone
+    status, avoided = judge(INFO, errors, gone)
+    lost = any(kind == "preempted" or SLICE.node_ids[worker] in gone for kind, worker in kinds)
+    user = any(kind == "failed" for kind, _ in kinds)
+    assert status.info.state == ("preempted" if lost else "failed" if user else "error")
+    assert type(status) is {"preempted": JobPreempted, "failed": JobFailed, "error": JobError}[status.info.state]
+    blamed = {SLICE.node_ids[worker] for kind, worker in kinds if kind == "preempted"}
+    assert avoided.keys() == blamed - gone
 
 
 def test_quarantine():
@@ -120,11 +121,11 @@ def test_quarantine():
     before Ray does. A host that is gone, or that only lost its placement group, is not quarantined."""
     stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
     other = HostError(SLICE, 0, raised(ValueError("no peer")))
-    assert judge([other, stuck], set()).quarantine == {"n1": stuck.summary}
-    assert judge([other, stuck], {"n1"}).quarantine == {}
+    assert judge(INFO, [other, stuck], set())[1] == {"n1": stuck.summary}
+    assert judge(INFO, [other, stuck], {"n1"})[1] == {}
     for error in (NodeSilentError("x"), NodeDiedError("x")):
-        assert judge([HostError(SLICE, 0, error)], set()).quarantine.keys() == {"n0"}
-    assert judge([HostError(SLICE, 0, TaskPlacementGroupRemoved())], set()).quarantine == {}
+        assert judge(INFO, [HostError(SLICE, 0, error)], set())[1].keys() == {"n0"}
+    assert judge(INFO, [HostError(SLICE, 0, TaskPlacementGroupRemoved())], set())[1] == {}
 
 
 def test_a_failure_to_start_of_several_hosts():
@@ -140,9 +141,9 @@ def test_a_failure_to_start_of_several_hosts():
             assert failures.add(errors, (), 1.0) == frozenset()
         shared = failures.add(attempts[-1], (), 1.0)
         assert shared == {"RuntimeError: TPU initialization failed: no libtpu"}
-        verdict = judge([again], (), shared=shared)
-        assert (verdict.kind, verdict.quarantine) == ("user", {})
-        assert judge([other], (), shared=shared).quarantine == {"n1": other.summary}
+        status, avoided = judge(INFO, [again], (), shared=shared)
+        assert (status.info.state, avoided) == ("failed", {})
+        assert judge(INFO, [other], (), shared=shared)[1] == {"n1": other.summary}
 
 
 def test_a_failure_to_start_of_one_host():
@@ -171,18 +172,17 @@ def test_a_failure_to_start_of_one_host():
 
 def test_statuses():
     """Each verdict gives an outcome with the error for the caller: the function's own exception, with its type."""
-    info = JobInfo("train", slices=(SLICE,))
     own = ValueError("mine")
-    failed = judge([HostError(SLICE, 0, raised(own))], set()).status(info)
+    failed, _ = judge(INFO, [HostError(SLICE, 0, raised(own))], set())
     assert isinstance(failed, JobFailed)
     assert failed.error is own
     assert isinstance(failed.error.__cause__, RayTaskError)
-    preempted = judge([HostError(SLICE, 1, NodeDiedError("x"))], set()).status(info)
+    preempted, _ = judge(INFO, [HostError(SLICE, 1, NodeDiedError("x"))], set())
     assert isinstance(preempted, JobPreempted)
     assert isinstance(preempted.error, SliceLostError)
     assert preempted.error.slices == ("a",)
     assert "worker 1 of a (10.0.0.2): NodeDiedError" in str(preempted.error)
-    assert isinstance(judge([HostError(SLICE, 0, ERRORS["system"])], set()).status(info), JobError)
+    assert isinstance(judge(INFO, [HostError(SLICE, 0, ERRORS["error"])], set())[0], JobError)
 
 
 def test_handle_ray_error():

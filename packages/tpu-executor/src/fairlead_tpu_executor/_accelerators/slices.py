@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fairlead_placement import Node
 from fairlead_placement.spi import count_bundles, group_pairs
 
-from .tpu_types import TpuType, canonical_name
+from .tpu_types import GENERATIONS, TpuType, canonical_name
 
 SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
@@ -127,7 +127,7 @@ def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | Sl
         return SliceShortage(name, problem)
     amounts = sorted({int(node.total.get("TPU", 0)) for node in hosts})
     per_host = wanted.chips_per_host
-    if len(amounts) > 1 or amounts[0] not in (per_host, per_host * wanted.cores_per_chip):
+    if len(amounts) > 1 or amounts[0] not in (per_host, per_host * GENERATIONS[wanted.generation].cores_per_chip):
         have = ", ".join(map(str, amounts))
         return SliceShortage(name, f"its hosts have {have} TPU, {wanted.name} has {per_host} on each (chips_per_vm)")
     ordered = [node for _, node in sorted(zip(ids, hosts, strict=True), key=lambda pair: pair[0] or 0)]

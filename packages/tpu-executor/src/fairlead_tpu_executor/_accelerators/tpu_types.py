@@ -17,17 +17,16 @@ class Generation:
 
     cores_per_chip: int  # 1 where the number in a type counts chips
     largest_vm: int  # in chips; the hosts of larger slices have 4 each
-    dims: int  # of its topologies
 
 
 GENERATIONS = {
-    "v2": Generation(2, 4, 2),
-    "v3": Generation(2, 4, 2),
-    "v4": Generation(2, 4, 3),
-    "v5p": Generation(2, 4, 3),
-    "v5litepod": Generation(1, 8, 2),
-    "v6e": Generation(1, 8, 2),
-    "v7x": Generation(2, 4, 3),
+    "v2": Generation(2, 4),
+    "v3": Generation(2, 4),
+    "v4": Generation(2, 4),
+    "v5p": Generation(2, 4),
+    "v5litepod": Generation(1, 8),
+    "v6e": Generation(1, 8),
+    "v7x": Generation(2, 4),
 }
 _ALIASES = {"v5e": "v5litepod"}
 _PATTERN = re.compile(r"(?:tpu-?v?|v)(\d+[a-z]*)-(\d+)")
@@ -48,11 +47,6 @@ class TpuType:
     def hosts(self) -> int:
         """The number of hosts of a whole slice."""
         return self.chips // self.chips_per_host
-
-    @property
-    def cores_per_chip(self) -> int:
-        """The number of TensorCores per chip."""
-        return GENERATIONS[self.generation].cores_per_chip
 
 
 def canonical_name(name: str) -> str:
@@ -90,10 +84,9 @@ def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None
     text = "" if topology is None else topology.strip().lower()
     if topology is not None:
         if not re.fullmatch(r"\d+(x\d+)+", text) or math.prod(map(int, text.split("x"))) != chips:
-            example = "x".join(["2"] * facts.dims)
             raise ValueError(
-                f"{topology!r} is not a topology of {name!r}, which has {chips} chips. A topology looks like "
-                f"{example!r}."
+                f"{topology!r} is not a topology of {name!r}, which has {chips} chips. A topology looks like '2x2x2', "
+                "or like '2x4' for v2, v3, v5litepod and v6e."
             )
         # Ray's table lacks the topology of single hosts of the oldest generations.
         if not topology_is_valid(generation, text) and not (generation in ("v2", "v3") and text == "2x2"):

@@ -11,14 +11,13 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import group_pairs, run_on_nodes
+from fairlead_placement.spi import group_pairs, run_in_thread, run_on_nodes
 
 from .. import _host
 from .._health import Head, dead_nodes, gone_nodes, silent_nodes
-from .._reserve.reservation import Reservation
 from ..exceptions import HeadUnreachableError
 from .targets import Target, cancel_task, submit
-from .verdicts import HostError, NodeSilentError, judge_one, process_died
+from .verdicts import HostError, NodeSilentError, judge_one
 from .work import Work
 
 logger = logging.getLogger(__name__)
@@ -35,11 +34,10 @@ class RunScope:
 
     work: Work
     payload: Any
-    reservation: Reservation
+    head: Head
     check_open: Callable[[], None]
     grace_s: float
-    crash_grace_s: float = 0.0  # in the place of `grace_s` after the death of a process, if it is longer
-    first_hosts: bool = False
+    crash_grace_s: float  # in the place of `grace_s` after the death of a process, if it is longer
 
 
 @dataclass
@@ -59,7 +57,7 @@ class HostCall:
 def run_once(targets: Sequence[Target], scope: RunScope) -> tuple[list[HostCall], list[HostError]]:
     """Call a function on every host until its outcome is clear, end what still runs, and return calls and errors."""
     calls: list[HostCall] = []
-    head = scope.reservation.head
+    head = scope.head
 
     def start() -> None:
         for target in targets:
@@ -74,7 +72,7 @@ def run_once(targets: Sequence[Target], scope: RunScope) -> tuple[list[HostCall]
 
 def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
     """Wait until every call is done, or the reason why not is clear; return the errors in the order of arrival."""
-    head = scope.reservation.head
+    head = scope.head
     nodes = frozenset(call.target.node_id for call in calls)
     request: Future[Collection[str]] | None = None
     pending = {call.ref: call for call in calls}
@@ -103,7 +101,7 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
             if not head.check() and request is None:
-                request = head.start(dead_nodes, nodes)
+                request = run_in_thread("fairlead-head", dead_nodes, nodes)
         if errors:
             scope.check_open()
             if _is_clear(errors, calls, scope, now - first_at):
@@ -133,11 +131,11 @@ def _blame_nodes(nodes: Collection[str], calls: Sequence[HostCall], why: str) ->
 
 def _is_clear(errors: list[HostError], calls: Sequence[HostCall], scope: RunScope, waited_s: float) -> bool:
     """Return whether no further event can change the verdict; add an error for each node that is dead or silent."""
-    head = scope.reservation.head
+    head = scope.head
     nodes = {call.target.node_id for call in calls}
     gone = head.call(gone_nodes, nodes)
     # If an accelerator did not start, other hosts may show soon whether that is the failure of its host.
-    if any(judge_one(one.error, one.node_id in gone, accelerators=False) == "infrastructure" for one in errors):
+    if any(judge_one(one.error, one.node_id in gone, accelerators=False) == "preempted" for one in errors):
         return True
     if lost := _blame_nodes(head.call(dead_nodes, nodes), calls, "its node is dead"):
         errors += lost
@@ -150,7 +148,8 @@ def _is_clear(errors: list[HostError], calls: Sequence[HostCall], scope: RunScop
     # be the first sign of a preemption. A cloud provider ends the processes of a host up to a minute before the host.
     if all(call.done and isinstance(call.error, ray.exceptions.RayTaskError | None) for call in calls):
         return True
-    crashed = any(process_died(one.error) for one in errors)
+    own = (error for error in (one.error for one in errors) if not isinstance(error, ray.exceptions.RayTaskError))
+    crashed = any(isinstance(error, ray.exceptions.WorkerCrashedError) for error in own)
     return waited_s >= (max(scope.grace_s, scope.crash_grace_s) if crashed else scope.grace_s)
 
 

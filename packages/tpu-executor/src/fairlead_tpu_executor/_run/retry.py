@@ -2,7 +2,6 @@
 """Attempts that are repeated until one succeeds or a budget is spent. Pure: attempts, clock and sleep are arguments."""
 
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ class RetryBudget:
 
     max_failures: int
     max_preemptions: int
-    healthy_after_s: float = math.inf  # of running without a failure, after which failures count from zero
+    healthy_after_s: float | None = None  # of running without a failure, after which failures count from zero
     failures: int = 0
     preemptions: int = 0
     healthy_s: float = 0.0  # of running since the last failure
@@ -28,7 +27,7 @@ class RetryBudget:
     def add_running(self, seconds: float) -> None:
         """Count the seconds that an attempt ran on its hosts; reset the failures after a healthy period."""
         self.healthy_s += seconds
-        if self.healthy_s >= self.healthy_after_s:
+        if self.healthy_after_s is not None and self.healthy_s >= self.healthy_after_s:
             self.failures = 0
 
     def spend(self, *, preempted: bool) -> bool:
@@ -99,7 +98,7 @@ def retry(
             if preempted and stuck is None:
                 raise PreemptionLimitError(name, budget.preemptions, budget.max_preemptions, str(error)) from error
             again = ""
-            if budget.healthy_after_s < math.inf:
+            if budget.healthy_after_s is not None:
                 again = f", counted from zero after {budget.healthy_after_s:g} s without a failure"
             error.add_note(
                 f"{name} was attempted {number} time(s): {budget.failures} failed "

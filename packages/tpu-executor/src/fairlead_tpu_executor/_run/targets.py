@@ -72,17 +72,16 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Held, *, first
 
 def make_slots(config: AcceleratorConfigType, held: Held, labels: Mapping[str, Mapping[str, str]]) -> tuple[Slot, ...]:
     """Return every host as a slot with what a process there needs. `labels` are those of each node."""
-
-    def complete(slot: Slot) -> Slot:
-        env = host_environment(config, held, slot.node_idx, slot.bundle_index)
-        return replace(
+    envs = [host_environment(config, held, slot.node_idx, slot.bundle_index) for slot in held.slots]
+    return number_slots(
+        replace(
             slot,
             labels=labels.get(slot.node_id, {}),
             worker_resources=config.request(held.slices[slot.node_idx]),
             env={name: value for name, value in env.items() if value is not None},
         )
-
-    return number_slots(map(complete, held.slots))
+        for slot, env in zip(held.slots, envs, strict=True)
+    )
 
 
 def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker: int) -> dict[str, str | None]:

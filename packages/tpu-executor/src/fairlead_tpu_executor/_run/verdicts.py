@@ -5,7 +5,7 @@ The verdict depends on exception types and on which nodes are gone, never on a t
 not start is recognized by its text, and only in the exception's own message, because it has no exception type.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -97,9 +97,6 @@ class JobError(JobStatus):
     error: BaseException
 
 
-Kind = Literal["user", "infrastructure", "system"]
-_STATES: dict[Kind, State] = {"user": "failed", "infrastructure": "preempted", "system": "error"}
-
 # After so many seconds without a start-up failure the accelerators of an attempt have started.
 _STARTED_S = 300.0
 # The messages of libtpu and JAX when a chip is missing or another process holds it.
@@ -169,25 +166,10 @@ class StartFailures:
         return frozenset(failure for failure, hosts in self.hosts.items() if len(hosts) > 1)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whose failure it was, and the evidence."""
-
-    kind: Kind
-    errors: tuple[HostError, ...]  # those that decided it; the caller sees the first one
-    # Nodes not to use for a while, and why: alive for Ray but silent, or with an accelerator that did not start.
-    quarantine: Mapping[str, str] = field(default_factory=dict)
-
-    def status(self, info: JobInfo) -> JobStatus:
-        info = replace(info, state=_STATES[self.kind])
-        lost = tuple(dict.fromkeys(one.slice.slice_name for one in self.errors))
-        return _make_status(self.kind, info, self.errors[0].error, lost, "; ".join(map(str, self.errors)))
-
-
-def _make_status(kind: Kind, info: JobInfo, error: BaseException, lost: tuple[str, ...], reason: str) -> JobStatus:
-    if kind == "user":
+def _make_status(state: State, info: JobInfo, error: BaseException, lost: tuple[str, ...], reason: str) -> JobStatus:
+    if state == "failed":
         return JobFailed(info, as_raised(error))
-    if kind == "system":
+    if state == "error":
         return JobError(info, error)
     loss = SliceLostError(lost, reason)
     loss.__cause__ = error
@@ -195,36 +177,44 @@ def _make_status(kind: Kind, info: JobInfo, error: BaseException, lost: tuple[st
 
 
 def judge(
-    errors: Sequence[HostError], gone: Collection[str], *, accelerators: bool = True, shared: Collection[str] = ()
-) -> Verdict:
-    """Return one verdict for a run. A loss of infrastructure explains the errors of the other hosts."""
-    kinds = [
+    info: JobInfo,
+    errors: Sequence[HostError],
+    gone: Collection[str],
+    *,
+    accelerators: bool = True,
+    shared: Collection[str] = (),
+) -> tuple[JobStatus, dict[str, str]]:
+    """Return the outcome of a run, in which a loss explains the errors of other hosts, and nodes to avoid, with why."""
+    states = [
         judge_one(one.error, one.node_id in gone, accelerators=accelerators and one.summary not in shared)
         for one in errors
     ]
-    order: tuple[Kind, ...] = ("infrastructure", "user", "system")
-    kind = next(one for one in order if one in kinds)
-    decided = tuple(error for error, its in zip(errors, kinds, strict=True) if its == kind)
+    order: tuple[State, ...] = ("preempted", "failed", "error")
+    state = next(one for one in order if one in states)
+    decided = [error for error, its in zip(errors, states, strict=True) if its == state]
+    lost = tuple(dict.fromkeys(one.slice.slice_name for one in decided))
+    info = replace(info, state=state)
+    status = _make_status(state, info, decided[0].error, lost, "; ".join(map(str, decided)))
     # Ray may report the death of a node for a task, seconds before it reports it for the node.
-    blamed = [one for one in decided if kind == "infrastructure" and not isinstance(one.error, _GROUP_GONE)]
-    return Verdict(kind, decided, {one.node_id: one.summary for one in blamed if one.node_id not in gone})
+    blamed = [one for one in decided if state == "preempted" and not isinstance(one.error, _GROUP_GONE)]
+    return status, {one.node_id: one.summary for one in blamed if one.node_id not in gone}
 
 
-def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = True) -> Kind:
-    """Return whose failure the error of one host is. The host is dead or draining if `node_gone`."""
+def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = True) -> State:
+    """Return the state that the error of one host leads to. The host is dead or draining if `node_gone`."""
     if node_gone or isinstance(error, NodeSilentError):
-        return "infrastructure"
+        return "preempted"
     raised = as_raised(error)
     if isinstance(raised, ray.exceptions.RayActorError) and raised.preempted:
-        return "infrastructure"
+        return "preempted"
     # An exception of the function may derive from any class, also from Ray's, so who raised it is decided first.
     if isinstance(error, (RayTaskError, ray.exceptions.UnserializableException)) or not isinstance(error, RayError):
-        return "infrastructure" if accelerators and failed_start(error) else "user"
+        return "preempted" if accelerators and failed_start(error) else "failed"
     if isinstance(error, ray.exceptions.TaskCancelledError):
-        return "system"
+        return "error"
     if isinstance(error, _NODE_GONE):
-        return "infrastructure"
-    return "user" if isinstance(error, _CRASHED) else "system"
+        return "preempted"
+    return "failed" if isinstance(error, _CRASHED) else "error"
 
 
 def failed_start(error: BaseException) -> BaseException | None:
@@ -241,12 +231,6 @@ def as_raised(error: BaseException) -> BaseException:
         return error
     cause.__cause__ = error
     return cause
-
-
-def process_died(error: BaseException) -> bool:
-    """Return whether a process ended without an exception of the function, which may be a sign of a preemption."""
-    died = ray.exceptions.ActorDiedError, ray.exceptions.WorkerCrashedError
-    return isinstance(error, died) and not isinstance(error, RayTaskError)
 
 
 def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool = False) -> JobStatus:
