@@ -2,6 +2,7 @@
 """`python -m fairlead_tpu_executor status`: a table of the slices of a cluster and their users."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from fairlead_placement import Node, ResourceHolder
 from fairlead_placement.spi import Output, add_command, attach, read_holders, read_nodes, run_command
 
 from ._accelerators.slices import TOPOLOGY, TYPE, SliceShortage, assess_slices
-from ._accelerators.tpu_types import TpuType, canonical_name, tpu_type
+from ._accelerators.tpu_types import canonical_name, tpu_type
 
 _EPILOG = """\
 exit status:
@@ -45,7 +46,10 @@ def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list
     for kind in sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels}):
         members = [node for node in nodes if canonical_name(node.labels.get(TYPE, "")) == kind]
         per_vm = int(max(node.total.get("TPU", 0) for node in members))
-        wanted = _type(kind, per_vm) or _type(kind, None)
+        wanted = None
+        for chips in (None, per_vm):
+            with contextlib.suppress(ValueError):
+                wanted = tpu_type(kind, chips_per_vm=chips)
         if wanted is None:
             name = f"hosts of type {kind}"
             rows[name] = (name, kind, "", f"{len(members)}/?", "its type is unknown", _users(members, holders))
@@ -56,13 +60,6 @@ def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list
             count = f"{len(hosts)}/{wanted.hosts}"
             rows[one.slice_name] = (one.slice_name, kind, topology, count, state, _users(hosts, holders))
     return list(rows.values())
-
-
-def _type(kind: str, chips_per_vm: int | None) -> TpuType | None:
-    try:
-        return tpu_type(kind, chips_per_vm=chips_per_vm)
-    except ValueError:
-        return None
 
 
 def _users(hosts: Sequence[Node], holders: Sequence[ResourceHolder]) -> str:

@@ -66,7 +66,7 @@ class DeviceClass(_OnDevices):
         Raises:
             Exception: the errors of `remote`.
         """
-        return self._make(args, kwargs, self.close)
+        return replace(self.remote(*args, **kwargs), _give_back=self.close)
 
     def remote(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
         """Make the instances. There is one set of them at a time: close the previous one first.
@@ -75,13 +75,8 @@ class DeviceClass(_OnDevices):
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             ResourceInsufficientError: there are instances already.
         """
-        return self._make(args, kwargs, None)
-
-    def _make(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], give_back: Callable[[], object] | None
-    ) -> "DeviceInstances":
         actors, claim = self.pool.start(self.target, args, kwargs)
-        return DeviceInstances(self.work.function, actors, claim, self.pool, give_back)
+        return DeviceInstances(self.work.function, actors, claim, self.pool)
 
 
 @dataclass(eq=False, repr=False)
@@ -96,7 +91,7 @@ class DeviceInstances(ClosesOnExit):
     _actors: list[list[Any]]
     _claim: SlotClaim
     _pool: SlicePool
-    _give_back: Callable[[], object] | None
+    _give_back: Callable[[], object] | None = None
 
     def __getattr__(self, method: str) -> "_Method":
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
@@ -124,12 +119,7 @@ class _Method:
         self._actors, self._method, self._pool = actors, method, pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method on every instance, and return its results in the order of the hosts.
-
-        Raises:
-            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
-            Exception: the method's exception, or Ray's error for a lost host; the first in that order.
-        """
+        """Call the method on every instance, and return its results in the order of the hosts."""
         return self._pool.get(self._start(args, kwargs))
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:

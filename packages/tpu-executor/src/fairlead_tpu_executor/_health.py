@@ -5,7 +5,6 @@ Ray waits for its head without a deadline, and notices the death of a node after
 go through `Head`, which gives them a deadline.
 """
 
-import math
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -40,7 +39,7 @@ class Head:
         self._probe, self._clock = probe, clock
         self._silent_since: float | None = None
         self._probed_at = clock()
-        self._answered_at = -math.inf
+        self._answered_at = clock() - _PROBE_S
 
     @property
     def silent_s(self) -> float:
@@ -113,9 +112,7 @@ def gone_nodes(node_ids: Collection[str]) -> frozenset[str]:
 def silent_nodes(node_ids: Collection[str]) -> frozenset[str]:
     """Return the nodes that are alive for Ray, but whose raylet accepts no connection: Ray may notice later."""
     rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] in node_ids]
-    if not rows:
-        return frozenset()
-    with ThreadPoolExecutor(min(64, len(rows))) as pool:
+    with ThreadPoolExecutor(64) as pool:
         answers = pool.map(lambda row: _accepts(row["NodeManagerAddress"], row["NodeManagerPort"]), rows)
         return frozenset(row["NodeID"] for row, answered in zip(rows, answers, strict=True) if not answered)
 

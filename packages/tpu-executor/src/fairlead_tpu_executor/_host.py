@@ -23,12 +23,12 @@ _PREDECESSOR_S = 30.0
 # The number of names for the folder of locks; other users may have taken some.
 _FOLDERS = 10_000
 # The lock files that hold this host until the process ends.
-_held: list[int] = []
+_held: list[int | None] = []
 
 
 def call(facts: dict[str, Any], payload: list[Any]) -> tuple[bool, Any]:
     """Return (True, the function's result), or (False, None) in a process in which something else ran before."""
-    if not facts["dedicated"] and not process_is_fresh():
+    if not process_is_fresh():
         return False, None
     return True, call_raw(facts, payload)
 
@@ -70,21 +70,18 @@ def _resolve(payload: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[st
 def _prepare_process(facts: dict[str, Any]) -> None:
     """Wait for the previous process, remove stale lock files, and set the environment."""
     # Ray frees the resources of the previous process before it is gone.
-    if (held := hold(facts["name"], _PREDECESSOR_S)) is not None:
-        _held.append(held)
-    else:
+    _held.append(hold(facts["name"], _PREDECESSOR_S))
+    if _held[-1] is None:
         logger.warning("The previous process on this host has not ended within %g s.", _PREDECESSOR_S)
     for path in facts["lock_files"]:
         if problem := clear_lock_file(path):
             logger.warning("%s", problem)
     zone = os.environ.get("TPU_ZONE") or facts["zone"]
-    for name, value in facts["env"].items():
+    for name, value in {**facts["env"], **({"TPU_ZONE": zone} if zone else {})}.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    if zone:
-        os.environ["TPU_ZONE"] = zone
 
 
 def hold(name: str, timeout_s: float) -> int | None:

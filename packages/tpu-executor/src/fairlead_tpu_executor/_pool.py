@@ -51,7 +51,6 @@ class ClosesOnExit:
 
     def close(self) -> object:
         """Give everything back. Can be repeated."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -210,7 +209,7 @@ class SlicePool(ClosesOnExit):
         epoch = self._reservation.epoch
         targets = make_targets(work, self.config, self._reserve())
         self._reservation.check_open(epoch)
-        return self._start_all(targets, lambda target: submit(target, payload, raw=True), cancel_task)
+        return self._start_all(targets, lambda target: submit(target, payload, dedicated=True), cancel_task)
 
     def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
         """Wait for references that `submit` returned, and return their values in the order of `run`.
@@ -313,8 +312,7 @@ class SlicePool(ClosesOnExit):
             return JobSucceeded(info, arrange(values, config.flatten))
         on_tpus = isinstance(config, TpuAcceleratorConfig)
         status, avoided = judge(info, errors, gone, accelerators=on_tpus, shared=shared)
-        reservation.release(shared)
-        reservation.quarantine(avoided)
+        reservation.quarantine(avoided, settled=shared)
         self._counts["preemptions" if isinstance(status, JobPreempted) else "failures"] += 1
         return status
 

@@ -7,12 +7,12 @@ The numbers are Google's (https://cloud.google.com/tpu/docs/regions-zones, "TPU 
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._ray_private import topology_is_valid
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(NamedTuple):
     """How the types of a generation count."""
 
     cores_per_chip: int  # 1 where the number in a type counts chips

@@ -78,7 +78,7 @@ class Reservation:
             while True:
                 check_open()
                 present = self.head.call(survey, config, self.held.slices, self._quarantined())
-                free = present.intact
+                free, lacking = present.intact, present.lacking
                 waited = time.monotonic() - began
                 size = choose_size(sizes, len(held), len(free), waited_out=waited >= largest_s)
                 if size is not None:
@@ -92,11 +92,10 @@ class Reservation:
                         return
                     # Somebody else was faster, so the nodes are read again.
                 if waited >= any_s + (0 if size is None else _RACES_S):
-                    found = len(held) + len(free)
-                    raise InsufficientSlicesError(config.kind, tuple(sizes), found, present.lacking, waited)
+                    raise InsufficientSlicesError(config.kind, tuple(sizes), len(held) + len(free), lacking, waited)
                 self.head.call(show_missing, config, shown, sizes[-1] - len(held) - len(free))
                 counts = f"{len(held)} held, {len(free)} free"
-                waiting.show("; ".join([counts, *map(str, present.lacking[:2])]), any_s)
+                waiting.show("; ".join([counts, *map(str, lacking[:2])]), any_s)
                 nearest = largest_s if waited < largest_s else any_s
                 time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
                 pause = min(2 * pause, _POLL_S[1])
@@ -108,24 +107,17 @@ class Reservation:
         wanted = None if port is None else (held.leases[0].slice.node_ids[0], port)
         if wanted == (held.megascale and (held.megascale.node_id, held.megascale.port)):
             return
-        try:
-            self.held = replace(held, megascale=self.head.call(replace_megascale, held, port, undo=release))
-        except HeadUnreachableError:
-            self.held = replace(held, megascale=None)  # The unfinished request owns the port.
-            raise
+        self.held = replace(held, megascale=None)  # Until it finishes, the request owns both ports.
+        self.held = replace(held, megascale=self.head.call(replace_megascale, held, port, undo=release))
 
     def check_open(self, epoch: int, doing: str = "it was in use") -> None:
         if self.epoch != epoch:
             raise TpuExecutorError(f"The pool was closed while {doing}. Use a pool that stays open.")
 
-    def quarantine(self, reasons: Mapping[str, str]) -> None:
-        """Do not use these nodes for some minutes, each for its reason."""
-        self._quarantined_until |= dict.fromkeys(reasons.items(), time.monotonic() + _QUARANTINE_S)
-
-    def release(self, reasons: Collection[str]) -> None:
-        """Use the nodes again that are quarantined for these reasons."""
-        for key in [key for key in self._quarantined_until if key[1] in reasons]:
-            del self._quarantined_until[key]
+    def quarantine(self, reasons: Mapping[str, str], settled: Collection[str]) -> None:
+        """Do not use these nodes for some minutes, each for its reason; those with a settled reason may be used."""
+        kept = {key: until for key, until in self._quarantined_until.items() if key[1] not in settled}
+        self._quarantined_until = kept | dict.fromkeys(reasons.items(), time.monotonic() + _QUARANTINE_S)
 
     def _quarantined(self) -> frozenset[str]:
         now = time.monotonic()

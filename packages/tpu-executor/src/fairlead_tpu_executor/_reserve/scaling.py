@@ -59,10 +59,7 @@ def choose_waits(
 
 
 def show_missing(config: AcceleratorConfigType, shown: list[PlacementGroup], count: int) -> None:
-    """Show an autoscaler `count` missing slices, by placement groups in which nothing runs.
-
-    They ask for resources only: a host gets its worker id and its slice when it starts, so no type of node has them.
-    """
+    """Show an autoscaler `count` missing slices, by groups that request resources: no type of node has their labels."""
     if not autoscaler_is_there():
         return
     ready = {group.ready(): group for group in shown}

@@ -49,6 +49,7 @@ class HostCall:
     value: Any = None
     error: BaseException | None = None
     done: bool = False
+    dedicated: bool = False  # whether its process was new for certain
 
     def blame(self, error: BaseException) -> HostError:
         return HostError(self.target.slice, self.target.worker, error)
@@ -83,20 +84,19 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
         for ref in _wait_for_any(pending, _GRACE_POLL_S if soon else _POLL_S):
             call = pending.pop(ref)
             try:
-                call.done, call.value = ray.get(ref)
+                call.done, call.value = (True, ray.get(ref)) if call.dedicated else ray.get(ref)
             except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
                 call.done, call.error = True, error
                 first_at = first_at if errors else time.monotonic()
                 errors.append(call.blame(error))
             if not call.done:  # It came to a process in which something else ran before.
                 again = functools.partial(submit, call.target, scope.payload, dedicated=True)
-                call.ref = head.call(again, undo=cancel_task)
+                call.ref, call.dedicated = head.call(again, undo=cancel_task), True
                 pending[call.ref] = call
         now = time.monotonic()
         # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
         if not errors and request is not None and request.done():
-            if dead := head.result(request):
-                errors += _blame_nodes(dead, calls, "its node is dead")
+            errors += _blame_nodes(head.result(request), calls, "its node is dead")
             request, first_at = None, now
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
@@ -148,8 +148,7 @@ def _is_clear(errors: list[HostError], calls: Sequence[HostCall], scope: RunScop
     # be the first sign of a preemption. A cloud provider ends the processes of a host up to a minute before the host.
     if all(call.done and isinstance(call.error, ray.exceptions.RayTaskError | None) for call in calls):
         return True
-    own = (error for error in (one.error for one in errors) if not isinstance(error, ray.exceptions.RayTaskError))
-    crashed = any(isinstance(error, ray.exceptions.WorkerCrashedError) for error in own)
+    crashed = any(type(one.error) is ray.exceptions.WorkerCrashedError for one in errors)
     return waited_s >= (max(scope.grace_s, scope.crash_grace_s) if crashed else scope.grace_s)
 
 

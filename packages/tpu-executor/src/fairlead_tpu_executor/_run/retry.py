@@ -67,10 +67,7 @@ def retry(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobSucceeded:
-    """Repeat attempts, which get their number from 1, and return the first success.
-
-    A failure is refunded if one of its slices is lost within `grace_s`.
-    """
+    """Repeat attempts, numbered from 1, until one succeeds; refund failures whose slices are lost within `grace_s`."""
     number = 0
     stuck: BaseException | None = None
     recent: list[tuple[float, JobInfo]] = []

@@ -110,13 +110,11 @@ def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker:
     return {**split_startup_variables(config.env_vars)[0], **ours}
 
 
-def submit(target: Target, payload: Any, *, raw: bool = False, dedicated: bool = False) -> Any:
-    """Start a task on a host, and return its reference; a `raw` one resolves to the function's own result."""
-    # Only tasks with this very environment share processes, and each of them ends its process.
-    options = _require_new_process(target.options) if raw or dedicated else target.options
-    facts = {**target.facts, "dedicated": raw or dedicated}
+def submit(target: Target, payload: Any, *, dedicated: bool = False) -> Any:
+    """Start a task on a host. In a `dedicated` process, which is always new, it returns the function's own result."""
+    task, options = (_CALL_RAW, _require_new_process(target.options)) if dedicated else (_CALL, target.options)
     # The list delays the unpickling until the environment on the host is set.
-    return (_CALL_RAW if raw else _CALL).options(**options).remote(facts, [payload])
+    return task.options(**options).remote(dict(target.facts), [payload])
 
 
 def start_actor(target: Target, payload: Any) -> Any:

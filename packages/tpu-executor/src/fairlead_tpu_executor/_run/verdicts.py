@@ -210,8 +210,6 @@ def judge_one(error: BaseException, node_gone: bool, *, accelerators: bool = Tru
     # An exception of the function may derive from any class, also from Ray's, so who raised it is decided first.
     if isinstance(error, (RayTaskError, ray.exceptions.UnserializableException)) or not isinstance(error, RayError):
         return "preempted" if accelerators and failed_start(error) else "failed"
-    if isinstance(error, ray.exceptions.TaskCancelledError):
-        return "error"
     if isinstance(error, _NODE_GONE):
         return "preempted"
     return "failed" if isinstance(error, _CRASHED) else "error"

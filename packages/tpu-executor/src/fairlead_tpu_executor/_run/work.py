@@ -37,9 +37,7 @@ class RemoteClass(Remote, Protocol):
 
 
 Function = Callable[..., Any] | Remote
-"""A function, plain or `@ray.remote`."""
 Class = type[Any] | RemoteClass
-"""A class, plain or `@ray.remote`."""
 
 
 @dataclass(frozen=True)
