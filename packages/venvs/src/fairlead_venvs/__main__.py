@@ -13,16 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ._build.store import venv_root
-from ._cluster.ensure import create_local_venv_on_each_node
-from ._cluster.rpc import CLIENT_REMEDY, abbreviate
+from ._build.uv import Deadline
+from ._cluster.ensure import create_local_venv_on_each_node, ensure_on_nodes
+from ._cluster.rpc import CLIENT_REMEDY, Nodes, abbreviate, alive_nodes
 from ._housekeeping import Venv, list_venvs, prune
-from ._local import create_local_venv
-from ._prefetch import prefetch
+from ._local import create_local_venv, ensure_here
+from ._planning.spec import is_uv_command
 from ._ray_private import announced_address
-from ._spec import VenvSpec
+from ._registry import get_actor_python_env, known_actor_environments
+from ._spec import VenvSpec, as_spec
 from .exceptions import VenvError, VenvNodesError
 
-STATUSES = ("built", "reused", "skipped", "failed")
+STYLES = {"built": "green", "reused": "", "skipped": "dim", "failed": "red"}
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 # The width of output that is not a terminal, wide enough that no line is broken.
 WIDTH = 200
@@ -136,16 +138,35 @@ def _prune(options: argparse.Namespace) -> int:
 def _prefetch(options: argparse.Namespace) -> int:
     if options.address:
         _attach(options.address)
-    fetched = prefetch(options.classes, cluster=bool(options.address), timeout_s=options.timeout)
+    nodes, deadline = alive_nodes() if options.address else None, Deadline(options.timeout)
     table = Table("class", "", "interpreter, or error")
-    style = {"built": "green", "failed": "red", "skipped": "dim"}
-    for one in fetched:
-        table.add_row(Text(one.fqn), Text(one.status, style.get(one.status, "")), Text(one.detail))
-    counts = [(status, sum(one.status == status for one in fetched)) for status in STATUSES]
+    counts = dict.fromkeys(STYLES, 0)
+    for fqn in dict.fromkeys(options.classes) or known_actor_environments():
+        status, detail = fetch(fqn, nodes, deadline)
+        table.add_row(Text(fqn), Text(status, STYLES[status]), Text(detail))
+        counts[status] += 1
     console = _console()
     console.print(table)
-    console.print(", ".join(f"{count} {status}" for status, count in counts))
-    return 1 if counts[-1][1] else 0
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+def fetch(fqn: str, nodes: Nodes | None, deadline: Deadline) -> tuple[str, str]:
+    """Make the environment of a worker class ready, on nodes or here; return the result, and an interpreter or why."""
+    try:
+        what = get_actor_python_env(fqn)
+        if isinstance(what, str) and not is_uv_command(what):
+            return "skipped", what
+        if nodes is None:
+            ready = [ensure_here(as_spec(what), None, deadline)]
+        else:
+            (outcomes,) = ensure_on_nodes([as_spec(what)], None, nodes, deadline, progress=True)
+            ready = list(outcomes.values())
+    except VenvNodesError as error:
+        return "failed", "\n".join(map(str, error.exceptions))
+    except (ValueError, TypeError, VenvError) as error:
+        return "failed", str(error)
+    return "built" if any(one.built for one in ready) else "reused", ready[0].python
 
 
 def _print_venvs(venvs: Sequence[Venv], headline: str) -> None:

@@ -143,10 +143,9 @@ def prune(
         # A damaged environment, and not a folder of the user that has such a name.
         if read_manifest(path) is None and os.path.isfile(path / "pyvenv.cfg") and _measure_age(path, now) >= limit:
             _remove(path, limit, now)
-    half_built = leftovers(root / WHEELS)
-    left = [*leftovers(root), *half_built, *leftovers(root / RESOLVED)]
+    left = [*leftovers(root), *leftovers(root / WHEELS), *leftovers(root / RESOLVED)]
     remove_leftovers(root, left, max(limit, RECENT_S))
-    for path in {*(root / WHEELS).glob("[!.]*")}.difference(half_built):
+    for path in {*(root / WHEELS).glob("[!.]*")}.difference(left):
         if _measure_age(path, now) >= max(limit, RECENT_S):
             shutil.rmtree(path, ignore_errors=True)
     manifests = [read_manifest(path) for path in _list_folders(root)]

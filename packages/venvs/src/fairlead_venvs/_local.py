@@ -6,7 +6,7 @@ import os
 from ._build.build import ensure_venv, find_venv
 from ._build.recipe import Outcome
 from ._build.uv import Deadline, Session, start_deadline
-from ._planning.plan import Plan, plan_venv
+from ._planning.plan import plan_venv
 from ._progress import Status
 from ._spec import VenvSpec, as_spec
 
@@ -42,19 +42,16 @@ def create_local_venv(
     Traceback (most recent call last):
     ValueError: expected a VenvSpec or a command 'uv run ...', got 'numpy'
     """
-    spec = as_spec(py_executable)
-    deadline = start_deadline(timeout_s)
+    return ensure_here(as_spec(py_executable), venv_name, start_deadline(timeout_s), force=force_rebuild).python
+
+
+def ensure_here(spec: VenvSpec, name: str | None, deadline: Deadline, *, force: bool = False) -> Outcome:
+    """Return the environment of a spec on this machine, and build it first if it is missing or `force` is given."""
     with Status() as status:
-        session = Session(deadline, status.line(venv_name or "environment"))
-        plan = plan_venv(spec, venv_name, session, refresh=force_rebuild)
-        return ensure_here(plan, deadline, status, force=force_rebuild).python
-
-
-def ensure_here(plan: Plan, deadline: Deadline, status: Status, *, force: bool = False) -> Outcome:
-    """Return the environment of a plan on this machine, and build it first if it is missing or `force` is given."""
-    recipe = plan.recipe
-    if not force and (ready := find_venv(recipe.folder, recipe.fingerprint)) is not None:
-        return ready
-    session = Session(deadline, status.line(os.path.basename(recipe.folder)))
-    plan.check_lock(session)
-    return ensure_venv(recipe, lambda: plan.files, session, force=force)
+        plan = plan_venv(spec, name, Session(deadline, status.line(name or "environment")), refresh=force)
+        recipe = plan.recipe
+        if not force and (ready := find_venv(recipe.folder, recipe.fingerprint)) is not None:
+            return ready
+        session = Session(deadline, status.line(os.path.basename(recipe.folder)))
+        plan.check_lock(session)
+        return ensure_venv(recipe, lambda: plan.files, session, force=force)

@@ -28,12 +28,12 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
+from fairlead_venvs.__main__ import fetch
 from fairlead_venvs._build.node_task import build_here, look_here, probe_here
 from fairlead_venvs._build.uv import Deadline
 from fairlead_venvs._cluster import ensure
 from fairlead_venvs._cluster.rpc import alive_nodes, run_on_nodes
 from fairlead_venvs._planning.plan import plan_venv
-from fairlead_venvs._prefetch import prefetch
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -137,11 +137,12 @@ def test_too_large(spec_of, monkeypatch):
     register_actor_env("package.module.Large", spec_of("alpha"))
     register_actor_env("package.module.Small", VenvSpec(requirements=[]))
     try:
-        large, small = prefetch(["package.module.Large", "package.module.Small"], cluster=True)
+        nodes = alive_nodes()
+        large, small = [fetch(f"package.module.{name}", nodes, Deadline(600)) for name in ("Large", "Small")]
     finally:
         actor_environments.clear()
-    assert (large.status, small.status) == ("failed", "built")
-    assert "too large to send" in large.detail
+    assert (large[0], small[0]) == ("failed", "built")
+    assert "too large to send" in large[1]
     with pytest.raises(VenvBuildError, match="too large to send"):
         create_local_venv_on_each_node(spec_of("alpha"))
 

@@ -35,10 +35,7 @@ def leftover_name(folder: str | Path, kind: str) -> Path:
 
 
 def publish(new: Path, folder: Path, keep: Callable[[], bool]) -> bool:
-    """Put `new` in the place of `folder` in one step, or swap the two, and return whether it took the place.
-
-    If something is there already and `keep` returns True, it stays.
-    """
+    """Put `new` in the place of `folder` in one step, or swap the two; return False if `keep` lets the latter stay."""
     for _ in range(100):  # other processes may put or take something away in between, but not for ever
         try:
             os.rename(new, folder)
@@ -83,20 +80,20 @@ def leftovers(root: Path, name: str = "") -> list[Path]:
     return [path for path in root.iterdir() if re.fullmatch(pattern, path.name)] if root.is_dir() else []
 
 
-def remove_leftovers(root: Path, paths: list[Path], older_than_s: float, held: Path | None = None) -> None:
-    """Remove the leftovers that no process needs. The caller holds the lock of the place `held`."""
+def remove_leftovers(root: Path, paths: list[Path], older_than_s: float) -> None:
+    """Remove the leftovers that no process needs."""
     for path in paths:
         with contextlib.suppress(OSError, VenvBuildError):  # another process removes it, or it is another user's
-            if not _is_needed(root, path, older_than_s, held):
+            if not _is_needed(root, path, older_than_s):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_needed(root: Path, path: Path, older_than_s: float, held: Path | None) -> bool:
+def _is_needed(root: Path, path: Path, older_than_s: float) -> bool:
     """Return whether a builder may be at work in a leftover, or another host may still run from it."""
     building = TRASH not in path.name
     place = path.with_name(re.split(f"{re.escape(BUILDING)}|{re.escape(TRASH)}", path.name)[0])
     # A builder holds the lock of its place.
-    locked = building and place != held and KernelLock(root, lock_path(place)).is_taken()
+    locked = building and KernelLock(root, lock_path(place)).is_taken()
     if locked or locks_decide(root):
         return locked
     # Locks do not show who needs it, so its age decides.
@@ -144,10 +141,9 @@ class KernelLock:
 
     def is_taken(self) -> bool:
         """Return whether another process or thread holds the lock."""
-        try:
-            return not self.acquire()
-        finally:
-            self.release()
+        taken = not self.acquire()
+        self.release()
+        return taken
 
     def _open(self) -> int:
         if self._create:
@@ -199,10 +195,9 @@ def make_once(
     *,
     doing: str = "builds",
 ) -> "Made":
-    """Return the content of a place in `root`; if `find` returns None, `make` makes it, given a new folder beside it.
+    """Return what `find` finds in a place; else what `make` makes in a new folder beside it, and publishes in one step.
 
-    The lock only saves work: on a file system without locks several processes may make the same, so `make` has to
-    publish it in one step.
+    The lock only saves work: on a file system without locks several processes may make the same.
     """
     if (ready := find()) is not None:
         return ready
@@ -210,12 +205,12 @@ def make_once(
         make_root(root)
         make_folder(place.parent, root)
         check_trusted(root, place)
+        # Beside an environment are the folders of other environments, each swept by its own next build.
+        left = leftovers(place.parent, place.name if place.parent == root else "")
+        remove_leftovers(root, left, ABANDONED_S)
         with hold_lock(root, place, deadline, lambda: find() is not None, doing=doing):
             if (ready := find()) is not None:
                 return ready
-            # Beside an environment are the folders of other environments, each swept by its own next build.
-            left = leftovers(place.parent, place.name if place.parent == root else "")
-            remove_leftovers(root, left, ABANDONED_S, held=place)
             aside = leftover_name(place, BUILDING)
             aside.mkdir(0o700)
             try:

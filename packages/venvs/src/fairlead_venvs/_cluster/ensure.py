@@ -16,10 +16,6 @@ from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
 
 # The files of one environment go through Ray's object store to each node that builds it.
 LIMIT_BYTES = 2 * 2**30
-# In the place of a node, for an error of the driver.
-DRIVER = ""
-# The environment, or why it is not ready, by folder and node.
-Answers = dict[tuple[str, str], Outcome | VenvError]
 
 
 def create_local_venv_on_each_node(
@@ -86,11 +82,8 @@ def ensure_on_nodes(
         session = Session(deadline, status.line("preparing"))
         plans = [plan_venv(spec, name, session) for spec in specs]
         distinct = {plan.recipe.folder: plan for plan in plans}
-        answers = provision(distinct, nodes, deadline, status)
+        answers = _provision(distinct, nodes, deadline, status)
     errors = {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
-    for (_, node), error in errors.items():
-        if node == DRIVER:
-            raise error
     if errors:
         raise VenvNodesError(
             f"{len(errors)} of {len(answers)} environments are not ready, on "
@@ -101,8 +94,10 @@ def ensure_on_nodes(
     return [{node: one for (folder, node), one in ready.items() if folder == plan.recipe.folder} for plan in plans]
 
 
-def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, status: Status) -> Answers:
-    """Make environments ready on nodes without the draining ones; the node of an error before any call is DRIVER."""
+def _provision(
+    plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, status: Status
+) -> dict[tuple[str, str], Outcome | VenvError]:
+    """Make environments ready on nodes; return each, or why it is not, by folder and node, without draining nodes."""
     # Most of the time this is all there is to do.
     looks: dict[tuple[str, str], Call] = {
         (folder, node): (node, node_task.look_here, (folder, plan.recipe.fingerprint, plan.recipe.platform))
@@ -110,18 +105,12 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, statu
         for node in nodes.labels
     }
     answers = run_on_nodes(looks, nodes, doing="looking for the environment", deadline=deadline)
-    failed: dict[tuple[str, str], VenvError] = {}
     missing: dict[str, list[str]] = {}
-    for folder, plan in plans.items():
-        if lacking := [node for (one, node), answer in answers.items() if one == folder and answer is None]:
-            try:
-                _check_size(plan)
-                plan.check_lock(Session(deadline, status.line(os.path.basename(folder))))
-                missing[folder] = lacking
-            except VenvError as error:
-                failed[folder, DRIVER] = error
+    for folder, node in (key for key, answer in answers.items() if answer is None):
+        missing.setdefault(folder, []).append(node)
     builds: dict[tuple[str, str], Call] = {}
     for folder, lacking in missing.items():
+        plans[folder].check_lock(Session(deadline, status.line(os.path.basename(folder))))
         builds |= _make_builds(plans[folder], lacking, deadline)
 
     def report(pending: Sequence[tuple[str, str]]) -> None:
@@ -131,12 +120,18 @@ def provision(plans: Mapping[str, Plan], nodes: Nodes, deadline: Deadline, statu
                 status.update(f"{os.path.basename(folder)}: {done}", f"waiting for {abbreviate(waiting)}")
 
     answers |= run_on_nodes(builds, nodes, doing="building the environment", deadline=deadline, report=report)
-    return {key: answer for key, answer in (failed | answers).items() if answer is not None}
+    return {key: answer for key, answer in answers.items() if answer is not None}
 
 
 def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[tuple[str, str], Call]:
     import ray
 
+    total = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for _, one in plan.files)
+    if total > LIMIT_BYTES:
+        raise VenvBuildError(
+            f"the files of this spec have {total / 2**30:.1f} GiB, which is too large to send to each node. Put them "
+            "into a folder that every node has, and name it in env={'UV_FIND_LINKS': ...}"
+        )
     contents = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
     # Stored once for all nodes.
     files = [ray.put(contents)] if contents else []
@@ -144,12 +139,3 @@ def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[t
     return {
         (plan.recipe.folder, node): (node, node_task.build_here, (recipe, files, deadline.left())) for node in nodes
     }
-
-
-def _check_size(plan: Plan) -> None:
-    total = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for _, one in plan.files)
-    if total > LIMIT_BYTES:
-        raise VenvBuildError(
-            f"the files of this spec have {total / 2**30:.1f} GiB, which is too large to send to each node. Put them "
-            "into a folder that every node has, and name it in env={'UV_FIND_LINKS': ...}"
-        )

@@ -89,10 +89,7 @@ def run_on_nodes(
     deadline: Deadline,
     report: Callable[[Sequence[Key]], None] | None = None,
 ) -> dict[Key, Outcome | VenvError | None]:
-    """Run functions on nodes, all at once, and return their answers by the caller's keys, without draining nodes.
-
-    `report` is called repeatedly with the keys that have no answer yet.
-    """
+    """Run functions on nodes, all at once; return answers by key, without draining nodes. `report` gets open keys."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._build import node_task
 from .._build.recipe import Outcome, this_python
-from .._build.uv import Deadline, start_deadline
+from .._build.uv import start_deadline
 from .._planning.project import read_project
 from .._planning.requirements import find_excluded_version
 from .._planning.spec import is_uv_command
@@ -18,9 +18,7 @@ from .._registry import get_actor_python_env
 from .._spec import VenvSpec, as_spec
 from ..exceptions import VenvError, VenvMismatchError, VenvNodesError
 from .ensure import ensure_on_nodes
-from .rpc import Call, Nodes, alive_nodes, run_on_nodes
-
-Answers = Mapping[str, Outcome | VenvError | None]
+from .rpc import Call, alive_nodes, run_on_nodes
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,10 @@ def ensure_worker_env(
         _check_answers(outcomes, alive.labels)
     else:
         alive, path = alive_nodes(nodes), str(what)
-        _check_answers(_probe(path, alive, deadline), alive.labels)
+        # A worker in an interpreter that does not run would only fail after minutes.
+        arguments = path, max(1.0, deadline.left())
+        calls: dict[str, Call] = {node: (node, node_task.probe_here, arguments) for node in alive.labels}
+        _check_answers(run_on_nodes(calls, alive, doing=f"asking {path}", deadline=deadline), alive.labels)
     return WorkerEnv(path, _make_runtime_env(path, built=built))
 
 
@@ -122,15 +123,7 @@ def _check_ray(spec: VenvSpec) -> None:
         raise VenvMismatchError("ray", " or ".join(sorted(versions)), ray.__version__, lock)
 
 
-def _probe(python: str, nodes: Nodes, deadline: Deadline) -> Answers:
-    """Run an existing interpreter on each node: a worker in one that does not run would only fail after minutes."""
-    calls: dict[str, Call] = {
-        node: (node, node_task.probe_here, (python, max(1.0, deadline.left()))) for node in nodes.labels
-    }
-    return run_on_nodes(calls, nodes, doing=f"asking {python}", deadline=deadline)
-
-
-def _check_answers(answers: Answers, labels: Mapping[str, str]) -> None:
+def _check_answers(answers: Mapping[str, Outcome | VenvError | None], labels: Mapping[str, str]) -> None:
     import ray
 
     errors: list[VenvError] = []

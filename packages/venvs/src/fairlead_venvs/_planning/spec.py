@@ -127,7 +127,16 @@ class BaseSpec:
             self._set(name, tuple(sorted(set(getattr(self, name)))))
         self._set("find_links", tuple(map(resolve_link, self.find_links)))
         self._set("env", _check_variables(self.env, links=bool(self.find_links), index=self.index is not None))
-        self._check()
+        if self.python is not None and not (isinstance(self.python, str) and re.fullmatch(PYTHON, self.python)):
+            raise ValueError(f"python must be a version such as '3.11' or '3.11.7', got {self.python!r}")
+        if any("," in link for link in self.find_links):
+            raise ValueError(f"find_links must not contain a comma, got {redact(str(self.find_links))}")
+        if self.index is not None and (not isinstance(self.index, str) or "://" not in self.index):
+            raise ValueError("index must be a URL, https://...")
+        if self.index is not None and self.no_index:
+            raise ValueError("index and no_index contradict each other")
+        if self.setup and not self.setup[0]:
+            raise ValueError("setup must start with a program")
 
     def _read_command(self, command: str) -> None:
         """Set the fields that a command gives. Fields that it does not give, such as a Python, stay as they are."""
@@ -139,18 +148,6 @@ class BaseSpec:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _check(self) -> None:
-        if self.python is not None and not (isinstance(self.python, str) and re.fullmatch(PYTHON, self.python)):
-            raise ValueError(f"python must be a version such as '3.11' or '3.11.7', got {self.python!r}")
-        if any("," in link for link in self.find_links):
-            raise ValueError(f"find_links must not contain a comma, got {redact(str(self.find_links))}")
-        if self.index is not None and (not isinstance(self.index, str) or "://" not in self.index):
-            raise ValueError("index must be a URL, https://...")
-        if self.index is not None and self.no_index:
-            raise ValueError("index and no_index contradict each other")
-        if self.setup and not self.setup[0]:
-            raise ValueError("setup must start with a program")
 
     def __repr__(self) -> str:
         shown = {
