@@ -50,7 +50,11 @@ def ensure_venv(
         umask = 0o777 & ~(mode & os.stat(env).st_mode)
         lay_out(files(), stage)
         secrets = recipe.secrets | ambient_secrets()
-        variables = _choose_variables(recipe, stage)
+        variables = dict(recipe.env)
+        # This machine may lack a folder that the driver has.
+        absolute = [link if "://" in link else str(stage / link) for link in recipe.links]
+        if links := [link for link in absolute if "://" in link or os.path.isdir(link)]:
+            variables["UV_FIND_LINKS"] = ",".join(links)  # not an argument, as everybody on the machine can see those
         runner = Runner(session, env=variables, secrets=secrets, no_index=recipe.no_index, umask=umask)
         install(recipe, env, stage, runner)
         version, ray = verify(env, recipe, runner)
@@ -76,16 +80,6 @@ def ensure_venv(
         return Outcome(python_of(folder), mine, version, ray)
 
     return make_once(folder.parent, folder, find, build, session.deadline)
-
-
-def _choose_variables(recipe: Recipe, stage: Path) -> dict[str, str]:
-    """Return uv's variables. Links are among them, as everybody on the machine can see arguments."""
-    variables = dict(recipe.env)
-    # This machine may lack a folder that the driver has.
-    absolute = [link if "://" in link else str(stage / link) for link in recipe.links]
-    if links := [link for link in absolute if "://" in link or os.path.isdir(link)]:
-        variables["UV_FIND_LINKS"] = ",".join(links)
-    return variables
 
 
 LINES = "requirements.txt"

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..exceptions import VenvBuildError, VenvError, VenvMismatchError
 from .build import ensure_venv, find_venv, probe
-from .recipe import File, Outcome, Recipe, this_platform
+from .recipe import File, Recipe, this_platform
 from .redact import redact
 from .users import read_variables
 from .uv import Deadline, Runner, Session
@@ -20,7 +20,7 @@ def look_here(folder: str, fingerprint: str, platform: str) -> Answer:
     if platform != this_platform():
         return _report(VenvMismatchError("platform", this_platform(), platform, "It"))
     ready = find_venv(folder, fingerprint)
-    return ("absent",) if ready is None else _answer(ready)
+    return ("absent",) if ready is None else ("ready", *ready)
 
 
 def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float) -> Answer:
@@ -34,7 +34,7 @@ def build_here(recipe: Mapping[str, Any], files: Sequence[Any], timeout_s: float
 
     wanted = Recipe(**recipe)
     try:
-        return _answer(ensure_venv(wanted, fetch, Session(Deadline(timeout_s), variables=read_variables())))
+        return ("ready", *ensure_venv(wanted, fetch, Session(Deadline(timeout_s), variables=read_variables())))
     except VenvError as error:
         return _report(error)
     except Exception as error:  # noqa: BLE001 - the driver reports whatever goes wrong on a node
@@ -47,11 +47,7 @@ def probe_here(python: str, timeout_s: float) -> Answer:
         version, _, _, ray = probe(python, Runner(Session(Deadline(timeout_s))))
     except VenvError as error:
         return _report(error)
-    return _answer(Outcome(python, False, version, ray))
-
-
-def _answer(outcome: Outcome) -> Answer:
-    return ("ready", outcome.python, outcome.built, outcome.version, outcome.ray)
+    return ("ready", python, False, version, ray)
 
 
 def _report(error: VenvError) -> Answer:

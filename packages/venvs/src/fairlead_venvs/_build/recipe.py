@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # A relative path, and its content: bytes, or the path of a file on this machine.
 File = tuple[str, "bytes | Path"]
@@ -35,8 +36,7 @@ class Recipe:
     secrets: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """An environment that is ready."""
 
     python: str

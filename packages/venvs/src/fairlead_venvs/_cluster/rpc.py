@@ -3,6 +3,7 @@
 
 import functools
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,8 +153,6 @@ def _make_task(function: Callable[..., Any]) -> Any:
 
     def shipped(*arguments: Any) -> Any:
         if not unpickled:  # once in each process
-            import pickle
-
             unpickled.append(pickle.loads(pickled))
         return unpickled[0](*arguments)
 

@@ -12,9 +12,6 @@ from .._build.redact import ambient_secrets, find_secrets, is_secret_name, redac
 from .._build.uv import Deadline, Runner, Session
 from .spec import BaseSpec, resolve_link
 
-# The time limit in seconds of a caller that gives none.
-DEADLINE_S = 1800.0
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,7 +26,7 @@ class Settings:
 
     def make_runner(self, session: Session | None) -> Runner:
         """Return a runner of uv on the driver; without a session, one with the default time limit."""
-        session = session or Session(Deadline(DEADLINE_S))
+        session = session or Session(Deadline(1800.0))
         return Runner(session, env=self.here, secrets=self.secrets | ambient_secrets(), no_index=self.no_index)
 
 
@@ -84,10 +81,8 @@ def _select_ambient(spec: BaseSpec, variables: Mapping[str, str]) -> dict[str, s
         replaced |= set(uv.DEFAULT_INDEXES)
     if spec.find_links:
         replaced.add("UV_FIND_LINKS")
-    # The values of all others need not be decoded.
-    names = [name for name in variables if name.startswith("UV_") and name not in replaced]
-    settings = {name: variables[name] for name in names if uv.is_deciding(name) or uv.is_index_credential(name)}
-    return {name: value for name, value in settings.items() if value}
+    ours = [name for name in variables if uv.is_deciding(name) or uv.is_index_credential(name)]
+    return {name: variables[name] for name in ours if name not in replaced and variables[name]}
 
 
 def _read_file(name: str, path: str) -> str:

@@ -114,7 +114,12 @@ class BaseSpec:
         if len(sources) != 1:
             raise ValueError(f"exactly one of requirements, project and command is needed, got {sources or 'none'}")
         if command is not None:
-            self._read_command(command)
+            if beside := [name for name in OF_PROJECT if getattr(self, name)]:
+                raise ValueError(f"{', '.join(beside)} beside the command {redact(command)!r}: put it into the command")
+            for name, value in parse_command(command).items():
+                # A field that the command does not give, such as a Python, stays as it is.
+                if value or name == "requirements":
+                    self._set(name, value)
         for name in ("extras", "groups", "no_groups", "find_links", "setup"):
             self._set(name, _check_strings(name, getattr(self, name)))
         if self.project is not None:
@@ -137,14 +142,6 @@ class BaseSpec:
             raise ValueError("index and no_index contradict each other")
         if self.setup and not self.setup[0]:
             raise ValueError("setup must start with a program")
-
-    def _read_command(self, command: str) -> None:
-        """Set the fields that a command gives. Fields that it does not give, such as a Python, stay as they are."""
-        if beside := [name for name in OF_PROJECT if getattr(self, name)]:
-            raise ValueError(f"{', '.join(beside)} beside the command {redact(command)!r}: put it into the command")
-        for name, value in parse_command(command).items():
-            if value or name == "requirements":
-                self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
