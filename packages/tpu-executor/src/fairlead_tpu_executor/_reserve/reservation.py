@@ -114,7 +114,7 @@ class Reservation:
         if self.epoch != epoch:
             raise TpuExecutorError(f"The pool was closed while {doing}. Use a pool that stays open.")
 
-    def quarantine(self, reasons: Mapping[str, str], settled: Collection[str]) -> None:
+    def quarantine(self, reasons: Mapping[str, str], settled: Collection[str] = ()) -> None:
         """Do not use these nodes for some minutes, each for its reason; those with a settled reason may be used."""
         kept = {key: until for key, until in self._quarantined_until.items() if key[1] not in settled}
         self._quarantined_until = kept | dict.fromkeys(reasons.items(), time.monotonic() + _QUARANTINE_S)
