@@ -237,8 +237,7 @@ def _deal_bins(padded: IntArray, shards: int, args: SequencePackingArgs) -> Shar
 def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> list[ShardBins]:
     """Return the bins of each shard, for each group: shards cost the same, and have as many bins.
 
-    Shards get equal numbers of sequences; where that needs more bins than the plan without a cost, or shards cost more,
-    they get equal costs of sequences or of bins, or the bins of that plan.
+    No shard has more bins than without a cost, or costs more.
     """
     groups, group = costs.shape
     if group < shards:
@@ -254,7 +253,7 @@ def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePac
         candidates: list[ShardBins] = []
         _, dealt = algorithms.deal_longest_first(descending[number, :group].tolist(), shards)
         for places in (of_place[number], np.array(dealt)):
-            with contextlib.suppress(*[_EmptyBinError] * bool(plain or candidates)):
+            with contextlib.suppress(*[ValueError] * bool(plain or candidates)):
                 of_sample = put_at(ranked[number], places)
                 candidates.append(_fill_bins(of_sample, padded[number], own, shards, args))
         if plain:
@@ -290,10 +289,6 @@ def _exchange_bins(dealt: ShardBins, costs: Costs) -> ShardBins:
     return [[bins[at] for at in np.flatnonzero(of_bin == shard)] for shard in range(len(dealt))]
 
 
-class _EmptyBinError(ValueError):
-    """A shard has fewer sequences than another one needs bins."""
-
-
 def _fill_bins(
     of_sample: IntArray, padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs
 ) -> ShardBins:
@@ -306,7 +301,7 @@ def _fill_bins(
     packed = [packer.pack(padded[mine]) for mine in samples]
     count = max(map(len, packed))
     if counts.min() < count:
-        raise _EmptyBinError(
+        raise ValueError(
             f"{counts.min()} sequences cannot fill {count} bins without leaving one empty, and another shard needs as "
             f"many: use pad_to_multiple({shards}), or more tokens."
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,11 +141,11 @@ class RemoteBatch(Shardable["RemoteBatch"]):
 
     def select(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle to the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        return self._name(self._names().select(keys))
+        return self._change_names(lambda names: names.select(keys))
 
     def drop(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle without the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        return self._name(self._names().drop(keys))
+        return self._change_names(lambda names: names.drop(keys))
 
     def rename(self, names: Mapping[str, str]) -> RemoteBatch:
         """Return the handle to leaves with the new names, by the old ones. A plan follows them, as in a batch.
@@ -153,17 +153,13 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         Raises:
             ValueError: there is no such leaf, or two leaves would have the same name.
         """
-        return self._name(self._names().rename(names))
+        return self._change_names(lambda present: present.rename(names))
 
-    def _names(self) -> BatchedDataDict[Any]:
-        """Return a batch with the plan of the handle, in which each leaf is its own name."""
+    def _change_names(self, change: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]]) -> RemoteBatch:
+        """Return the handle after a change of a batch with its plan, in which each leaf is its own name."""
         names: BatchedDataDict[Any] = BatchedDataDict({key: [key] for key in self.keys()})
         names.plan = self.rows.plan
-        return names
-
-    def _name(self, names: BatchedDataDict[Any]) -> RemoteBatch:
-        """Return the handle to some leaves, given a batch with their present names by their new ones, and the plan."""
-        rows = self.rows.copy()
+        names, rows = change(names), self.rows.copy()
         rows.plan = names.plan
         present = {new: old for new, (old,) in names.items()}
         return RemoteBatch(
@@ -215,7 +211,8 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         stored: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}  # each piece once, by its references
         rows = []
         for batch in given:
-            numbers = [stored.setdefault(_identify(piece), (len(stored), piece))[0] for piece in batch.stored]
+            named = [(tuple(piece[key] for key in sorted(piece)), piece) for piece in batch.stored]
+            numbers = [stored.setdefault(refs, (len(stored), piece))[0] for refs, piece in named]
             rows.append(batch.rows.select(known))
             rows[-1]["piece"] = np.array(numbers)[batch.rows["piece"]]
         joined: BatchedDataDict[Any] = BatchedDataDict.from_batches(rows)
@@ -280,10 +277,6 @@ class RemoteBatch(Shardable["RemoteBatch"]):
                 keys,
                 rows.tolist(),
             ) from error
-
-
-def _identify(piece: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(piece[key] for key in sorted(piece))
 
 
 def _copy_rows(leaf: Any, rows: IntArray) -> Any:

@@ -75,13 +75,6 @@ def take(tensor: Any, indices: Array) -> Any:
     return from_carrier(_bits(tensor).index_select(0, where), dtype_name(tensor))
 
 
-def kind_of(dtype: Any) -> str:
-    """Return the kind of numbers: ``b``, ``i``, ``f`` or ``c``."""
-    if dtype == require_torch().bool:
-        return "b"
-    return "f" if dtype.is_floating_point else "c" if dtype.is_complex else "i"
-
-
 def keeps(number: float, dtype: Any) -> bool:
     """Return whether a dtype of floats has this infinity or NaN; several dtypes of 8 bits do not."""
     torch = require_torch()
@@ -109,19 +102,6 @@ def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
         objects.fill(value)  # np.full would spread a sequence over the array
         return objects
     return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
-
-
-def nest(parts: list[Any]) -> Any:
-    """Return the nested tensor of the strided layout with the given parts."""
-    torch = require_torch()
-    return torch.nested.nested_tensor(parts, layout=torch.strided)
-
-
-def is_plain(tensor: Any) -> bool:
-    """Return whether memory, strides and a dtype describe the tensor completely."""
-    torch = require_torch()
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def memory(tensor: Any) -> Array:

@@ -119,14 +119,17 @@ def append(key: str, leaf: Any, value: Any) -> Any:
 def _is_held(value: Any, dtype: Any) -> bool:
     """Return whether an array or tensor of the dtype holds the value unchanged."""
     of_numpy = isinstance(dtype, np.dtype)
-    kind = dtype.kind.replace("u", "i") if of_numpy else interop.kind_of(dtype)
+    library: Any = np if of_numpy else interop.require_torch()
+    if of_numpy:
+        kind = dtype.kind.replace("u", "i")
+    else:
+        kind = "f" if dtype.is_floating_point else "c" if dtype.is_complex else "b" if dtype == library.bool else "i"
     if kind == "O":
         return True
     if kind not in "bifc":
         given = np.asarray(value).dtype
         alike = given.kind == kind or given.kind + kind == "UT"
         return dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
-    library: Any = np if of_numpy else interop.require_torch()
     try:
         if kind == "b":
             return bool(value in (0, 1))

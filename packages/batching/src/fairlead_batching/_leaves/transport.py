@@ -19,10 +19,7 @@ _ALIGNMENT = 16
 
 
 def pack(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
-    """Replace each tensor in a copy of ``data``, lists, tuples and dicts included, by an object pickled as its bytes.
-
-    With ``views`` readers get tensors over the memory that they read from, instead of copies.
-    """
+    """Replace each tensor in a copy of ``data``, at any depth, by its bytes; with ``views`` no reader copies it."""
     memo: dict[int, Any] = {}  # keeps shared objects shared, and objects that contain themselves finite
     return {key: _pack(key, value, views, memo) for key, value in data.items()}
 
@@ -61,10 +58,12 @@ def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
             f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors can be pickled. Move it first: "
             f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
         )
-    if not interop.is_plain(tensor):
-        return tensor.detach() if tensor.is_nested else tensor  # torch pickles it
+    torch = interop.require_torch()
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not is_plain or tensor.is_quantized:  # memory, strides and a dtype do not describe it: torch pickles it
+        return tensor.detach() if tensor.is_nested else tensor
     if tensor.is_nested:  # of the strided layout, which torch cannot pickle
-        return Sent(interop.nest, [_pack_tensor(key, part, views) for part in tensor.unbind()])
+        return Sent(torch.nested.nested_tensor, [_pack_tensor(key, part, views) for part in tensor.unbind()])
     return Sent(_read, interop.memory(tensor), interop.dtype_name(tensor), views)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing into the first bin that has room, next-fit, and bins that are as equal as possible; and even splits of costs.
 
-Lengths are whole numbers up to the capacity, and bins are lists of indices into ``lengths``. Costs are split for all
-shards at the same time.
+Lengths are whole numbers up to the capacity, and bins are lists of indices into ``lengths``.
 """
 
 import heapq
@@ -101,9 +100,7 @@ def _first_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> B
 def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], int]) -> Bins:
     """Return the fewest bins that the search finds, with the largest bin as small as it can make it.
 
-    ``round_up`` returns the next allowed number of bins. For each number tried, the items are distributed by the
-    differencing method (Karmarkar and Karp 1982, in its form for many bins) and longest-first into the emptiest
-    bin (Graham 1969), and the better result counts. First-fit decreasing bounds the number from above.
+    ``round_up`` returns the next allowed number of bins. First-fit decreasing bounds the number from above.
     """
     order = _sort_descending(lengths)
     descending = [lengths[index] for index in order]
@@ -131,6 +128,7 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
     return bins
 
 
+# By longest-first (Graham 1969), or differencing (Karmarkar and Karp 1982, in its form for many bins) if it is better.
 def _deal(descending: Sequence[int], count: int) -> tuple[int, list[int]]:
     """Return the total length of the fullest of ``count`` bins without a capacity, and the bin of each item."""
     best = deal_longest_first(descending, count)
@@ -212,10 +210,9 @@ def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 def split_evenly(costs: Costs) -> Integers:
     """Return the shard of each sample, so that all shards cost about the same, in each group and in total.
 
-    Every row of samples becomes a partial solution, which gives each shard one of them. The solutions with the largest
-    spreads are merged in pairs, the most expensive shard of one with the cheapest of the other, until one is left
-    (Karmarkar and Karp 1982, in the balanced form of Michiels, Korst and Aarts 2003). All pairs are merged at once.
-    Costs are (groups, rows, shards), 0 where there is no sample; rows of similar costs give the best result.
+    Every row of samples becomes a partial solution, which gives each shard one of them (Karmarkar and Karp 1982, in the
+    balanced form of Michiels, Korst and Aarts 2003). Costs are (groups, rows, shards), 0 where there is no sample; rows
+    of similar costs give the best result.
     """
     groups, rows, shards = costs.shape
     first = np.argsort(-costs, axis=-1, kind="stable")
@@ -242,6 +239,7 @@ def put_at(places: Integers, values: Integers) -> Integers:
 
 def _merge_all(sums: Costs) -> Integers:
     """Merge all rows of each group, given with descending costs; return the column of the result for each cost."""
+    # Rows with the largest spreads are merged in pairs, the most expensive of one with the cheapest of the other.
     steps: list[tuple[Any, int, Any]] = []
     while (rows := sums.shape[1]) > 1:
         widest = np.argsort(sums[..., -1] - sums[..., 0], axis=1, kind="stable")[..., None]
@@ -263,10 +261,7 @@ def _merge_all(sums: Costs) -> Integers:
 
 
 def fill_evenly(costs: Costs, lengths: Integers, capacity: int, count: int) -> tuple[Integers, Flags]:
-    """Put the sequences of each shard, in descending order of costs, each into the shard's cheapest bin with room.
-
-    Return the bin of each sequence, and for each shard whether all sequences found room.
-    """
+    """Put each sequence of each shard into its cheapest bin with room; return the bins, and which shards had room."""
     shards, sequences = costs.shape
     everyone = np.arange(shards)
     loads, room = np.zeros((shards, count)), np.full((shards, count), capacity)
