@@ -395,10 +395,11 @@ def clean_runtime_env() -> Any | None:
 
 
 def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
-    """Create an actor of a remote class and return its handle.
+    """Create an actor of a remote class in the job's environment, whatever process creates it; return its handle.
 
     Reason: the public `options` drops the entries of `clean_runtime_env`.
     Fallback: `options`. The actor then gets the environment of the process that creates it.
     """
-    create = getattr(actor_class, "_remote", None)
-    return actor_class.options(**options).remote(*args) if create is None else create(args=tuple(args), **options)
+    if (create := getattr(actor_class, "_remote", None)) is None:
+        return actor_class.options(**options).remote(*args)
+    return create(args=tuple(args), runtime_env=clean_runtime_env(), **options)

@@ -62,7 +62,6 @@ def test_agents_are_started_together(monkeypatch):
     monkeypatch.setattr(agent_module, "create_actor", create)
     monkeypatch.setattr(agent_module, "_key", lambda node_id: ("session", "01", node_id))
     monkeypatch.setattr(agent_module, "_actor_class", lambda: None)
-    monkeypatch.setattr(agent_module, "clean_runtime_env", lambda: None)
     a, b, c, d = (node * 56 for node in "abcd")
     monkeypatch.setattr(agent_module, "_handles", {("session", "01", node): f"known {node}" for node in (b, c)})
     made = {node: f"fairlead-agent-01-{node}" for node in (a, c, d)}

@@ -8,23 +8,24 @@ import pytest
 import ray
 
 from fairlead_placement._nodes import directory
-from fairlead_placement.spi import block_shutdown
+from fairlead_placement.spi import Rounds, block_shutdown
 
 
-@pytest.fixture
-def publications(monkeypatch):
-    """Return the publications of a process that checks them all the time."""
+@pytest.fixture(autouse=True)
+def rounds(monkeypatch):
+    """Check all the time what this process has published."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(directory, "this_process", lambda: "me")
     monkeypatch.setattr(directory, "choose_alive", list)
-    monkeypatch.setattr(directory, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(directory, "_notify", lambda requests: None)
-    published = directory._Publications()
-    yield published
-    published.rounds.close()
+    monkeypatch.setattr(directory, "_published", published := {})
+    made = Rounds("fairlead-publications", 0.01, directory._check, lambda: bool(published), exit_s=30)
+    monkeypatch.setattr(directory, "_rounds", made)
+    yield made
+    made.close()
 
 
-def test_an_agent_that_hangs_does_not_delay_a_shutdown(publications, monkeypatch):
+def test_an_agent_that_hangs_does_not_delay_a_shutdown(monkeypatch):
     """A shutdown of Ray does not wait for a check that has begun, in which an agent hangs."""
     hangs = threading.Event()
     began, limits = threading.Event(), []
@@ -36,7 +37,7 @@ def test_an_agent_that_hangs_does_not_delay_a_shutdown(publications, monkeypatch
         return dict.fromkeys(arguments, TimeoutError())
 
     monkeypatch.setattr(directory, "ask_nodes", hang)
-    publications.add("me", "key", 1, {"node": "value"})
+    directory.publish("key", 1, {"node": "value"})
     assert began.wait(30)
     with block_shutdown():
         assert not hangs.is_set()
@@ -44,7 +45,7 @@ def test_an_agent_that_hangs_does_not_delay_a_shutdown(publications, monkeypatch
     assert set(limits) == {directory.CHECK_S}
 
 
-def test_many_nodes_are_asked_in_turn(publications, monkeypatch):
+def test_many_nodes_are_asked_in_turn(rounds, monkeypatch):
     """However many nodes there are, a check asks some of them, and all of them have their turn."""
     nodes, sizes, asked, done = 1001, [], collections.Counter(), threading.Event()
 
@@ -56,9 +57,9 @@ def test_many_nodes_are_asked_in_turn(publications, monkeypatch):
         return {node_id: {"key": 1} for node_id in arguments}
 
     monkeypatch.setattr(directory, "ask_nodes", answer)
-    publications.add("me", "key", 1, {f"{at:056x}": "value" for at in range(nodes)})
+    directory.publish("key", 1, {f"{at:056x}": "value" for at in range(nodes)})
     assert done.wait(30)
-    publications.rounds.close()
-    assert set(sizes) == {directory.CHECKED_AT_ONCE}
+    rounds.close()
+    assert max(sizes) <= directory.CHECKED_AT_ONCE
     assert len(asked) == nodes
     assert max(asked.values()) - min(asked.values()) <= 1

@@ -15,7 +15,6 @@ from .. import _ray_private
 from .._discovery import refuse_client
 from .._ray_private import (
     block_shutdown,
-    clean_runtime_env,
     collect,
     create_actor,
 )
@@ -83,7 +82,6 @@ def _create_actor(key: tuple[str, str, str]) -> Any:
         name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}",
         namespace=NAMESPACE,
         lifetime="detached",
-        runtime_env=clean_runtime_env(),
         get_if_exists=True,
         num_cpus=0,
         max_restarts=0,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents of all jobs of a cluster, and what is published at them."""
 
-import bisect
+import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 PUBLISH_S = 10.0
 # How often a clock is read: the fastest of so many trips is close to the fastest of all.
 TRIPS = 8
-# How often a process checks that agents still have what it has published, and how many nodes it asks each time.
+# How often a process checks that agents still have what it has published, and how many nodes it asks each time at most.
 CHECK_EVERY_S = 5.0
 CHECKED_AT_ONCE = 100
 # How long the agents have to answer. Agents that are late are asked again later.
@@ -57,59 +58,46 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
         values: plain data, by node id.
     """
     me = this_process()
-    _publications.add(me, key, version, values)
+    _published[key] = me, version, values
+    _rounds.start()
     _notify({node_id: ("publish", key, version, value, me) for node_id, value in values.items()})
 
 
 def withdraw(key: str, node_ids: Iterable[str]) -> None:
     """Withdraw for good what this process has published under a key on some nodes, without waiting for it."""
-    _publications.values.pop(key, None)
+    _published.pop(key, None)
     _notify(dict.fromkeys(node_ids, ("release", [key])))
 
 
-class _Publications:
-    """The facts that this process has published, and publishes again where an agent has died."""
-
-    def __init__(self) -> None:
-        # By key: this process's worker id, the version, and the values by node id. Each change is atomic.
-        self.values: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
-        # The node that was asked last.
-        self._last = ""
-        self.rounds: Rounds = Rounds(
-            "fairlead-publications", CHECK_EVERY_S, self._check, lambda: bool(self.values), exit_s=PUBLISH_S
-        )
-
-    def add(self, owner: str, key: str, version: int, values: Mapping[str, Any]) -> None:
-        self.values[key] = owner, version, values
-        self.rounds.start()
-
-    def _check(self) -> None:
-        """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
-        me = this_process() if ray.is_initialized() else ""
-        for key, (owner, _, _) in list(self.values.items()):
-            if owner != me:
-                self.values.pop(key, None)
-        values = dict(self.values)
-        nodes = sorted({node_id for _, _, by_node in values.values() for node_id in by_node})
-        first = bisect.bisect(nodes, self._last)
-        asked = [*nodes[first:], *nodes[:first]][:CHECKED_AT_ONCE]
-        self._last = asked[-1] if asked else ""
-        try:
-            with head_deadline(PUBLISH_S):
-                answers = ask_nodes("versions", dict.fromkeys(choose_alive(asked), (me,)), CHECK_S)
-        except (PlacementError, ray.exceptions.RayError) as error:
-            logger.debug("Cannot check what the agents have: %s", error)
-            return
-        for key, (_, version, by_node) in values.items():
-            lost = {
-                node_id: ("publish", key, version, by_node[node_id], me)
-                for node_id, answer in answers.items()
-                if node_id in by_node and not isinstance(answer, Exception) and answer.get(key, 0) < version
-            }
-            _notify(lost)
+def _check() -> None:
+    """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
+    me = this_process() if ray.is_initialized() else ""
+    for key, (owner, _, _) in list(_published.items()):
+        if owner != me:
+            _published.pop(key, None)
+    published = dict(_published)
+    nodes = sorted({node_id for _, _, by_node in published.values() for node_id in by_node})
+    turns = math.ceil(len(nodes) / CHECKED_AT_ONCE) or 1
+    try:
+        with head_deadline(PUBLISH_S):
+            alive = choose_alive(nodes[next(_turn) % turns :: turns])
+            answers = ask_nodes("versions", dict.fromkeys(alive, (me,)), CHECK_S)
+    except (PlacementError, ray.exceptions.RayError) as error:
+        logger.debug("Cannot check what the agents have: %s", error)
+        return
+    for key, (_, version, by_node) in published.items():
+        lost = {
+            node_id: ("publish", key, version, by_node[node_id], me)
+            for node_id, answer in answers.items()
+            if node_id in by_node and not isinstance(answer, Exception) and answer.get(key, 0) < version
+        }
+        _notify(lost)
 
 
-_publications = _Publications()
+# What this process has published, by key: its worker id, the version, and the values by node id. Changes are atomic.
+_published: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
+_turn = itertools.count()
+_rounds = Rounds("fairlead-publications", CHECK_EVERY_S, _check, lambda: bool(_published), exit_s=PUBLISH_S)
 
 
 def _notify(requests: Mapping[str, tuple[Any, ...]]) -> None:
