@@ -356,9 +356,7 @@ def worker_is_alive(worker_id: str) -> bool | None:
         raw = accessor.get_worker_info(ray.WorkerID(bytes.fromhex(worker_id)))
         if raw is None or not (row := WorkerTableData.FromString(raw)).is_alive:
             return None if raw is None else False
-        address = row.worker_address
-        # Earlier versions of Ray name it raylet_id. The request takes ids of this class only.
-        node_id = ray.NodeID(bytes(getattr(address, "node_id", b"") or getattr(address, "raylet_id", b"")))
+        node_id = ray.NodeID(row.worker_address.node_id)  # the request takes ids of this class only
         (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
         return bool(alive)
     except (ImportError, AttributeError, TypeError, ray.exceptions.RaySystemError):

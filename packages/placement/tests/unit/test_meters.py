@@ -10,7 +10,7 @@ import pytest
 
 from fairlead_placement._nodes import meters
 from fairlead_placement._nodes.agent_process import AgentProcess
-from fairlead_placement._nodes.meters import Gpus, ProcessMeter
+from fairlead_placement._nodes.meters import Gpus
 
 
 class FakeNvml(types.ModuleType):
@@ -65,11 +65,11 @@ def test_gpu_memory(nvml):
     assert agent.memory("watcher", "me")[4] == [(100, 5, 5), (100, 20, 30)]
     assert agent.memory(None, "me")[4] == [(100, 5, 5), (100, 20, 20)]
     agent.release(["watcher"])
-    held = ProcessMeter(Gpus()).read([os.getpid(), os.getppid(), 1])
+    held = agent.usage([os.getpid(), os.getppid(), 1])
     assert [row[4] for row in held] == [17, 0, 0]
     nvml.broken = True
     assert agent.memory(None, "me")[4] is None
-    assert ProcessMeter(Gpus()).read([os.getpid()])[0][4] is None
+    assert agent.usage([os.getpid()])[0][4] is None
 
 
 @pytest.mark.parametrize("used", [[], None], ids=["no GPU", "no driver"])
@@ -82,8 +82,8 @@ def test_no_gpu(nvml, used):
 @pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
 def test_a_wedged_driver(nvml, at_first, eventually, monkeypatch):
     """While a driver does not return, GPU figures are None and no further request waits for it (seam)."""
-    gpus = Gpus()
     agent = AgentProcess()  # its constructor does not wait for the driver
+    gpus = agent._gpus
     assert nvml.inits == 0
     if not at_first:
         assert gpus.by_process() is not None
@@ -92,7 +92,7 @@ def test_a_wedged_driver(nvml, at_first, eventually, monkeypatch):
     try:
         assert [gpus.memory() for _ in range(3)] == [None] * 3
         assert [thread.name for thread in threading.enumerate()].count("fairlead-nvml") == 1
-        assert ProcessMeter(gpus).read([os.getpid()])[0][4] is None
+        assert agent.usage([os.getpid()])[0][4] is None
         assert agent.leased() == []
     finally:
         nvml.answers.set()

@@ -3,6 +3,7 @@
 
 import contextlib
 import platform
+import random
 import statistics
 import time
 from collections import Counter
@@ -89,7 +90,8 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     probes = run_on_nodes(probe.look_at_node, dict.fromkeys(alive, ()), timeout_s=timeout_s)
     clocks = {one: _compare_clock(one, timeout_s) for one in alive if not isinstance(probes[one], Exception)}
     address = {row["NodeID"]: row["NodeManagerAddress"] for row in rows}
-    tries = _connect_pairs({one: address[one] for one in _spread(list(clocks), SAMPLE)}, timeout_s)
+    chosen = random.sample(list(clocks), min(SAMPLE, len(clocks)))
+    tries = _connect_pairs({node_id: address[node_id] for node_id in chosen}, timeout_s)
     resources = {row["NodeID"]: row["Resources"] for row in rows}
     nodes = [
         NodeFacts(one, address[one], states.get(one, "alive"), resources[one], probes.get(one), clocks.get(one))
@@ -101,12 +103,6 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
 def _compare_clock(node_id: str, timeout_s: float) -> tuple[float, float] | None:
     ask = {node_id: ()}
     return compare_clocks(lambda: run_on_nodes(time.time, ask, timeout_s=timeout_s)[node_id], time.time)
-
-
-def _spread(node_ids: Sequence[str], count: int) -> list[str]:
-    """Return some nodes, evenly spread over all of them."""
-    step = max(1.0, len(node_ids) / count)
-    return [node_ids[int(at * step)] for at in range(min(count, len(node_ids)))]
 
 
 def _connect_pairs(address: dict[str, str], timeout_s: float) -> list[_Try]:

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from .._ray_private import autoscaler_is_there, driver_of, worker_is_alive
-from .meters import Gpus, ProcessMeter, Watch
+from .meters import Gpus, Peaks, Row, measure
 
 # How long it stays for further requests when nothing keeps it. A process of its own starts in about half a second.
 IDLE_S = 5.0
@@ -47,12 +47,12 @@ class AgentProcess:
     def __init__(self, ends: bool = False) -> None:
         self._lock = threading.Lock()
         self._gpus = Gpus()
-        self._processes = ProcessMeter(self._gpus)
+        self._cpu_times: dict[Any, tuple[float, float]] = {}
         self._requests: Counter[str] = Counter()
         # By name: the owner; the port of a lease; the samples of a watcher; the version and value of a publication.
         self._owner: dict[str, str] = {}
         self._held: dict[str, tuple[int, socket.socket]] = {}
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, Peaks] = {}
         self._published: dict[str, tuple[int, Any]] = {}
         # A request may overtake another one: what is leased or published under a released name would stay for good.
         self._released: dict[str, None] = {}
@@ -202,29 +202,36 @@ class AgentProcess:
             return {key: version for key, (version, _) in self._published.items() if self._owner[key] == owner}
 
     def usage(self, pids: list[int]) -> list[Any]:
-        return self._processes.read(pids)
+        return measure(pids, self._gpus.by_process(), self._cpu_times)
 
     def memory(self, watcher: str | None, owner: str) -> tuple[Any, ...]:
-        """Return a sample of the node's memory, as `Watch.sample` does, and the time.
+        """Return a sample of the node's memory, as a row of `Peaks`, and the time.
 
         For a watcher further samples are taken once a second, until it is released or its owner has ended.
         """
         if watcher is None:
-            return (*Watch(self._gpus).sample(), time.time())
+            return (*self._sample(Peaks()), time.time())
         with self._lock:
             self._owner[watcher] = owner
-            if (watch := self._watches.get(watcher)) is None:
-                watch = self._watches[watcher] = Watch(self._gpus)
+            if (peaks := self._watches.get(watcher)) is None:
+                peaks = self._watches[watcher] = Peaks()
                 threading.Thread(
-                    target=self._sample, args=(watcher, watch), name="fairlead-memory", daemon=True
+                    target=self._keep_sampling, args=(watcher, peaks), name="fairlead-memory", daemon=True
                 ).start()
-        return (*watch.sample(), time.time())
+        return (*self._sample(peaks), time.time())
 
-    def _sample(self, watcher: str, watch: Watch) -> None:
+    def _sample(self, peaks: Peaks) -> Row:
+        import psutil
+
+        memory, gpus = psutil.virtual_memory(), self._gpus.memory()
+        with self._lock:
+            return peaks.add(memory.total, memory.available, gpus)
+
+    def _keep_sampling(self, watcher: str, peaks: Peaks) -> None:
         time.sleep(1.0)
-        while self._watches.get(watcher) is watch:
+        while self._watches.get(watcher) is peaks:
             with contextlib.suppress(OSError):  # too many open files
-                watch.sample()
+                self._sample(peaks)
             time.sleep(1.0)
 
     def run(self, function: Callable[..., Any] | bytes, *args: Any) -> Any:

@@ -78,65 +78,55 @@ class Gpus:
             return None  # a GPU that has fallen off the bus must not end the sampling of the rest
 
 
-class ProcessMeter:
-    """Measures processes, and remembers their CPU time from one request to the next."""
+def measure(
+    pids: list[int], on_gpus: dict[int, int] | None, last: dict[Any, tuple[float, float]]
+) -> list[tuple[int, float, int, int, int | None]]:
+    """Return (pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is alive.
 
-    def __init__(self, gpus: Gpus) -> None:
-        self._gpus = gpus
-        # CPU seconds, and when they were read. A pid that is used again is another process for psutil.
-        self._last: dict[Any, tuple[float, float]] = {}
+    `last` keeps the CPU seconds of each process, and when they were read, from one request to the next. A pid that is
+    used again is another process for psutil.
+    """
+    import psutil
 
-    def read(self, pids: list[int]) -> list[tuple[int, float, int, int, int | None]]:
-        """Return (pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is alive."""
-        import psutil
-
-        on_gpus = self._gpus.by_process()
-        rows = []
-        for pid in pids:
-            try:
-                process = psutil.Process(pid)
-                with process.oneshot():
-                    if process.status() == psutil.STATUS_ZOMBIE:
-                        continue
-                    # The clock is read next to the CPU time: on a busy node this thread may stand still in between.
-                    cpu, now = process.cpu_times(), time.time()
-                    memory, threads = process.memory_info().rss, process.num_threads()
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-            seconds = cpu.user + cpu.system
-            # At first, since the process started.
-            before, since = self._last.get(process, (0.0, process.create_time()))
-            self._last[process] = seconds, now
-            percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
-            rows.append((pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0)))
-        for process in [one for one in [*self._last] if not one.is_running()]:
-            self._last.pop(process, None)
-        return rows
+    rows = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                # The clock is read next to the CPU time: on a busy node this thread may stand still in between.
+                cpu, now = process.cpu_times(), time.time()
+                memory, threads = process.memory_info().rss, process.num_threads()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        seconds = cpu.user + cpu.system
+        # At first, since the process started.
+        before, since = last.get(process, (0.0, process.create_time()))
+        last[process] = seconds, now
+        percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
+        rows.append((pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0)))
+    for process in [one for one in [*last] if not one.is_running()]:
+        last.pop(process, None)
+    return rows
 
 
-class Watch:
-    """Samples of the node's memory, with their peaks."""
+class Peaks:
+    """The samples of the node's memory for one watcher, and their peaks."""
 
-    def __init__(self, gpus: Gpus) -> None:
-        self._gpus = gpus
-        # Held while a sample is taken, so that each one counts.
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
         self._samples = 0
         self._peak = 0
-        self._gpu_peaks: dict[int, int] = {}
+        self._on_gpus: dict[int, int] = {}
 
-    def sample(self) -> Row:
-        """Take one more sample."""
-        import psutil
-
-        with self._lock:
-            memory, gpus = psutil.virtual_memory(), self._gpus.memory()
-            # psutil's `used` includes the kernel's caches in some versions and not in others.
-            used = memory.total - memory.available
-            self._samples += 1
-            self._peak = max(self._peak, used)
-            on_gpus: list[GpuRow] = []
-            for index, (total, now) in enumerate(gpus or ()):
-                self._gpu_peaks[index] = max(self._gpu_peaks.get(index, 0), now)
-                on_gpus.append((total, now, self._gpu_peaks[index]))
-            return memory.total, used, memory.available, self._peak, on_gpus or None, self._samples
+    def add(self, total: int, available: int, gpus: list[tuple[int, int]] | None) -> Row:
+        """Add a sample, and return it with the peaks."""
+        # psutil's `used` includes the kernel's caches in some versions and not in others.
+        used = total - available
+        self._samples += 1
+        self._peak = max(self._peak, used)
+        rows: list[GpuRow] = []
+        for index, (size, now) in enumerate(gpus or ()):
+            self._on_gpus[index] = max(self._on_gpus.get(index, 0), now)
+            rows.append((size, now, self._on_gpus[index]))
+        return total, used, available, self._peak, rows or None, self._samples
