@@ -20,6 +20,8 @@ _never_connecting = threading.local()
 ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
+# What the use of a private part raises if a version of Ray lacks it.
+_MISSING = (ImportError, AttributeError, TypeError)
 
 
 def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
@@ -28,10 +30,9 @@ def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
     Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where.
     Fallback: None. All nodes then look idle, and a request that others keep from being placed fails at its deadline.
     """
-    try:
+    with contextlib.suppress(*_MISSING):
         return dict(ray._private.state.available_resources_per_node())
-    except AttributeError:
-        return None
+    return None
 
 
 def drain_deadlines() -> dict[str, float]:
@@ -43,11 +44,10 @@ def drain_deadlines() -> dict[str, float]:
     Returns:
         The latest time of the end of each node, by `time.time()`, by id; infinity if Ray was not told of one.
     """
-    try:
-        deadlines: Mapping[str, int] = ray._private.state.state.get_draining_nodes()
-        return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
-    except AttributeError:
-        return {}
+    deadlines: Mapping[str, int] = {}
+    with contextlib.suppress(*_MISSING):
+        deadlines = ray._private.state.state.get_draining_nodes()
+    return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
 
 
 def connection() -> object | None:
@@ -130,12 +130,11 @@ def is_client() -> bool:
     Reason: `ray.is_initialized()` is true of such a process too.
     Fallback: False. Ray's own errors then say that something is wrong.
     """
-    try:
+    with contextlib.suppress(*_MISSING):
         from ray.util.client import ray as client
 
         return bool(client.is_connected())
-    except (ImportError, AttributeError):
-        return False
+    return False
 
 
 def cluster_file() -> str | None:
@@ -144,11 +143,9 @@ def cluster_file() -> str | None:
     Reason: an error about that address has to name the file, so that the user can correct or delete it.
     Fallback: None; the error then names no file.
     """
-    try:
-        from ray._private.utils import get_ray_address_file
-    except ImportError:
-        return None
-    return str(get_ray_address_file(None))
+    with contextlib.suppress(*_MISSING):
+        return str(ray._private.utils.get_ray_address_file(None))
+    return None
 
 
 def connect_to_head(address: str, *, find_token: bool = False) -> None:
@@ -193,7 +190,7 @@ def infeasible_groups() -> frozenset[str] | None:
     Reason: nothing public shows what an autoscaler has reported. Version 1 does not report what is infeasible.
     Fallback: None, also before the first report. A request that the present nodes cannot hold is then refused at once.
     """
-    try:
+    with contextlib.suppress(*_MISSING):
         from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
         client = ray._private.worker.global_worker.gcs_client
@@ -203,10 +200,10 @@ def infeasible_groups() -> frozenset[str] | None:
             return frozenset(gang.details.partition(":")[0] for gang in state.infeasible_gang_resource_requests)
         key = ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
         report = json.loads(client.internal_kv_get(key.encode(), None) or "{}").get("autoscaler_report") or {}
-    except (ImportError, AttributeError, TypeError):
-        return None
-    types = report.get("node_type_mapping") or {}
-    return frozenset() if any(name != f"node_{node_id}" for node_id, name in types.items()) else None
+        types = report.get("node_type_mapping") or {}
+        if any(name != f"node_{node_id}" for node_id, name in types.items()):
+            return frozenset()
+    return None
 
 
 @dataclass(frozen=True)
@@ -230,25 +227,23 @@ def live_actors() -> tuple[LiveActor, ...]:
     Reason: `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without.
     Fallback: no actor. Errors then name placement groups only.
     """
-    try:
+    with contextlib.suppress(*_MISSING):
         from ray.core.generated.gcs_pb2 import ActorTableData
 
         table = ray._private.state.state._connect_and_get_accessor().get_actor_table(None, None)
-        rows = [ActorTableData.FromString(raw) for raw in table]
-    except (ImportError, AttributeError, TypeError):
-        return ()
-    return tuple(
-        LiveActor(
-            actor_id=row.actor_id.hex(),
-            class_name=row.class_name,
-            name=row.name,
-            job_id=row.job_id.hex(),
-            node_id=row.address.node_id.hex().replace("f" * 56, ""),
-            resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
+        return tuple(
+            LiveActor(
+                actor_id=row.actor_id.hex(),
+                class_name=row.class_name,
+                name=row.name,
+                job_id=row.job_id.hex(),
+                node_id=row.address.node_id.hex().replace("f" * 56, ""),
+                resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
+            )
+            for row in map(ActorTableData.FromString, table)
+            if row.state != ActorTableData.DEAD
         )
-        for row in rows
-        if row.state != ActorTableData.DEAD
-    )
+    return ()
 
 
 def accelerator_names() -> frozenset[str]:
@@ -257,12 +252,11 @@ def accelerator_names() -> frozenset[str]:
     Reason: only the context of a process that is connected to Ray lists them.
     Fallback: the names of 2026.
     """
-    try:
+    with contextlib.suppress(*_MISSING):
         from ray._private.accelerators import get_all_accelerator_resource_names
 
         return frozenset(get_all_accelerator_resource_names())
-    except ImportError:
-        return frozenset(("GPU", "TPU", "neuron_cores", "HPU", "NPU"))
+    return frozenset(("GPU", "TPU", "neuron_cores", "HPU", "NPU"))
 
 
 def visible_gpus() -> list[str] | None:
@@ -283,21 +277,19 @@ def never_connect() -> None:
     before Ray is imported.
     Fallback: nothing is done. The background threads still check before each round whether Ray runs.
     """
-    try:
+    _never_connecting.forbidden = True
+    with contextlib.suppress(*_MISSING):
         from ray._private import auto_init_hook
 
         connect = auto_init_hook.auto_init_ray
-    except (ImportError, AttributeError):
-        return
-    if not hasattr(connect, "_fairlead"):
+        if not hasattr(connect, "_fairlead"):
 
-        def connect_unless_forbidden() -> None:
-            if not getattr(_never_connecting, "forbidden", False):
-                connect()
+            def connect_unless_forbidden() -> None:
+                if not getattr(_never_connecting, "forbidden", False):
+                    connect()
 
-        connect_unless_forbidden._fairlead = True  # type: ignore[attr-defined]
-        auto_init_hook.auto_init_ray = connect_unless_forbidden
-    _never_connecting.forbidden = True
+            connect_unless_forbidden._fairlead = True  # type: ignore[attr-defined]
+            auto_init_hook.auto_init_ray = connect_unless_forbidden
 
 
 @contextlib.contextmanager
@@ -349,7 +341,7 @@ def worker_is_alive(worker_id: str) -> bool | None:
     dies, Ray does not mark its processes as dead.
     Fallback: None. A node agent then keeps what ended processes hold, and leaves as soon as it holds nothing.
     """
-    try:
+    with contextlib.suppress(*_MISSING, ray.exceptions.RaySystemError):
         from ray.core.generated.gcs_pb2 import WorkerTableData
 
         accessor = ray._private.state.state._connect_and_get_accessor()
@@ -359,8 +351,7 @@ def worker_is_alive(worker_id: str) -> bool | None:
         node_id = ray.NodeID(row.worker_address.node_id)  # the request takes ids of this class only
         (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
         return bool(alive)
-    except (ImportError, AttributeError, TypeError, ray.exceptions.RaySystemError):
-        return None
+    return None
 
 
 def clean_runtime_env() -> Any | None:
@@ -377,11 +368,10 @@ def clean_runtime_env() -> Any | None:
     if context.get_worker_id() == driver_of(context.get_job_id()):
         return None
     mine = dict(context.runtime_env)
-    try:
+    of_job: Any = mine
+    with contextlib.suppress(*_MISSING):
         config = ray._private.worker.global_worker.core_worker.get_job_config()
         of_job = RuntimeEnv.deserialize(config.runtime_env_info.serialized_runtime_env or "{}")
-    except AttributeError:
-        return None
     if mine == dict(of_job):
         return None
     clean = RuntimeEnv()
