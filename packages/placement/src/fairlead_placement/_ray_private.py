@@ -16,7 +16,7 @@ import ray
 
 _K = TypeVar("_K")
 _never_connecting = threading.local()
-# Seconds that the head may take to report which nodes are alive.
+# Seconds that the head may take to report which nodes are alive, if the caller can do without the answer.
 ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
@@ -158,20 +158,19 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
     """
     if find_token:
         # Earlier versions of Ray do not have it, and start local clusters without authentication.
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(*_MISSING):
             from ray._private.authentication.authentication_token_setup import (
                 maybe_enable_token_auth_if_token_available,
             )
 
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    try:
+    with contextlib.suppress(*_MISSING):
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
-    except ImportError:
-        return
-    # Without a token that it needs, the client would abort the process.
-    ensure_token_if_auth_enabled(None, create_token_if_missing=False)
-    GcsClient(address=address)
+
+        # Without a token that it needs, the client would abort the process.
+        ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+        GcsClient(address=address)
 
 
 def autoscaler_is_there() -> bool:

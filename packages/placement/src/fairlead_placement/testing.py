@@ -12,14 +12,11 @@ from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
 from ._reserve.groups import are_shown
-from .exceptions import PlacementError
 
 __all__ = ["assert_no_leaks"]
 
 # Ray accounts for these itself, and the amounts change at any time.
 _IGNORED = ("memory", "object_store_memory")
-
-
 # What is in use on a cluster, by kind, as lines that can be compared and shown.
 _Snapshot = dict[str, frozenset[str]]
 
@@ -66,14 +63,7 @@ def _snapshot() -> _Snapshot:
     actors = live_actors()
     mine = f"{AGENT_NAME_PREFIX}{ray.get_runtime_context().get_job_id()}-"
     agents = [actor.name.removeprefix(mine) for actor in actors if actor.name.startswith(mine)]
-    answers = ask_nodes("leased", dict.fromkeys(agents, ()), ANSWER_S)
-    leased = {}
-    for node_id, ports in answers.items():
-        if not isinstance(ports, Exception):
-            leased[node_id] = ports
-        elif not isinstance(ports, PlacementError):
-            raise ports
-        # The agent of a dying node does not answer, and what it held ends with it. A node that is alive is read again.
+    leased = ask_nodes("leased", dict.fromkeys(agents, ()), ANSWER_S)
     return {
         "free resource": frozenset(free),
         "actor": frozenset(
@@ -86,7 +76,13 @@ def _snapshot() -> _Snapshot:
             for group_id, row in placement_group_table().items()
             if row["state"] != "REMOVED"
         ),
-        "leased port": frozenset(f"{node_id[:8]}: {port}" for node_id, ports in leased.items() for port in ports),
+        "leased port": frozenset(
+            f"{node_id[:8]}: {port}"
+            for node_id, ports in leased.items()
+            # The agent of a dying node does not answer, and its leases end with it.
+            if not isinstance(ports, Exception)
+            for port in ports
+        ),
     }
 
 

@@ -54,7 +54,7 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
 
     Args:
         key: unique among all processes.
-        version: a value of a higher version takes the place of an older one.
+        version: 1 or more; a value of a higher version takes the place of an older one.
         values: plain data, by node id.
     """
     me = this_process()

@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group_table
 from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
-from .._ray_private import connection, drain_deadlines, free_per_node, job_of_placement_group, live_actors
+from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, job_of_placement_group, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, start
@@ -132,10 +132,6 @@ def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float 
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest_s)
     return True
-
-
-# Callers that can do without an answer wait no longer.
-ALIVE_S = 5.0
 
 
 def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
