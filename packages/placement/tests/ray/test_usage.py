@@ -32,13 +32,13 @@ def agent(node_id):
 def requests(monkeypatch):
     """Return a list to which every request to an agent is added, by method. All requests are made."""
     made = []
-    send = _agent._send
+    collect = _agent.collect
 
-    def counted(handle, method, *args):
-        made.append(method)
-        return send(handle, method, *args)
+    def counted(requests, timeout_s):
+        made.extend(request.args[0] for request in requests.values())
+        return collect(requests, timeout_s)
 
-    monkeypatch.setattr(_agent, "_send", counted)
+    monkeypatch.setattr(_agent, "collect", counted)
     return made
 
 

@@ -20,20 +20,24 @@ def agents(monkeypatch):
     """Return the answers that each node's agents give in order; the last one is repeated. Sleeping is recorded."""
     answers, replaced, slept = {}, [], []
 
+    class Agent:
+        def __init__(self, node_id):
+            self.node_id = node_id
+            self.answer = self
+
+        def remote(self, *_):
+            left = answers[self.node_id]
+            return left.pop(0) if left[1:] else left[0]
+
     def find(instead_of):
         replaced.extend(node_id for node_id, dead in instead_of.items() if dead)
-        return {node_id: node_id for node_id in instead_of}
-
-    def send(node_id, *_):
-        left = answers[node_id]
-        return left.pop(0) if left[1:] else left[0]
+        return {node_id: Agent(node_id) for node_id in instead_of}
 
     def collect(requests, timeout_s):
         found = {key: request() for key, request in requests.items()}
         return {key: (None, one) if isinstance(one, BaseException) else (one, None) for key, one in found.items()}
 
     monkeypatch.setattr(_agent, "agents_of", find)
-    monkeypatch.setattr(_agent, "_send", send)
     monkeypatch.setattr(_agent, "collect", collect)
     monkeypatch.setattr(time, "sleep", slept.append)
     return answers, replaced, slept

@@ -204,10 +204,6 @@ def dismiss_agents(node_ids: Iterable[str]) -> None:
             agent.leave.options(num_returns=0).remote()
 
 
-def _send(agent: Any, method: str, *args: Any) -> Any:
-    return agent.answer.remote(method, *args)
-
-
 def run_on_nodes(
     function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
 ) -> dict[str, _T | Exception]:
@@ -287,7 +283,7 @@ def _ask_nodes(
                 raise
             # It must not hide what the other agents have answered.
             return answers | dict.fromkeys(left, (None, error))
-        sends = {at: functools.partial(_send, agent, method, *arguments[at]) for at, agent in agents.items()}
+        sends = {at: functools.partial(agent.answer.remote, method, *arguments[at]) for at, agent in agents.items()}
         answers |= collect(sends, deadline - time.monotonic())
         left = {}
         for node_id, agent in agents.items():

@@ -3,8 +3,8 @@
 
 import contextlib
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -78,26 +78,26 @@ def lease_ports(
     check_range(low, high)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    of_slots = [(slot, [uuid.uuid4().hex for _ in range(count)]) for slot in slots]
-    asked = group_pairs((slot.node_id, one) for slot, ids in of_slots for one in ids)
-    address = {slot.node_id: slot.node_ip for slot in slots}
+    wanted = [[PortLease(slot.node_ip, 0, slot.node_id, uuid.uuid4().hex) for _ in range(count)] for slot in slots]
+    on_node = group_pairs((lease.node_id, lease) for leases in wanted for lease in leases)
+    ids = {node_id: [lease.lease_id for lease in leases] for node_id, leases in on_node.items()}
     port: dict[str, int] = {}
     try:
-        requests = {node_id: (ids, low, high, this_process()) for node_id, ids in asked.items()}
+        requests = {node_id: (there, low, high, this_process()) for node_id, there in ids.items()}
         for node_id, answer in ask_nodes("lease", requests, ANSWER_S).items():
             if isinstance(answer, Exception):
                 raise answer
             ports, leased, in_use = answer
             if not ports:
-                raise PortUnavailableError(address[node_id], len(asked[node_id]), low, high, leased, in_use)
-            port.update(zip(asked[node_id], ports, strict=True))
+                address = on_node[node_id][0].address
+                raise PortUnavailableError(address, len(ids[node_id]), low, high, leased, in_use)
+            port.update(zip(ids[node_id], ports, strict=True))
     except BaseException:
-        # This uses the requested ids, so that a lease whose answer never arrives is released too. If the release fails
-        # as well, the first error is the one to raise.
+        # A lease whose answer never arrives is released too. If that fails too, the first error is raised.
         with contextlib.suppress(PlacementError):
-            _release(asked, ANSWER_S)
+            release_ports([lease for leases in wanted for lease in leases])
         raise
-    return tuple(tuple(PortLease(slot.node_ip, port[one], slot.node_id, one) for one in ids) for slot, ids in of_slots)
+    return tuple(tuple(replace(lease, port=port[lease.lease_id]) for lease in leases) for leases in wanted)
 
 
 def check_range(low: int, high: int) -> None:
@@ -118,10 +118,7 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
         PlacementError: an agent did not answer, although its node is alive. The ports of the other nodes are released,
             and those of this node will be if the agent answers later.
     """
-    _release(group_pairs((lease.node_id, lease.lease_id) for lease in leases), timeout_s)
-
-
-def _release(per_node: Mapping[str, list[str]], timeout_s: float) -> None:
+    per_node = group_pairs((lease.node_id, lease.lease_id) for lease in leases)
     if not per_node or not ray.is_initialized():
         return  # the agents ended with the job, and their sockets with them
     # A node that has gone holds no sockets.
