@@ -16,6 +16,7 @@ from ._nodes.agent import read_usage
 from ._nodes.head import ask_head, head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
+from ._ray_private import accelerator_names
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
@@ -198,13 +199,12 @@ class RayVirtualCluster:
             if bundles[0].get("CPU", 0) < max_colocated_worker_groups:
                 what = f"each of {max_colocated_worker_groups} worker groups needs a CPU of a bundle"
                 raise ValueError(f"{what}, and a bundle holds {bundles[0]}")
-        bundles = [one[0] for one in specs]
-        accelerators = _model.find_accelerators(bundles[0]) if bundles else {}
+        first, names = specs[0][0] if specs else {}, accelerator_names()
         cluster = cls(
             [group.bundle_count for group in placement_groups],
             max_colocated_worker_groups=max_colocated_worker_groups,
             name=name,
-            accelerators=accelerators,
+            accelerators={what: amount for what, amount in first.items() if what in names and amount > 0},
         )
         cluster._holding.adopt(placement_groups, timeout_s=timeout_s)
         return cluster
@@ -310,11 +310,10 @@ class RayVirtualCluster:
         """
         return tuple(self._own_places().values())
 
-    def _own_places(self) -> Mapping[int, Slot]:
-        self.reserve(unified=self._holding.held is not None and self._holding.request.unified)
+    def _own_places(self) -> dict[int, Slot]:
+        self.reserve(unified=self._holding.request.unified)
         held, mine = self._holding.held, self._places
-        places = held.places if held else {}
-        return places if mine is None else {place: slot for place, slot in places.items() if place in mine}
+        return {place: slot for place, slot in held.places.items() if mine is None or place in mine} if held else {}
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
         """Reserve the slots of lost nodes again, on other nodes. The other slots do not change.
@@ -333,7 +332,7 @@ class RayVirtualCluster:
             ResourceInsufficientError, PlacementTimeoutError: there was no room. Nothing has changed.
         """
         check_seconds("timeout_s", timeout_s)
-        self._check_owner("replace_lost_nodes")
+        self._check_owner("replace_lost_nodes", is_for_views=True)
         self.slots()
         new = self._holding.replace_lost(timeout_s=timeout_s)
         mine = set(self.slots())
@@ -366,7 +365,7 @@ class RayVirtualCluster:
         counts = _model.check_counts("bundle_counts", bundle_counts, least=1)
         check_seconds("timeout_s", timeout_s)
         check_seconds("wait_for_nodes_s", wait_for_nodes_s)
-        self._check_no_view("extend")
+        self._check_owner("extend")
         model = _model.find_model(self._holding.request, self._models)
         _model.check_segments(self.segment_size, counts, self.placement_group_strategy)
         self.slots()
@@ -390,20 +389,17 @@ class RayVirtualCluster:
                 did not have the resources back in time.
         """
         wanted = set(indices)
-        self._check_no_view("release_nodes")
+        self._check_owner("release_nodes")
         if self._holding.held is None:
             raise PlacementError(f"{self!r} has no nodes to release. Reserve it first.")
         self.slots()  # which raises if its Ray has been shut down
         if not self._holding.release(wanted):
             raise not_returned(f"logical node(s) {sorted(wanted)} of {self!r}")
 
-    def _check_owner(self, method: str) -> None:
+    def _check_owner(self, method: str, *, is_for_views: bool = False) -> None:
         if self._holding.is_adopted:
             raise ValueError(f"{self!r} does not own its placement groups, so it has no {method}()")
-
-    def _check_no_view(self, method: str) -> None:
-        self._check_owner(method)
-        if self._parent is not None:
+        if self._parent is not None and not is_for_views:
             raise ValueError(
                 f"{self!r} holds no nodes of its own: call {method}() of the cluster that it was taken from"
             )

@@ -23,23 +23,14 @@ _REMEDY = (
 class Target:
     """A running cluster to attach to.
 
-    `reason` is why it was chosen, as the end of a sentence that begins with "the Ray cluster at ADDRESS, which".
-    `advice` is what else to do if it does not answer, as a clause that a further one follows, or "".
+    `reason` is the end of a sentence that begins with "the Ray cluster at ADDRESS, which". `advice` is what else to do
+    if it does not answer, as a clause that a further one follows.
     """
 
     address: str
     reason: str
     advice: str = ""
     is_named: bool = False
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """The address that `ray start` has written for the drivers of this machine, its file, and the owner of that."""
-
-    address: str
-    file: str
-    uid: int
 
 
 def local_tag() -> str:
@@ -62,13 +53,7 @@ def _hash(text: str) -> str:
 def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
-    With `private`, "auto" also takes a cluster that another program of this user has started for itself, if it is the
-    only one here.
-
-    Raises:
-        ValueError: the address is not one.
-        PlacementError: nothing answers at the address; it is one of Ray Client; or it is "auto", and there is no
-            cluster, or more than one.
+    With `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
     """
     from_env = os.environ.get("RAY_ADDRESS") or None
     reason = "`address` names"
@@ -79,11 +64,16 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
             raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
         named, reason = from_env, "RAY_ADDRESS names"
     named = from_env if named is None else named
+    if named in (None, "auto") and (announced := _read_announcement()):
+        address, file, uid = announced
+        if uid == os.getuid() and answers(address):
+            reason = f"`ray start` announced in {file}"
+            return Target(address, reason, f"delete {file} if that cluster has stopped, ")
     if named is None:
-        # The one that was started last.
-        return _find_announced() or next(map(_make_target, reversed(_list_started(local_tag()))), None)
+        started = _list_started(local_tag())
+        return _make_target(started[-1]) if started else None
     if named == "auto":
-        return _find_announced() or _find_only_one(private=private)
+        return _find_only_one(private=private)
     if "://" in named:  # Ray connects to any such address through Ray Client.
         raise PlacementError(
             f"{named!r} is an address of Ray Client, which Fairlead does not support. {_REMEDY} Correct the address, "
@@ -124,34 +114,26 @@ def answers(address: str) -> bool:
         return False
 
 
-def read_announcement() -> Announcement | None:
-    """Return what `ray start` has announced on this machine; None if nothing that looks like an address."""
+def _read_announcement() -> tuple[str, str, int] | None:
+    """Return the address that `ray start` has announced on this machine, its file, and the owner of that."""
     file = cluster_file()
     try:
         with open(file or "", encoding="utf-8") as opened:
             uid, address = os.fstat(opened.fileno()).st_uid, opened.read(300).strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return Announcement(address, file or "", uid) if _split(address) else None
+    return (address, file or "", uid) if _split(address) else None
 
 
 def describe_foreign_announcement() -> str:
     """Return a clause about a cluster that another user has announced here and that is not followed, or ""."""
-    found = read_announcement()
-    if found is None or found.uid == os.getuid():
+    address, file, uid = _read_announcement() or ("", "", os.getuid())
+    if uid == os.getuid():
         return ""
     return (
-        f"{found.file} announces one at {found.address}, but belongs to another user (uid {found.uid}); to attach to "
-        f"that one, pass address={found.address!r} or set RAY_ADDRESS"
+        f"{file} announces one at {address}, but belongs to another user (uid {uid}); to attach to that one, pass "
+        f"address={address!r} or set RAY_ADDRESS"
     )
-
-
-def _find_announced() -> Target | None:
-    found = read_announcement()
-    if found is None or found.uid != os.getuid() or not answers(found.address):
-        return None
-    reason = f"`ray start` announced in {found.file}"
-    return Target(found.address, reason, f"delete {found.file} if that cluster has stopped, ")
 
 
 def _make_target(raylet: Raylet) -> Target:

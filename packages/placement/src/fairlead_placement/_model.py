@@ -58,22 +58,17 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Everything that a virtual cluster is to reserve.
+    """Everything that a virtual cluster is to reserve."""
 
-    `asks` has an entry for each logical node in use, and so has `gpu_ids`, unless any GPUs will do. `capacity` is how
-    many worker groups may share a slot. `unified` asks for one placement group in all, with each logical node on a
-    physical node of its own. `timeout_name` is the argument with which the user has set `timeout_s`, for messages.
-    """
-
-    asks: tuple[Ask, ...]
+    asks: tuple[Ask, ...]  # one for each logical node in use
     name: str
-    capacity: int
+    capacity: int  # how many worker groups may share a slot
     segment_size: int | None = None
-    gpu_ids: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    gpu_ids: Mapping[int, frozenset[str]] = field(default_factory=dict)  # by logical node; empty if any GPUs will do
     timeout_s: float
     wait_for_nodes_s: float
-    unified: bool = False
-    timeout_name: str = "reserve_timeout_s"
+    unified: bool = False  # one placement group in all, with each logical node on a physical node of its own
+    timeout_name: str = "reserve_timeout_s"  # the argument with which the user has set `timeout_s`, for messages
 
 
 class ClusterConfig(TypedDict):
@@ -109,12 +104,11 @@ _SEVERAL = re.compile(rf"(!?)in\(({_VALUE}(?:, ?{_VALUE})*)\)")
 def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
     """Return what a label must be: (True, values) for one of the values, (False, values) for none of them.
 
-    "" requires a label whose value is empty, as for Ray. Two conditions that Ray accepts and then never matches differ
-    here: a space after a comma is ignored, and "(a,b)" without "in" is refused.
-
     >>> parse_condition("!spot")
     (False, frozenset({'spot'}))
     """
+    # Two conditions that Ray accepts and then never matches differ here: a space after a comma is ignored, and "(a,b)"
+    # without "in" is refused.
     if text == "":
         return True, frozenset([""])
     found = _ONE.fullmatch(text) or _SEVERAL.fullmatch(text)
@@ -138,10 +132,7 @@ def check_selector(selector: Mapping[str, str]) -> None:
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Return whether a node with these labels may take a bundle with this selector.
-
-    Every condition must hold. For a label that the node does not have, "!v" and "!in(a,b)" hold, "v" and "in(a,b)" do
-    not. Ray 2.60 was tested to do the same.
+    """Return whether a node with these labels may take a bundle with this selector. Ray 2.60 was tested to do the same.
 
     >>> matches({"market": "!spot", "zone": "in(a,b)"}, {"zone": "b"})
     True
@@ -212,11 +203,6 @@ def check_segments(size: Any, counts: Sequence[int], strategy: str) -> int | Non
     if len(counts) % size:
         raise ValueError(f"{len(counts)} logical nodes in use are not a multiple of segment_size={size}")
     return int(size)
-
-
-def find_accelerators(bundle: Mapping[str, float]) -> dict[str, float]:
-    """Return the accelerators among what a bundle holds."""
-    return {name: amount for name, amount in bundle.items() if name in accelerator_names() and amount > 0}
 
 
 def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:

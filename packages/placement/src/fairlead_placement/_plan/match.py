@@ -3,6 +3,7 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 
 def match(needs: Sequence[int], profiles: Mapping[tuple[int, ...], int]) -> list[Counter[tuple[int, ...]]] | None:
@@ -10,9 +11,9 @@ def match(needs: Sequence[int], profiles: Mapping[tuple[int, ...], int]) -> list
 
     Each want, the most demanding first, `needs` so many nodes. A profile is the worth of a node to each want, or 0.
     Return the number of nodes of each profile for each want, from those worth least to it, or None if it is impossible.
-    A want may take the only nodes that another can use, and then has to take others: the matching follows shortest
-    augmenting paths.
     """
+    # A want may take the only nodes that another can use, and then has to take others: the matching follows shortest
+    # augmenting paths.
     unused = dict(profiles)
     usable = [sorted((p for p in profiles if p[want]), key=lambda p: p[want]) for want in range(len(needs))]
     tightest = [nodes[::-1] for nodes in usable]
@@ -36,23 +37,19 @@ def match(needs: Sequence[int], profiles: Mapping[tuple[int, ...], int]) -> list
             else:
                 return None
             end = tightest[last][-1]
-            amount = min(need, unused[end])
-            step = reached[last]
-            giver = last
-            while step is not None:
-                amount = min(amount, given[giver][step[1]])
-                giver, step = step[0], reached[step[0]]
-            unused[end] -= amount
-            taken, taker = end, last
-            while True:
-                given[taker][taken] += amount
-                holders[taken].add(taker)
-                step = reached[taker]
-                if step is None:
-                    break
-                given[taker][step[1]] -= amount
-                if not given[taker][step[1]]:
-                    holders[step[1]].discard(taker)
-                taker, taken = step
+            # Who takes nodes of which profile: the first of them unused ones, each other one from the one before it.
+            path = [(last, end)]
+            while (step := reached[path[-1][0]]) is not None:
+                path.append(step)
+            moves = [(giver, profile) for (giver, _), (_, profile) in pairwise(path)]
+            amount = min(need, unused[end], *(given[giver][profile] for giver, profile in moves))
             need -= amount
+            unused[end] -= amount
+            for giver, profile in moves:
+                given[giver][profile] -= amount
+                if not given[giver][profile]:
+                    holders[profile].discard(giver)
+            for taker, profile in path:
+                given[taker][profile] += amount
+                holders[profile].add(taker)
     return given

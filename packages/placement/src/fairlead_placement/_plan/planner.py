@@ -24,17 +24,15 @@ Room = tuple[Amounts, tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of interchangeable asks, with amounts as the planner counts them.
-
-    An ask is divided into units that are placed one by one: its bundles, or all of them together if they have to be on
-    one node. `least` is the number of bundles in a unit, and `unit` what they take.
-    """
+    """The shape of interchangeable asks, with amounts as the planner counts them."""
 
     number: int
     count: int
     bundle: Amounts
     selector: int
     strategy: Strategy
+    # The number of bundles that are placed together: all of them if they have to be on one node, else one. They are a
+    # unit, which takes these amounts.
     least: int
     unit: Amounts
 
@@ -46,22 +44,17 @@ Members = dict[Shape, list[int]]
 def decide(
     asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
 ) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
-    """Choose a node for every bundle from what is free on the nodes, which are in physical order.
+    """Return the node id of each bundle of each `node_idx`, from what is free on the nodes, or None without a plan.
 
-    With `own_nodes`, no two logical nodes are on one physical node. With `segment_size`, groups of that many logical
-    nodes, by number, are each on physical nodes of their own in one topology domain: only for STRICT_PACK, and only for
-    complete groups.
-
-    Returns:
-        The node id of each bundle of each `node_idx`, in physical order, or None if no plan was found; and whether it
-        is certain that these nodes cannot hold the asks even when nothing else runs there.
-
-    If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding takes
-    the tightest node that is still unused. If that fails too, logical nodes share physical nodes (unless `own_nodes`),
-    the most demanding first. No choice is revised, so uneven asks on uneven nodes may have a plan that is not found.
-    The nodes of all asks of one shape are then assigned in physical order, so that logical order follows physical order
-    (with segments: group by group, and within a domain).
+    The nodes are in physical order. The second result is whether it is certain that these nodes cannot hold the asks
+    even when nothing else runs there. With `own_nodes`, no two logical nodes are on one physical node. With
+    `segment_size`, the complete groups of that many logical nodes, by number, are each on physical nodes of their own
+    in one topology domain.
     """
+    # If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding
+    # takes the tightest node that is still unused. If that fails too, logical nodes share physical nodes, the most
+    # demanding first. No choice is revised, so uneven asks on uneven nodes may have a plan that is not found. The nodes
+    # of all asks of one shape are then assigned in physical order, so logical order follows physical order.
     site = Site(asks, nodes, False, own_nodes)
     if segment_size is None:
         found = site.place(site.asks, range(len(nodes)), own_nodes)
@@ -137,9 +130,7 @@ class Site:
         for shape, count in alike.items():
             units = shape.count // shape.least
             # The largest number of units on one node.
-            most = 1 if own_nodes else count
-            if shape.strategy != "STRICT_SPREAD":
-                most = units if own_nodes else units * count
+            most = (1 if shape.strategy == "STRICT_SPREAD" else units) * (1 if own_nodes else count)
             fits = self.fits[shape.number]
             if sum(min(fits[kind] // shape.least, most) * n for kind, n in nodes.items()) < units * count:
                 return False
@@ -311,10 +302,7 @@ class Site:
 def _choose(
     shape: Shape, left: int, free: dict[Room, list[int]], mine: dict[Room, list[int]], units: dict[Room, int]
 ) -> tuple[bool, Room] | None:
-    """Return the kind of node for the next unit, and whether the ask uses it already. `left` are its bundles left.
-
-    `units` is how many units each kind of node holds.
-    """
+    """Return the kind of node for the next unit, and whether the ask uses it already. `left` are its bundles left."""
 
     def promise(kind: tuple[bool, Room]) -> tuple[object, ...]:
         is_mine, room = kind

@@ -13,22 +13,14 @@ from ..exceptions import ResourceInsufficientError
 
 
 def physical_order(nodes: Iterable[Node]) -> list[Node]:
-    """Sort all nodes of a cluster by topology domain, rank in the domain, and node id.
-
-    Domains are ordered by the lowest rank of their nodes, then by name. Nodes without a domain come first. The
-    node id breaks every tie, so the slots of two nodes never interleave.
-    """
+    """Sort all nodes of a cluster by topology domain, rank in the domain, and node id."""
     by_id = {node.node_id: node for node in nodes}
     ordered = _sort_nodes({node_id: node_place(node) for node_id, node in by_id.items()})
     return [by_id[node_id] for _, node_id in ordered]
 
 
 def node_place(node: Node) -> tuple[str, int]:
-    """Return the topology domain of a node ("" if it has none) and its rank there.
-
-    They are the labels `ray.io/gpu-domain` and `fairlead.io/topo-rank`, or else the custom resources
-    `nvlink_domain_<id>` and `topo_rank`.
-    """
+    """Return the topology domain of a node ("" if it has none) and its rank there, from its labels or resources."""
     domain = node.labels.get("ray.io/gpu-domain")
     if domain is None:
         prefix = "nvlink_domain_"
@@ -127,10 +119,8 @@ def sort_bundle_indices_by_topology(
             raise ValueError(f"node {node_id} is in two places: (domain, rank) {places[node_id]} and {place}")
         bundles.setdefault(node_id, []).append((accelerator_order(gpu_id), index))
     ordered = _sort_nodes(places)
-    if segment_size is None:
-        nodes = [node_id for _, node_id in ordered]
-    else:
-        assert gpus_per_node is not None
+    nodes = [node_id for _, node_id in ordered]
+    if segment_size is not None and gpus_per_node is not None:
         complete = group_pairs(entry for entry in ordered if entry[0] and len(bundles[entry[1]]) >= gpus_per_node)
         nodes = [
             node_id
@@ -151,7 +141,11 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
 
 
 def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
-    """Return the (domain, node id) of nodes in physical order, from the (domain, rank) of each node id."""
+    """Return the (domain, node id) of nodes in physical order, from the (domain, rank) of each node id.
+
+    Domains are ordered by the lowest rank of their nodes, then by name. Nodes without a domain come first. The node id
+    breaks every tie, so the slots of two nodes never interleave.
+    """
     lowest = {domain: min(ranks) for domain, ranks in group_pairs(places.values()).items()}
     ordered = sorted(
         (domain != "", lowest[domain], domain, rank, node_id) for node_id, (domain, rank) in places.items()

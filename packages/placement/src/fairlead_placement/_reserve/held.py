@@ -7,16 +7,16 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Ask, Request, group_pairs
+from .._model import Ask, Node, Request, group_pairs
 from .._nodes.agent import dismiss_agents, read_usage, unwatch
-from .._nodes.head import alive_nodes, head_deadline, read_nodes
+from .._nodes.head import alive_nodes, head_deadline
 from .._nodes.ports import PortLease, lease_ports, release_ports
 from .._plan.topology import node_place
 from .._ray_private import connection
@@ -149,13 +149,14 @@ class Holding:
                 self.request, asks=asks, timeout_s=left_s, wait_for_nodes_s=nodes_s, timeout_name="timeout_s"
             )
 
-            def find_taken() -> Collection[str]:
+            def find_usable(nodes: Sequence[Node]) -> list[Node]:
                 held = self._check_same(mine, "it was extended")
                 # With these, every logical node is on a physical node of its own.
-                return held.node_ids if part.unified or part.segment_size else ()
+                taken = set(held.node_ids) if part.unified or part.segment_size else set()
+                return [node for node in nodes if node.node_id not in taken]
 
             with head_deadline(max(left_s, nodes_s)):
-                slots = reserve(part, find_taken, self._amounts)
+                slots = reserve(part, find_usable, self._amounts)
                 with (
                     remove_on_error(lambda: [slot.placement_group for slot in slots]),
                     # A release of other nodes may take that long.
@@ -282,8 +283,7 @@ class Holding:
                         unified=False,
                         timeout_name="timeout_s",
                     )
-                    taken = self._find_taken(batch[0], [*there, *new])
-                    new += reserve(part, functools.partial(frozenset, taken))
+                    new += reserve(part, functools.partial(self._find_usable, batch[0], [*there, *new]))
                 before = self._check_same(mine, "nodes were replaced")
                 made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
                 places, replacements = replace_slots(before.places, lost, new), {**before.replacements, **made}
@@ -292,22 +292,19 @@ class Holding:
             return tuple(held.places[place] for place in lost)
 
     def _segments(self) -> dict[int, int]:
-        """Return the number of each logical node's segment."""
+        """Return the number of each logical node's segment; without segments, each has its own."""
         return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.asks)}
 
-    def _find_taken(self, ask: Ask, there: Sequence[Slot]) -> frozenset[str]:
-        """Return the nodes that a replacement cannot use, because of the slots that are there."""
-        if not self.request.unified and self.request.segment_size is None:
-            mine = [slot for slot in there if slot.node_idx == ask.node_idx]
-            return frozenset(slot.node_id for slot in mine if ask.strategy == "STRICT_SPREAD")
-        # Every logical node is on a physical node of its own, and those of a segment are in one domain.
-        taken = frozenset(slot.node_id for slot in there)
-        if self.request.segment_size is None:
-            return taken
-        segment = self._segments()
-        domain = {node.node_id: node_place(node)[0] for node in read_nodes()}
-        near = {domain.get(slot.node_id) for slot in there if segment[slot.node_idx] == segment[ask.node_idx]} - {None}
-        return taken.union(node_id for node_id in domain if near and domain[node_id] not in near)
+    def _find_usable(self, ask: Ask, there: Sequence[Slot], nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes that a replacement can use, beside the slots that are there."""
+        request, segment = self.request, self._segments()
+        near = {slot.node_id for slot in there if segment[slot.node_idx] == segment[ask.node_idx]}
+        taken = near if ask.strategy == "STRICT_SPREAD" else set()
+        if request.unified or request.segment_size:  # every logical node is on a physical node of its own
+            taken = {slot.node_id for slot in there}
+        domains = {node_place(node)[0] for node in nodes if request.segment_size and node.node_id in near}
+        free = [node for node in nodes if node.node_id not in taken]
+        return [node for node in free if node_place(node)[0] in domains] if domains else free
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""

@@ -4,7 +4,7 @@
 import contextlib
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import ray
@@ -52,14 +52,13 @@ def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: fl
 
 def reserve(
     request: Request,
-    find_taken: Callable[[], Collection[str]] = frozenset,
+    find_usable: Callable[[Sequence[Node]], list[Node]] = list,
     held: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
 ) -> tuple[Slot, ...]:
     """Place a request, again and again until it succeeds or its time is up, and return its slots.
 
-    `find_taken` returns the ids of nodes that must not be used. It is called before each attempt; if it raises, the
-    wait ends. `held` returns, by node id, what the cluster that is extended holds, even when the planner counts nodes
-    as idle.
+    `find_usable` chooses among the present nodes before each attempt; if it raises, the wait ends. `held` returns, by
+    node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
     """
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
@@ -76,8 +75,7 @@ def reserve(
             is_infeasible = any(group.id.hex() in (infeasible or ()) for group in shown)
             if shown and ask_head("look for demand", placement_group_table, shown[0]).get("state") == "CREATED":
                 demand.close()
-            taken = frozenset(find_taken())
-            nodes = [node for node in read_nodes() if node.node_id not in taken]
+            nodes = find_usable(read_nodes())
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, owned, deadline=deadline)
             else:
