@@ -159,8 +159,16 @@ class RayVirtualCluster:
         >>> RayVirtualCluster.from_config({"gpus_per_node": 8, "num_nodes": 2})
         RayVirtualCluster([8, 8], GPU, name='', not reserved)
         """
-        counts, given = _model.read_config(config)
-        return cls(counts, **{**given, **options})
+        if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
+            raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
+        for key in ("gpus_per_node", "num_nodes"):
+            check_positive(f"config[{key!r}]", config.get(key))
+        given = {
+            "port_range_low": config.get("master_port_range_low"),
+            "port_range_high": config.get("master_port_range_high"),
+            "segment_size": config.get("segment_size"),
+        }
+        return cls([config["gpus_per_node"]] * config["num_nodes"], **{**given, **options})
 
     @classmethod
     def of(
@@ -366,10 +374,15 @@ class RayVirtualCluster:
         check_seconds("timeout_s", timeout_s)
         check_seconds("wait_for_nodes_s", wait_for_nodes_s)
         self._check_owner("extend")
-        model = _model.find_model(self._holding.request, self._models)
+        remedy = "cannot be extended: reserve another one with the"
+        if self._holding.request.gpu_ids:
+            raise ValueError(f"a cluster with gpu_ids {remedy} GPUs that you need")
+        if any(other.bundle != self._models[0].bundle for other in self._models):
+            what = "a cluster whose node_resource_constraints differ between logical nodes"
+            raise ValueError(f"{what} {remedy} constraints that you need")
         _model.check_segments(self.segment_size, counts, self.placement_group_strategy)
         self.slots()
-        return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
+        return self._holding.extend(counts, self._models[0], timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 
     def release_nodes(self, indices: Iterable[int]) -> None:
         """Release logical nodes, and wait at most 30 s until Ray has their resources back.

@@ -228,20 +228,6 @@ def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict
     return {name: float(amount) for name, amount in accelerators.items()}
 
 
-def read_config(config: ClusterConfig) -> tuple[list[int], dict[str, Any]]:
-    """Return the numbers of bundles and the options that a config gives."""
-    if unknown := sorted(set(config) - set(ClusterConfig.__annotations__)):
-        raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
-    for key in ("gpus_per_node", "num_nodes"):
-        check_positive(f"config[{key!r}]", config.get(key))
-    given = {
-        "port_range_low": config.get("master_port_range_low"),
-        "port_range_high": config.get("master_port_range_high"),
-        "segment_size": config.get("segment_size"),
-    }
-    return [config["gpus_per_node"]] * config["num_nodes"], given
-
-
 def make_asks(
     counts: Sequence[int],
     cpus: int,
@@ -270,15 +256,3 @@ def make_asks(
             )
     numbered = enumerate(zip(counts, extras, strict=True))
     return [Ask(at, count, {**bundle, **extra}, strategy, selector) for at, (count, extra) in numbered]
-
-
-def find_model(request: Request, asks: Sequence[Ask]) -> Ask:
-    """Return what a new logical node gets, but for its number and count; a ValueError if the options do not say."""
-    if request.gpu_ids:
-        raise ValueError("a cluster with gpu_ids cannot be extended: reserve another one with the GPUs that you need")
-    if any(other.bundle != asks[0].bundle for other in asks):
-        raise ValueError(
-            "a cluster whose node_resource_constraints differ between logical nodes cannot be extended: reserve "
-            "another one with the constraints that you need"
-        )
-    return asks[0]

@@ -18,10 +18,6 @@ from .exceptions import PlacementError
 
 # The width of output that is not a terminal, wide enough that few lines are broken.
 WIDTH = 160
-MISUSED = 2
-FAILED = 3
-INTERRUPTED = 130
-CLOSED = 141
 
 
 def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool = True) -> argparse.ArgumentParser:
@@ -66,14 +62,14 @@ def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:
         status = command()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        status = INTERRUPTED
+        status = 130
     except BrokenPipeError:
         # Python writes what is left in its buffer when it ends, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = CLOSED
+        status = 141
     except (PlacementError, ray.exceptions.RayError, *errors) as error:
         print(error, file=sys.stderr)  # noqa: T201  this is a program
-        status = FAILED
+        status = 3
     if head_is_silent():  # for which Ray would wait at the exit of the interpreter
         sys.stderr.flush()
         os._exit(status)
@@ -92,12 +88,13 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
         PlacementError: there is no cluster, it wants another token, or it runs another version of Ray or Python.
         SystemExit: the address is not one.
     """
-    if address == "local":
-        raise _misuse("--address local would start a cluster of its own; leave it out, or name a running one")
     try:
+        if address == "local":
+            raise ValueError("--address local would start a cluster of its own; leave it out, or name a running one")
         attach_to(address, timeout_s=timeout_s, private=True, log_to_driver=False, logging_level="error")
     except ValueError as error:
-        raise _misuse(str(error)) from None
+        print(error, file=sys.stderr)  # noqa: T201
+        raise SystemExit(2) from None
     except RuntimeError as error:
         raise PlacementError(f"Cannot attach to the cluster at {address}: {error}") from error
     try:
@@ -107,11 +104,6 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     finally:
         if not head_is_silent():
             ray.shutdown()
-
-
-def _misuse(text: str) -> SystemExit:
-    print(text, file=sys.stderr)  # noqa: T201
-    return SystemExit(MISUSED)
 
 
 class Output:

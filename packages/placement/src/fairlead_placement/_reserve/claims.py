@@ -6,7 +6,7 @@ The count is per driver. Ray keeps an actor pending, without an error, if its bu
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._slot import Slot
@@ -82,24 +82,21 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
                 )
             there = _held.get(slot.key, {})
             if len(there) >= slot.capacity:
-                return ResourceInsufficientError(_full(slot, claim.holder, there))
+                names = ", ".join(repr(other.holder) for other in there)
+                one = slot.capacity == 1
+                # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
+                wider = "enable_colocation=True" if one else f"max_colocated_worker_groups={slot.capacity + 1}"
+                return ResourceInsufficientError(
+                    f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
+                    f"bundle has room for {slot.capacity} worker group{'' if one else 's'}, and {names} "
+                    f"{'is' if one else 'are'} there. Shut {names if one else 'one of them'} down, or reserve the "
+                    f"cluster with {wider}."
+                )
         for key in claim._keys:
             _held.setdefault(key, {})[claim] = None
         if (group := claim._group()) is not None:
             _groups.setdefault(id(group), group)
     return None
-
-
-def _full(slot: Slot, holder: str, there: Iterable[SlotClaim]) -> str:
-    names = ", ".join(repr(other.holder) for other in there)
-    one = slot.capacity == 1
-    # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
-    wider = "enable_colocation=True" if one else f"max_colocated_worker_groups={slot.capacity + 1}"
-    return (
-        f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the bundle has room for "
-        f"{slot.capacity} worker group{'' if one else 's'}, and {names} {'is' if one else 'are'} there. Shut "
-        f"{names if one else 'one of them'} down, or reserve the cluster with {wider}."
-    )
 
 
 def close_slots(slots: Sequence[Slot]) -> list[str]:

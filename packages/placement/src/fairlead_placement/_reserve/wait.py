@@ -89,7 +89,7 @@ def reserve(
                         raise
                     continue
             limit = request.timeout_s
-            if not request.gpu_ids and (waited < limit or isinstance(outcome, Impossible)) and waited >= asks_at:
+            if not request.gpu_ids and waited >= asks_at:
                 infeasible = ask_head("look for an autoscaler", infeasible_groups)
                 asks_at = waited + STATUS_S
             if isinstance(outcome, Impossible):
@@ -133,12 +133,13 @@ def try_once(
     deadline: float,
 ) -> Placed | Busy | Impossible:
     """Plan a request on any of the nodes, and place it. `withdraw` is called before anything is placed."""
-    chosen, impossible = decide(
-        request.asks,
-        [_without(node, held[node.node_id]) if node.node_id in held else node for node in nodes],
-        own_nodes=request.unified,
-        segment_size=request.segment_size,
-    )
+    rest = []
+    for node in nodes:
+        mine = held.get(node.node_id, {})
+        rest.append(
+            replace(node, total={name: n - mine.get(name, 0.0) for name, n in node.total.items()}) if mine else node
+        )
+    chosen, impossible = decide(request.asks, rest, own_nodes=request.unified, segment_size=request.segment_size)
     if impossible:
         bundles = sum(ask.count for ask in request.asks)
         own = ", each logical node on a physical node of its own" if request.unified else ""
@@ -157,10 +158,6 @@ def try_once(
     return Busy(
         ": the request would fit on these nodes, but others hold what it needs (see below). Release some of it,"
     )
-
-
-def _without(node: Node, held: Mapping[str, float]) -> Node:
-    return replace(node, total={name: amount - held.get(name, 0.0) for name, amount in node.total.items()})
 
 
 def _report(
