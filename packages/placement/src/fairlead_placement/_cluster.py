@@ -117,8 +117,8 @@ class RayVirtualCluster:
         self.use_gpus: bool = gpus > 0
         wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
         self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
-        # One for each logical node, also for those that are not in use.
-        self._models = _model.make_asks(
+        _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
+        asks = _model.make_asks(
             counts,
             capacity * cpus_per_worker,
             placement_group_strategy,
@@ -127,17 +127,16 @@ class RayVirtualCluster:
             label_selector,
             node_resource_constraints,
         )
-        asks = [ask for ask in self._models if ask.count > 0]
         request = Request(
             asks=tuple(asks),
             name=name,
             capacity=capacity,
             gpu_ids=wanted,
-            segment_size=_model.check_segments(segment_size, [ask.count for ask in asks], placement_group_strategy),
+            segment_size=segment_size,
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
-        self._holding = Holding(request, counts, monitor_memory=monitor_memory)
+        self._holding = Holding(request, monitor_memory=monitor_memory)
         self._parent: RayVirtualCluster | None = None
         # Of a view, the logical node of each of its slots, by the number of the slot's place.
         self._places: dict[int, int] | None = None
@@ -220,7 +219,7 @@ class RayVirtualCluster:
     @property
     def _counts(self) -> tuple[int, ...]:
         """The number of bundles of each logical node, also of those that have been added."""
-        counts = self._holding.counts
+        counts = tuple(ask.count for ask in self._holding.request.asks)
         if self._places is None:
             return counts
         mine = Counter(node_idx for node_idx in self._places.values() if counts[node_idx] > 0)
@@ -374,15 +373,16 @@ class RayVirtualCluster:
         check_seconds("timeout_s", timeout_s)
         check_seconds("wait_for_nodes_s", wait_for_nodes_s)
         self._check_owner("extend")
+        model, *others = self._holding.request.asks
         remedy = "cannot be extended: reserve another one with the"
         if self._holding.request.gpu_ids:
             raise ValueError(f"a cluster with gpu_ids {remedy} GPUs that you need")
-        if any(other.bundle != self._models[0].bundle for other in self._models):
+        if any(other.bundle != model.bundle for other in others):
             what = "a cluster whose node_resource_constraints differ between logical nodes"
             raise ValueError(f"{what} {remedy} constraints that you need")
-        _model.check_segments(self.segment_size, counts, self.placement_group_strategy)
+        _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
         self.slots()
-        return self._holding.extend(counts, self._models[0], timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
+        return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 
     def release_nodes(self, indices: Iterable[int]) -> None:
         """Release logical nodes, and wait at most 30 s until Ray has their resources back.

@@ -60,7 +60,7 @@ class Ask:
 class Request:
     """Everything that a virtual cluster is to reserve."""
 
-    asks: tuple[Ask, ...]  # one for each logical node in use
+    asks: tuple[Ask, ...]  # one for each logical node, also for those that are not in use
     name: str
     capacity: int  # how many worker groups may share a slot
     segment_size: int | None = None
@@ -69,6 +69,10 @@ class Request:
     wait_for_nodes_s: float
     unified: bool = False  # one placement group in all, with each logical node on a physical node of its own
     timeout_name: str = "reserve_timeout_s"  # the argument with which the user has set `timeout_s`, for messages
+
+    @property
+    def used(self) -> tuple[Ask, ...]:
+        return tuple(ask for ask in self.asks if ask.count)
 
 
 class ClusterConfig(TypedDict):
@@ -193,16 +197,15 @@ def check_seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_segments(size: Any, counts: Sequence[int], strategy: str) -> int | None:
-    """Return how many logical nodes share a topology domain, or None if they may use any nodes."""
+def check_segments(size: Any, used: int, strategy: str) -> None:
+    """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
     if size is None:
-        return None
+        return
     check_positive("segment_size", size)
     if strategy != "STRICT_PACK":
         raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
-    if len(counts) % size:
-        raise ValueError(f"{len(counts)} logical nodes in use are not a multiple of segment_size={size}")
-    return int(size)
+    if used % size:
+        raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={size}")
 
 
 def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement._model import Request
+from fairlead_placement._model import Ask, Request
 from fairlead_placement._reserve import held as _held
 from fairlead_placement._reserve.held import Held, Holding, replace_slots
 from fairlead_placement._reserve.slots import number_slots
@@ -232,8 +232,8 @@ def test_a_release_of_many_nodes(monkeypatch):
         )
         for at in range(count)
     ]
-    request = Request(asks=(), name="many", capacity=1, timeout_s=0.0, wait_for_nodes_s=0.0)
-    holding = Holding(request, [1] * count)
+    asks = tuple(Ask(at, 1, {}) for at in range(count))
+    holding = Holding(Request(asks=asks, name="many", capacity=1, timeout_s=0.0, wait_for_nodes_s=0.0))
     leases = dict.fromkeys(PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots)
     places = dict(enumerate(slots))
     holding.held = Held(on="here", at=0.0, places=places, next_place=count, leases=leases)

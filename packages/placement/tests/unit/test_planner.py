@@ -340,7 +340,7 @@ def test_segments_are_refused_only_if_impossible(random):
 def test_bad_segment_size(size):
     """A size that is not a positive integer is refused, and the error shows the value."""
     with pytest.raises(ValueError, match=f"segment_size must be an integer of at least 1, got {size!r}"):
-        check_segments(size, [1, 1], "STRICT_PACK")
+        check_segments(size, 2, "STRICT_PACK")
 
 
 def test_a_domain_for_each_segment():

@@ -71,9 +71,8 @@ class Held:
 class Holding:
     """The request and the resources of a virtual cluster. The cluster's finalizer refers to it, and it not to that."""
 
-    def __init__(self, request: Request, counts: Sequence[int], *, monitor_memory: bool = False) -> None:
+    def __init__(self, request: Request, *, monitor_memory: bool = False) -> None:
         self.request = request
-        self.counts = tuple(counts)
         self.monitor_memory = monitor_memory
         self.held: Held | None = None
         self.is_adopted = False  # whether others own what is held
@@ -143,7 +142,7 @@ class Holding:
         deadline = began + timeout_s
         with self._hold(self._extending, "extends", deadline) as left_s:
             nodes_s = max(0.0, wait_for_nodes_s - (time.monotonic() - began))
-            first = len(self.counts)
+            first = len(self.request.asks)
             asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
             part = replace(
                 self.request, asks=asks, timeout_s=left_s, wait_for_nodes_s=nodes_s, timeout_name="timeout_s"
@@ -166,7 +165,6 @@ class Holding:
                     numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
                     places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
                     self.request = replace(self.request, asks=(*self.request.asks, *asks))
-                    self.counts = (*self.counts, *counts)
                     self.held = replace(held, places=places, next_place=held.next_place + len(slots))
                 self._watch(held, self.held)
             return tuple(ask.node_idx for ask in asks)
@@ -198,10 +196,9 @@ class Holding:
                     f"{', '.join(map(repr, names))} use their slots. Shut them down first."
                 )
             before, request = self._check_same(mine, "nodes were released"), self.request
-            asks = tuple(ask for ask in request.asks if ask.node_idx not in wanted)
+            asks = tuple(replace(ask, count=0) if ask.node_idx in wanted else ask for ask in request.asks)
             gpu_ids = {at: gpus for at, gpus in request.gpu_ids.items() if at not in wanted}
             self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
-            self.counts = tuple(0 if at in wanted else count for at, count in enumerate(self.counts))
             kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
             self.held = replace(before, places=dict(zip(kept, number_slots(kept.values()), strict=True)))
             return self._return(before, self.held)
@@ -293,7 +290,7 @@ class Holding:
 
     def _segments(self) -> dict[int, int]:
         """Return the number of each logical node's segment; without segments, each has its own."""
-        return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.asks)}
+        return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.used)}
 
     def _find_usable(self, ask: Ask, there: Sequence[Slot], nodes: Sequence[Node]) -> list[Node]:
         """Return the nodes that a replacement can use, beside the slots that are there."""

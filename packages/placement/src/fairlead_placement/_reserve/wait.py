@@ -28,7 +28,7 @@ STATUS_S = 2.0
 
 def examine(request: Request) -> ReservationReport:
     """Return whether a reservation would succeed now, without reserving."""
-    asks, nodes = request.asks, read_nodes()
+    asks, nodes = request.used, read_nodes()
     chosen, impossible = decide(asks, nodes, own_nodes=request.unified, segment_size=request.segment_size)
     verdict: Verdict = "fits" if chosen is not None else "impossible" if impossible else "taken"
     return _report(asks, nodes, verdict, chosen)
@@ -60,6 +60,7 @@ def reserve(
     `find_usable` chooses among the present nodes before each attempt; if it raises, the wait ends. `held` returns, by
     node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
     """
+    request = replace(request, asks=request.used)
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
