@@ -141,9 +141,9 @@ def _make_target(raylet: Raylet) -> Target:
 
 
 def _list_started(prefix: str) -> list[Raylet]:
-    """Return the raylets of the clusters that answer and whose tag begins with a prefix, the oldest first."""
-    tagged = [one for one in list_raylets() if any(name.startswith(prefix) for name in one.resources)]
-    return sorted((one for one in tagged if answers(one.address)), key=lambda one: one.started_at)
+    """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
+    tagged = {one.address: one for one in list_raylets() if any(name.startswith(prefix) for name in one.resources)}
+    return sorted((one for one in tagged.values() if answers(one.address)), key=lambda one: one.started_at)
 
 
 def _find_only_one(*, private: bool) -> Target:
@@ -155,7 +155,7 @@ def _find_only_one(*, private: bool) -> Target:
             f"init_ray started several Ray clusters on this machine: {_describe(started)}. Pass the address of one of "
             "them, or set RAY_ADDRESS."
         )
-    others = [one for one in {one.address: one for one in list_raylets()}.values() if answers(one.address)]
+    others = _list_started("")
     if private and len(others) == 1:
         return Target(others[0].address, f"process {others[0].starter} started for itself")
     theirs = (

@@ -181,16 +181,14 @@ class Site:
         for ask in asks:
             shape = self.shape_of[ask.node_idx]
             fits = self.fits[shape.number]
-            picked: list[int] = []
             if shape.strategy in ("STRICT_PACK", "PACK"):
                 picked = [at for at in islice(unused(shape, ask.count), 1) for _ in range(ask.count)]
-            if shape.strategy == "PACK" and not picked:
                 # As few nodes as possible: the roomiest first.
-                for at in unused(shape, roomiest=True):
-                    picked += [at] * min(ask.count - len(picked), fits[self.kind_of[at]])
-                    if len(picked) == ask.count:
+                while shape.strategy == "PACK" and len(picked) < ask.count:
+                    if (at := next(unused(shape, roomiest=True), None)) is None:
                         break
-            if shape.strategy in ("SPREAD", "STRICT_SPREAD"):
+                    picked += [at] * min(ask.count - len(picked), fits[self.kind_of[at]])
+            else:
                 takers = picked = list(islice(unused(shape), ask.count))
                 turn = 1
                 while shape.strategy == "SPREAD" and takers and len(picked) < ask.count:

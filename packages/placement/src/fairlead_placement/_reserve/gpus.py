@@ -48,14 +48,12 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: st
     if not isinstance(gpu_ids, (list, tuple)):
         raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
     used = [node_idx for node_idx, count in enumerate(counts) if count > 0]
-    if any(isinstance(one, (list, tuple)) for one in gpu_ids):
-        per_node = list(gpu_ids)
-        if len(per_node) != len(counts):
-            raise ValueError(f"gpu_ids has {len(per_node)} lists for {len(counts)} logical nodes: {gpu_ids!r}")
-    elif len(used) == 1:
-        per_node = [gpu_ids if node_idx in used else [] for node_idx in range(len(counts))]
-    else:
+    is_nested = any(isinstance(one, (list, tuple)) for one in gpu_ids)
+    if not is_nested and len(used) != 1:
         raise ValueError(f"gpu_ids must be a list per logical node, as {len(used)} are in use, got {gpu_ids!r}")
+    per_node = list(gpu_ids) if is_nested else [gpu_ids if count else [] for count in counts]
+    if len(per_node) != len(counts):
+        raise ValueError(f"gpu_ids has {len(per_node)} lists for {len(counts)} logical nodes: {gpu_ids!r}")
     for node_idx, (ids, count) in enumerate(zip(per_node, counts, strict=True)):
         if not isinstance(ids, (list, tuple)) or len(ids) != count:
             raise ValueError(

@@ -85,10 +85,8 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
         for index, bundle in enumerate(one.bundles)
         if (kinds := {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0})
     }
-    if not held:
-        return [[{}] * len(one.bundles) for one in reserved]
     timeout_s = max(LEAST_S, deadline - time.monotonic())
-    refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held)
+    refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held) if held else {}
     try:
         ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
     except ray.exceptions.GetTimeoutError as error:
