@@ -22,7 +22,7 @@ Amounts = tuple[int, ...]
 Room = tuple[Amounts, tuple[bool, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
     """The shape of interchangeable asks, with amounts as the planner counts them."""
 
@@ -35,6 +35,7 @@ class Shape:
     # unit, which takes these amounts.
     least: int
     unit: Amounts
+    fits: list[int]  # how many bundles a node of each kind holds
 
 
 # The logical nodes of each shape.
@@ -78,18 +79,6 @@ class Site:
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
         selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask, *_ in alike}.values())
-        self.shapes: list[Shape] = []
-        self.shape_of: dict[int, Shape] = {}
-        self.members: Members = {}
-        for s, members in enumerate(alike):
-            ask = members[0]
-            amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
-            least = ask.count if ask.strategy == "STRICT_PACK" else 1
-            unit = tuple(n * least for n in amounts)
-            shape = Shape(s, ask.count, amounts, selectors.index(ask.labels), ask.strategy, least, unit)
-            self.shapes.append(shape)
-            self.members[shape] = [one.node_idx for one in members]
-            self.shape_of.update(dict.fromkeys(self.members[shape], shape))
         numbers: dict[object, int] = {}
         self.rooms: list[Room] = []
         self.kind_of: list[int] = []
@@ -102,12 +91,19 @@ class Site:
             if number == len(self.rooms):
                 self.rooms.append((tuple(round((amount or 0) * PRECISION) for amount in seen[0]), matched))
             self.kind_of.append(number)
+        self.shape_of: dict[int, Shape] = {}
+        self.members: Members = {}
         counted: dict[tuple[Amounts, int], list[int]] = {}
-        for shape in self.shapes:
-            if (key := (shape.bundle, shape.selector)) not in counted:
+        for s, (ask, *others) in enumerate(alike):
+            amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
+            key = amounts, selectors.index(ask.labels)
+            if key not in counted:
                 counted[key] = [_count_units(room, *key) for room in self.rooms]
-        # How many bundles a node holds, by shape and by kind of node.
-        self.fits = [counted[shape.bundle, shape.selector] for shape in self.shapes]
+            least = ask.count if ask.strategy == "STRICT_PACK" else 1
+            shape = Shape(s, ask.count, *key, ask.strategy, least, tuple(n * least for n in amounts), counted[key])
+            self.members[shape] = [ask.node_idx, *(one.node_idx for one in others)]
+            self.shape_of.update(dict.fromkeys(self.members[shape], shape))
+        self.shapes = list(self.members)
 
     def is_impossible(self, segment_size: int | None) -> bool:
         """Return whether a necessary condition fails: what is alike has room alone, and all of it in total."""
@@ -131,8 +127,7 @@ class Site:
             units = shape.count // shape.least
             # The largest number of units on one node.
             most = (1 if shape.strategy == "STRICT_SPREAD" else units) * (1 if own_nodes else count)
-            fits = self.fits[shape.number]
-            if sum(min(fits[kind] // shape.least, most) * n for kind, n in nodes.items()) < units * count:
+            if sum(min(shape.fits[kind] // shape.least, most) * n for kind, n in nodes.items()) < units * count:
                 return False
         return all(
             sum(shape.bundle[r] * shape.count * n for shape, n in alike.items())
@@ -144,7 +139,7 @@ class Site:
         self, shapes: Sequence[Shape], groups: Sequence[Sequence[int]]
     ) -> list[dict[tuple[int, ...], list[int]]]:
         """Return the nodes of each group by how many bundles of each shape they hold; 0 if too few."""
-        worth = [[units if units >= shape.least else 0 for units in self.fits[shape.number]] for shape in shapes]
+        worth = [[units if units >= shape.least else 0 for units in shape.fits] for shape in shapes]
         by_kind = list(zip(*worth, strict=True)) if worth else [()] * len(self.rooms)
         return [group_pairs((by_kind[self.kind_of[at]], at) for at in group) for group in groups]
 
@@ -172,7 +167,7 @@ class Site:
         def unused(shape: Shape, least: int = 1, roomiest: bool = False) -> Iterator[int]:
             key = (shape.bundle, shape.selector, least, roomiest)
             if key not in walks:
-                fits, kind_of = self.fits[shape.number], self.kind_of
+                fits, kind_of = shape.fits, self.kind_of
                 order = sorted(positions, key=lambda at: -fits[kind_of[at]]) if roomiest else positions
                 walks[key] = (at for at in order if fits[kind_of[at]] >= least and at not in used)
             return walks[key]
@@ -180,7 +175,7 @@ class Site:
         found: Places = {}
         for ask in asks:
             shape = self.shape_of[ask.node_idx]
-            fits = self.fits[shape.number]
+            fits = shape.fits
             if shape.strategy in ("STRICT_PACK", "PACK"):
                 picked = [at for at in islice(unused(shape, ask.count), 1) for _ in range(ask.count)]
                 # As few nodes as possible: the roomiest first.
