@@ -241,6 +241,8 @@ class TestAdopted:
         with pytest.raises(ValueError, match="each of 100 worker groups needs a CPU"):
             RayVirtualCluster.of([pending], 100)
         removed = placement_group([{"CPU": 1}])
+        # Ray may lose the resources of a group that is removed while it is placed.
+        ray.get(removed.ready(), timeout=120)
         remove_placement_group(removed)
         with pytest.raises(PlacementError, match="has been removed"):
             RayVirtualCluster.of([removed])
