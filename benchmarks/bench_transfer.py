@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from _measure import Row, Timing, interleaved, table
+from _measure import Row, Timing, interleaved, table, take_turns
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
@@ -42,7 +42,11 @@ def rows() -> list[Row]:
     init_ray(address="local", num_cpus=8)
     try:
         with RayVirtualCluster([8], use_gpus=False) as cluster:
-            results += [row for part in (_large_rows, _contiguous_rows, _small_rows) for row in part(cluster.slots())]
+            results += [
+                row
+                for part in (_large_rows, _contiguous_rows, _delta_rows, _small_rows)
+                for row in part(cluster.slots())
+            ]
     finally:
         ray.shutdown()
     return results
@@ -162,6 +166,29 @@ def _large_rows(slots: Any) -> Iterator[Row]:
     # place makes two copies.
     yield from _nixl_rows(stored, read)
     yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
+
+
+def _delta_rows(slots: Any) -> Iterator[Row]:
+    """Measure sends of tensors that have not changed, and of the same tensors as a whole."""
+    source, target = _groups(slots, 8, (4096, 4096))
+    version = itertools.count()
+    with source, target, contextlib.ExitStack() as links:
+        store, shared = _links(links, source, target, "object_store", "shared_memory")
+        # The first send of each turn finds that another link has overwritten the tensors, and is whole.
+        stored, mapped, unchanged = map(
+            Timing.of,
+            take_turns(
+                lambda: store.send(next(version)),
+                lambda: shared.send(next(version)),
+                lambda: shared.send(next(version), delta=True),
+                repeats=9,
+                settles=True,
+            ),
+        )
+    ratio, other = unchanged.median / stored.median, unchanged.median / mapped.median
+    yield Row("512 MiB that have not changed, delta=True, 4 to 4 ranks", str(unchanged), "", True)
+    yield Row("  against a whole send through the object store", f"{ratio:.2f}x", "<= 0.35x", ratio <= 0.35)
+    yield Row("  against a whole send through shared memory", f"{other:.2f}x", "", True)
 
 
 def _contiguous_rows(slots: Any) -> Iterator[Row]:

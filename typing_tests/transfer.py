@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import (
+    DeltaReport,
     Layout,
     LayoutMismatchError,
     Link,
@@ -100,6 +101,12 @@ def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
     assert_type(link.version, int | None)
     report = link.send(1, timeout=60, again=True)
     assert_type(report, TransferReport)
+    delta = link.send(2, delta="blocks").delta
+    assert_type(delta, DeltaReport | None)
+    if delta is not None:
+        assert_type((delta.changed, delta.elements, delta.bytes_saved), tuple[int, int, int])
+        assert_type((delta.density, delta.whole), tuple[float, tuple[str, ...]])
+    link.send(3, delta="rows")  # type: ignore
     assert_type((report.version, report.rounds), tuple[int, int])
     assert_type((report.bytes_moved, report.bytes_between_nodes), tuple[int, int])
     assert_type(report.seconds, Mapping[str, float])

@@ -10,13 +10,13 @@ from typing import Any, Literal, NoReturn
 from fairlead_workergroup.spi import wait_for_turn
 
 from ._descriptions import check_replicas
-from ._orders import CommitOptions
+from ._orders import CommitOptions, Orders
 from ._remote.transport import explain_failure
-from ._report import TransferReport
+from ._report import DeltaReport, TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
-from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, TransferError
+from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, State, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
@@ -44,7 +44,9 @@ class _Repeat(Exception):
 class Attempt:
     """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
 
-    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs.
+    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs. `delta` has the
+    epoch of the version that all targets hold, or -1, and whether the sources keep digests of blocks and no copy; None
+    sends whole tensors and keeps nothing. `stale` has the target ranks that hold another version than the last one.
     """
 
     def __init__(
@@ -60,18 +62,25 @@ class Attempt:
         verify: str,
         in_place: bool,
         in_order: bool,
+        delta: tuple[int, bool] | None,
+        stale: Mapping[int, State],
     ) -> None:
         self._source = source
         self._target = target
         self._router = router
         self._states = states
         self._next_epoch = next_epoch
-        self._epoch = next_epoch()
+        self.epoch = next_epoch()
         self._version = version
         self._deadline = deadline
         self._verify = verify
         self._in_place = in_place
         self._in_order = in_order
+        self._delta = delta
+        self._whole = [
+            f"target rank {rank}: it holds {'nothing' if state is None else state}" for rank, state in stale.items()
+        ]
+        self._saved = 0
         self._verified = False
         self._rounds = 0
         self._route: Route | None = None
@@ -90,7 +99,8 @@ class Attempt:
                 return self._move(lost).targets
             except _Repeat as repeat:
                 lost |= repeat.lost
-            self._epoch = self._next_epoch()
+            self.epoch = self._next_epoch()
+            self._delta = self._delta and (-1, self._delta[1])
             self._look()
             try:
                 return self._move(lost).targets
@@ -136,7 +146,7 @@ class Attempt:
                 text = f"No rank holds version {self._version} any more. {SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
             self._source.look()
-            arguments = (self._epoch, self._source.method, 0, None, 0, False, False)
+            arguments = (self.epoch, self._source.method, 0, None, 0, False, False, None)
             requests = self._source.ask(good, "source", lambda rank: arguments)
             self._rounds += 1
             for rank, value in self._values("collect", self._source, requests).items():
@@ -162,18 +172,18 @@ class Attempt:
 
         def arguments(rank: int) -> tuple[Any, ...]:
             reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
-            return self._epoch, self._version, *options.as_arguments(), reading
+            return self.epoch, self._version, *options.as_arguments(), reading
 
         within_s = None if options.pauses else self._left_alone()
-        first = ("prepare", self._epoch, options.before) if options.prepares else None
+        first = ("prepare", self.epoch, options.before) if options.prepares else None
         requests = self._target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
         self._rounds += 1
         releases = self._source.name == "source"
         if releases and not self._in_place:
-            self._source.release(self._live_sources(), self._epoch)
+            self._source.release(self._live_sources(), self.epoch)
         replies = self._target.wait(requests, self._left(), all_of_them=True)
         if releases and self._in_place:
-            self._source.release(self._live_sources(), self._epoch)
+            self._source.release(self._live_sources(), self.epoch)
         # In place a late rank still reads from the sources, which may change from now on: that is no version.
         if not self._in_place:
             self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late})
@@ -203,9 +213,9 @@ class Attempt:
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
-        self._source.release(self._live_sources(), self._epoch)
+        self._source.release(self._live_sources(), self.epoch)
         live = [one.rank for one in self._target.members if one.failure is None]
-        self._target.release([rank for rank in live if ranks is None or rank in ranks], self._epoch)
+        self._target.release([rank for rank in live if ranks is None or rank in ranks], self.epoch)
 
     @contextlib.contextmanager
     def _releasing(self, ranks: Collection[int] | None = None) -> Iterator[None]:
@@ -227,13 +237,38 @@ class Attempt:
         return TransferReport(
             self._version,
             self._bytes,
-            self._route.orders.bytes_between_nodes,
+            self._count_between_nodes(self._route.orders),
             seconds,
             slowest,
             total_s,
             dict(Counter(self._route.orders.transports.values())),
             self._rounds,
             self._verified,
+            None if self._delta is None else self._report_delta(),
+        )
+
+    def _report_delta(self) -> DeltaReport:
+        staged = {rank: reply["staged"] for rank, reply in self._replies.items()}
+        counts = [one["counts"] for reply in staged.values() for one in reply["channels"] if one["kind"] == "patch"]
+        whole = [f"source rank {rank}: {reply['whole']}" for rank, reply in sorted(staged.items()) if "whole" in reply]
+        changed, elements = (sum(numbers) for numbers in zip((0, 0), *counts, strict=True))
+        return DeltaReport(changed, elements, self._saved, tuple(self._whole or whole))
+
+    def _count_between_nodes(self, orders: Orders) -> int:
+        """Return the bytes that went from one node to another; a patch is stored once and goes to each node once."""
+        replies = {rank: reply["staged"]["channels"] for rank, reply in self._replies.items()}
+        if not any(one["kind"] == "patch" for channels in replies.values() for one in channels):
+            return orders.bytes_between_nodes
+        ways = {
+            (sender, number, self._target.nodes[rank])
+            for rank, mine in orders.target.items()
+            for sender, channels in mine["sources"].items()
+            for number in channels
+        }
+        return sum(
+            replies[sender][number].get("bytes", orders.source[sender]["channels"][number]["size"])
+            for sender, number, node in ways
+            if self._source.nodes[sender] != node
         )
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
@@ -284,11 +319,11 @@ class Attempt:
         number = kept.orders.number if kept is not None and stage else 0
         self._verified = self._verify == "always" or (self._verify == "first" and self._router.verified is not kept)
         sources = [one.rank for one in self._source.members if one.rank not in lost]
-        arguments = self._source.method, number, self._verified, self._states.unconfirmed
+        arguments = self._source.method, number, self._verified, self._states.unconfirmed, self._delta
         requests = self._source.ask(
             sources,
             "source",
-            lambda rank: (self._epoch, arguments[0], self._source.ends[rank].number, None, *arguments[1:]),
+            lambda rank: (self.epoch, arguments[0], self._source.ends[rank].number, None, *arguments[1:]),
             alone_within_s=self._left_alone() if number else None,
         )
         targets = self._ask_targets(range(len(self._target.members)))
@@ -309,7 +344,7 @@ class Attempt:
         method, ends = self._target.method, self._target.ends
         if method is None:
             return {}
-        return self._target.ask(ranks, "target", lambda rank: (self._epoch, method, ends[rank].number))
+        return self._target.ask(ranks, "target", lambda rank: (self.epoch, method, ends[rank].number))
 
     def _collect_targets(self, ranks: Iterable[int], *, counts: bool = True) -> None:
         self._rounds += counts
@@ -344,7 +379,7 @@ class Attempt:
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            return self._epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
+            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self._delta
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         within_s = self._left_alone()
@@ -369,7 +404,7 @@ class Attempt:
         for rank in sorted(ranks):
             # A rank that relays is a source too; it is lower than those that it relays to.
             here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
-            arguments[rank] = self._epoch, self._version, *self._reading(route, here, rank)
+            arguments[rank] = self.epoch, self._version, *self._reading(route, here, rank)
             requests |= self._target.ask([rank], "fetch", arguments.__getitem__)
         return requests
 
@@ -382,6 +417,9 @@ class Attempt:
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
+        if unpatched := {rank: value["unpatched"] for rank, value in values.items() if "unpatched" in value}:
+            self._whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
+            raise _Repeat(unpatched, lost=False)
         blocked = [
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
@@ -401,6 +439,7 @@ class Attempt:
                 self._fail_for_source(rank, value)
             self._target.ends[rank].order_id = route.orders.number
             self._bytes += value["bytes"]
+            self._saved += value["saved"]
             self._measure(rank, value, "move", "verify")
         return values
 
@@ -459,9 +498,12 @@ class Attempt:
             and rank not in self._source.lost
             for rank in needed
         )
-        # What NIXL reads is not kept, but what the source holds at that time.
+        # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
         read = {kind for (_, rank), kind in staged.route.orders.transports.items() if rank in ranks}
-        return same and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
+        patched = any(
+            one["kind"] == "patch" for reply in staged.replies.values() for one in reply["staged"]["channels"]
+        )
+        return same and not patched and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
 
     def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
         """Wait for the replies of a round; return their values. `others` are cancelled if one of these fails."""

@@ -10,6 +10,36 @@ from ._plan import TransferPlan
 
 
 @dataclass(frozen=True)
+class DeltaReport:
+    """The changes that a send with `delta` has found, and the bytes that it has saved.
+
+    Attributes:
+        changed: elements of the source that have changed; with `delta="blocks"`, those of blocks that have.
+        elements: elements that have been compared.
+        bytes_saved: bytes of tensors that did not have to travel.
+        whole: why tensors travelled as a whole, one entry for each rank that was the reason; empty if patches did.
+
+    >>> print(DeltaReport(30, 1000, 3800, ()))
+    3 % of 1,000 elements changed, 3.7 KiB saved
+    """
+
+    changed: int
+    elements: int
+    bytes_saved: int
+    whole: tuple[str, ...]
+
+    @property
+    def density(self) -> float:
+        """The part of the compared elements that have changed; 0 if none was compared."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    def __str__(self) -> str:
+        compared = f"{100 * self.density:.3g} % of {self.elements:,} elements changed, "
+        saved = f"{compared if self.elements else ''}{as_bytes(self.bytes_saved)} saved"
+        return "\n".join([saved, *(f"whole tensors, because {why}" for why in self.whole)])
+
+
+@dataclass(frozen=True)
 class TransferReport:
     """The version, bytes and times of one transfer.
 
@@ -23,6 +53,7 @@ class TransferReport:
         transports: the transports in use, with the number of pairs of ranks.
         rounds: how many rounds of requests there were.
         verified: whether digests were compared.
+        delta: what `send(delta=...)` has saved; None for a send without it.
     """
 
     version: int
@@ -34,13 +65,14 @@ class TransferReport:
     transports: Mapping[str, int]
     rounds: int
     verified: bool
+    delta: DeltaReport | None = None
 
     def _caption(self) -> str:
         transports = ", ".join(f"{name} ({pairs} pairs)" for name, pairs in self.transports.items())
         return (
             f"version {self.version}: {as_bytes(self.bytes_moved)} moved, {as_bytes(self.bytes_between_nodes)} between "
             f"nodes, in {self.total_s:.3f} s and {self.rounds} rounds, by {transports or 'no transport'}"
-            f"{', digests compared' if self.verified else ''}"
+            f"{', digests compared' if self.verified else ''}{'' if self.delta is None else f'; {self.delta}'}"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

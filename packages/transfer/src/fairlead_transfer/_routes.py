@@ -49,6 +49,7 @@ class Router:
     Attributes:
         selection, transport: as given.
         kept: the route of the last transfer, if nothing has changed since.
+        relays: whether a rank may relay what others of its node read by NIXL; patches are not relayed.
         verified: the route by which digests were compared last.
     """
 
@@ -64,6 +65,8 @@ class Router:
         # By the process that sends, the one that receives, and transport: why they cannot use it.
         self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
         self.kept: Route | None = None
+        # In place each rank reads during its own commit, so none has anything to relay before.
+        self.relays = not in_place
         self.verified: Route | None = None
 
     def block(self, side: Side, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
@@ -164,8 +167,7 @@ class Router:
         def choose(*pair: int) -> str:
             return self._choose(source, *pair)[0]
 
-        # In place each rank reads during its own commit, so none has anything to relay before.
-        orders = make_orders(self._numbers, plan, held, wanted, dtypes, choose, relays=not self._in_place)
+        orders = make_orders(self._numbers, plan, held, wanted, dtypes, choose, relays=self.relays)
         return Route(plan, orders, frozenset(sources), frozenset(targets))
 
 

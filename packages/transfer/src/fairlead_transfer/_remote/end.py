@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from .agent import explain_missing
+from .delta import Base, Change, Unpatched, fetch_patches
 from .entry import SHARED
 from .faults import commit_fault
 from .nixl import Nixl
@@ -72,6 +73,10 @@ class End:
         }
         self._pieces: list[tuple[int, Any, Any]] = []
         self._local: list[tuple[int, Any, Any]] = []
+        self._base = Base()
+        self._changes: list[Change] = []
+        # A method of the user's has run since the patches were compared with the tensors that they are for.
+        self._prepared = False
         self._staged: tuple[int, int] | None = None
         self._committed: tuple[int, int] | None = None
         self._torn = False
@@ -102,12 +107,14 @@ class End:
         order_id: int,
         verify: bool,
         fresh: bool,
+        delta: tuple[int, bool] | None = None,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
         number `known`. Without orders, those that were given before hold; the number 0 stages nothing. `fresh` stages
-        into new memory, because a target may still read the old one.
+        into new memory, because a target may still read the old one. `delta` has the epoch of the version that all
+        targets hold, or -1, and whether this end keeps digests of blocks and no copy.
         """
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
@@ -123,7 +130,7 @@ class End:
         if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, verify, fresh)
+            reply["staged"] = await self._in_thread(self._stage, verify, fresh, delta)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -165,6 +172,7 @@ class End:
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
         if epoch >= self._epoch:  # otherwise nothing will be committed
+            self._prepared = True
             await self._call(worker, method)
 
     async def _commit(
@@ -204,6 +212,8 @@ class End:
             await self._call(worker, before)
             await self._look_again(worker)
             finish(self._values.values())
+            if self._prepared or before is not None:
+                self._check_changes()
             writing, self._committed = True, None
             reply["overwritten"] = self._claim(apply)
             if reading is None:
@@ -228,7 +238,7 @@ class End:
             self._staged = None
 
     def _drop(self) -> None:
-        self._values, self._pieces, self._local = {}, [], []
+        self._values, self._pieces, self._local, self._changes, self._prepared = {}, [], [], [], False
         for transport in self._transports.values():
             transport.release()
 
@@ -302,6 +312,19 @@ class End:
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
 
+    def _check_changes(self) -> None:
+        """Refuse patches of tensors that a method of the user's has changed.
+
+        Raises:
+            ValueError: one is not what the patch is for.
+        """
+        for change in self._changes:
+            name = self._orders["names"][change.at]
+            if digest(self._tools(), part(self._values[name], change.box), self._orders["dtypes"][change.at]) != (
+                change.digest
+            ):
+                raise ValueError(f"before_commit has changed {name!r}; send the version again without delta=")
+
     def _claim(self, apply: str | None) -> list[str]:
         """Note what this end overwrites; return the ids of the links whose tensors are among that.
 
@@ -324,17 +347,27 @@ class End:
     def _tools(self) -> Any:
         return library(self._orders["library"])
 
-    def _stage(self, verify: bool, fresh: bool) -> dict[str, Any]:
+    def _stage(self, verify: bool, fresh: bool, delta: tuple[int, bool] | None) -> dict[str, Any]:
         """Make what others need available to them."""
         tools, orders = self._tools(), self._orders
         channels: list[dict[str, Any]] = []
         tensors = [self._values.get(name) for name in orders["names"]]
         finish(self._values.values())
+        reply: dict[str, Any] = {"channels": channels}
 
         def find_digest(at: int, box: Any) -> int:
             return digest(tools, part(tensors[at], box), orders["dtypes"][at])
 
-        for number, channel in enumerate(orders["channels"]):
+        if delta is None:
+            self._base.clear()
+        elif reason := self._base.explain_whole(orders, *delta):
+            reply["whole"] = reason
+            self._base.keep(tools, orders, tensors, self._epoch, delta[1])
+        else:
+            channels += self._base.stage(tools, orders, tensors, self._epoch, verify)
+            for transport in self._transports.values():
+                transport.keep_only(())
+        for number, channel in enumerate(orders["channels"] if not channels else ()):
             blocks = [
                 Block(tensors[at], box, orders["dtypes"][at], sizes, offset)
                 for at, box, sizes, offset in channel["blocks"]
@@ -348,9 +381,9 @@ class End:
             channels.append({"kind": channel["kind"], "staged": staged})
             if verify:
                 channels[-1]["digests"] = [find_digest(at, box) for at, box in channel["pieces"]]
-        if not verify:
-            return {"channels": channels}
-        return {"channels": channels, "held": {key: find_digest(at, box) for key, at, box, _ in orders["held"]}}
+        if verify:
+            reply["held"] = {key: find_digest(at, box) for key, at, box, _ in orders["held"]}
+        return reply
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
@@ -389,7 +422,8 @@ class End:
     ) -> dict[str, Any]:
         began = time.monotonic()
         tools, orders = self._tools(), self._orders
-        self._staged = None
+        tensors = [self._values.get(name) for name in orders["names"]]
+        self._staged, self._changes = None, []
         for transport in self._transports.values():
             transport.release()
         self._local = self._copy_local(tools)
@@ -401,6 +435,8 @@ class End:
         wrong: list[tuple[str, int]] = []
         verify_s = 0.0
         fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
+        changes: list[Change] = []
+        saved = 0
         if unstaged := [source for source in orders["sources"] if "staged" not in replies[source]]:
             return {"unstaged": unstaged[0]}
         sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
@@ -412,6 +448,12 @@ class End:
             for number, ordered in channels.items():
                 channel = sent[source][number]
                 try:
+                    if channel["kind"] == "patch":
+                        if self._torn or self._committed is None or self._committed[0] < channel["since"]:
+                            return {"unpatched": "it does not hold the last version"}
+                        less, whole, found = fetch_patches(tools, orders, channel, ordered, tensors, deadline)
+                        saved, pieces, changes = saved + less, pieces + whole, changes + found
+                        continue
                     places = None if into is None else [part(into[at], box) for at, box, _, _ in ordered]
                     found = self._fetch_channel(source, number, channel, deadline, places)
                 except Late:
@@ -423,6 +465,8 @@ class End:
                     return {"lost": source, "reason": str(error)}
                 except Overwritten:
                     return {"overwritten": source}
+                except Unpatched as error:
+                    return {"unpatched": str(error)}
                 if into is not None:
                     commit_fault(self._key[1], "committing")
                 fetched[source, number] = found, channel, ordered
@@ -438,8 +482,9 @@ class End:
         if wrong:
             return {"differing": wrong}
         if epoch == self._epoch:
-            self._pieces, self._staged = pieces, (epoch, version)
-        reply: dict[str, Any] = {"bytes": orders["bytes"], "move_s": time.monotonic() - began - verify_s}
+            self._pieces, self._changes, self._staged = pieces, changes, (epoch, version)
+        move_s = time.monotonic() - began - verify_s
+        reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
         if orders["relays"]:
             relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
             channel = {"kind": "nixl", "staged": self._nixl.relay(tools, [found[at] for found, _, _, at in relayed])}
@@ -487,5 +532,7 @@ class End:
             tools.copy_all(itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
             tools.copy_all(pairs)
+            for at, box, where, values, _ in self._changes:
+                tools.scatter(part(tensors[at], box), where, values, self._orders["dtypes"][at])
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from .tensors import nbytes, part, view_parts
-from .transport import Block, Lost, Wanted, fetch_value
+from .transport import Block, Wanted, fetch_stored
 
 # Blocks from this size on are stored from where they are, the others are packed together first.
 ALONE_BYTES = 1 << 20
@@ -50,10 +50,7 @@ class ObjectStore:
         self, tools: Any, source: int, number: int, staged: Any, wanted: Sequence[Wanted], order: int, deadline: float
     ) -> list[Any]:
         """Return views of the value in the object store of this node."""
-        try:
-            index, *buffers = fetch_value(staged, deadline)
-        except ray.exceptions.RayError as error:
-            raise Lost(" ".join(str(error).split())[:200]) from error
+        index, *buffers = fetch_stored(staged, deadline)
         return view_parts(tools, buffers, wanted, [index[one.block] for one in wanted])
 
     def is_unchanged(self) -> bool:

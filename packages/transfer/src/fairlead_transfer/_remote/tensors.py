@@ -50,6 +50,11 @@ class NumpyLibrary:
         for to, value in pairs:
             to[...] = value
 
+    def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
+        """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
+        at = (where,) if to.flags.c_contiguous else self._numpy.unravel_index(where, to.shape)
+        (to.reshape(-1) if to.flags.c_contiguous else to)[at] = self.view(values, dtype, 0, where.shape)
+
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
         return value.__array_interface__["data"][0], value.strides, "cpu"
@@ -113,6 +118,19 @@ class TorchLibrary:
         """Copy many tensors, each into the first of its pair."""
         for to, value in pairs:
             self.copy(to, value)
+
+    def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
+        """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
+        new = self.view(values, dtype, 0, where.shape).to(to.device, to.dtype)
+        at = self.view(where, "int64", 0, where.shape).to(to.device)
+        if to.element_size() in (1, 2, 4, 8):  # as whole numbers: not every dtype can be indexed
+            bits = self.dtype(f"int{8 * to.element_size()}")
+            to, new = to.view(bits), new.view(bits)
+        with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
+            if to.is_contiguous():
+                to.view(-1).index_copy_(0, at, new)
+            else:
+                to[self._torch.unravel_index(at, to.shape)] = new
 
     def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
         """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
@@ -298,15 +316,19 @@ def view_parts(
     return [block if one.inside is None else block[one.inside] for block, one in zip(blocks, wanted, strict=True)]
 
 
-def digest(tools: Any, tensor: Any, dtype: str) -> int:
-    """Return the crc32 of a tensor's bytes, in order, as they travel."""
+def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
+    """Return the bytes of a tensor, in order, as they travel: its own memory, which must outlive them, or a copy."""
     buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
     if buffer is None:
-        packed, sizes = bytearray(nbytes(tools, tensor.shape, dtype)), tuple(tensor.shape)
-        if packed:
-            tools.copy(tools.view(packed, dtype, 0, sizes), tensor)
-        buffer = packed
-    return zlib.crc32(buffer)
+        buffer = bytearray(nbytes(tools, tensor.shape, dtype))
+        if buffer:
+            tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
+    return buffer
+
+
+def digest(tools: Any, tensor: Any, dtype: str) -> int:
+    """Return the crc32 of a tensor's bytes, in order, as they travel."""
+    return zlib.crc32(as_bytes(tools, tensor, dtype))
 
 
 def find_differing(

@@ -125,6 +125,14 @@ def fetch_value(ref: ray.ObjectRef[Any], deadline: float) -> Any:
         raise Late from error
 
 
+def fetch_stored(ref: ray.ObjectRef[Any], deadline: float) -> Any:
+    """Return a value that a source rank has stored, or raise Late or Lost."""
+    try:
+        return fetch_value(ref, deadline)
+    except ray.exceptions.RayError as error:
+        raise Lost(" ".join(str(error).split())[:200]) from error
+
+
 def await_replies(staged: Mapping[int, Any], deadline: float) -> tuple[dict[int, Any], dict[str, Any] | None]:
     """Return the replies of the source ranks, and what to answer if one does not come."""
     replies: dict[int, Any] = {}

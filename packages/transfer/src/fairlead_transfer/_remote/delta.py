@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has changed in the tensors of a source rank since the last version, and how a target rank applies it.
+
+A patch of a piece is the elements that have changed and where they are. Positions travel as the gaps between them, in
+1, 2 or 4 bytes. A gap that is too long for that is cut by elements that travel although they have not changed.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import math
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from .tensors import as_bytes, digest, nbytes, part
+from .transport import fetch_stored
+
+# Elements in a row that may travel as one: the choice is what takes the fewest bytes.
+UNITS = 1, 8, 64, 512
+WIDTHS = 1, 2, 4
+# Elements that are compared at a time, so that the result stays in the processor's cache.
+CHUNK = 1 << 15
+# Elements of a block that has one digest, where no copy is kept.
+BLOCK = 1024
+
+
+class Patch(NamedTuple):
+    """How one piece has changed: `units` runs of `unit` elements each; a unit of 0 stands for all of the piece.
+
+    The gaps and the elements are in the two buffers of the channel, from these offsets on.
+    """
+
+    digest: int | None  # of the bytes that the target must have; None if it may have any
+    unit: int
+    units: int
+    width: int  # bytes of a gap
+    gaps_at: int
+    values_at: int
+
+
+class Change(NamedTuple):
+    """A patch that a target rank has staged."""
+
+    at: int  # the number of the tensor
+    box: tuple[slice, ...]  # the part of it
+    where: Any  # the positions in that part, in row-major order
+    values: Any  # the bytes of the elements
+    digest: int  # of the part before
+
+
+def lacks_numpy() -> str:
+    """Return why this process can neither make nor apply patches; an empty text if it can."""
+    return "" if importlib.util.find_spec("numpy") else "its Python has no numpy"
+
+
+def _numpy() -> Any:
+    return importlib.import_module("numpy")
+
+
+class Base:
+    """What a source rank has sent last, as a copy or as digests of its blocks.
+
+    Attributes:
+        epoch: of the attempt that sent it; -1 if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self._pieces: Any = None
+        self._in_blocks = False
+        self._kept: list[list[tuple[Any, int]]] = []
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self.epoch, self._kept = -1, []
+
+    def explain_whole(self, orders: Mapping[str, Any], since: int, in_blocks: bool) -> str:
+        """Return why the tensors have to travel as a whole; an empty text if patches can be made."""
+        if lacks_numpy():
+            return lacks_numpy()
+        if since < 0 or (since, in_blocks, _find_pieces(orders)) != (self.epoch, self._in_blocks, self._pieces):
+            return "it keeps no copy of the version that the targets hold"
+        return ""
+
+    def keep(self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, in_blocks: bool) -> None:
+        """Keep what is sent as a whole now."""
+        if lacks_numpy():
+            return
+        self.epoch, self._pieces, self._in_blocks = epoch, _find_pieces(orders), in_blocks
+        self._kept = [
+            [self._summarize(_read(tools, tensors[at], box, orders["dtypes"][at])) for at, box in channel["pieces"]]
+            for channel in orders["channels"]
+        ]
+
+    def _summarize(self, now: Any) -> tuple[Any, int]:
+        """Return a copy of a piece, or the digests of its blocks and of the whole."""
+        return (_hash_blocks(now), zlib.crc32(now)) if self._in_blocks else (now.copy(), 0)
+
+    def stage(
+        self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, verify: bool
+    ) -> list[dict[str, Any]]:
+        """Store what has changed in each channel, and keep the present state.
+
+        Args:
+            tools: the library of the tensors.
+            orders: of this source rank.
+            tensors: all that this rank holds, by the numbers in the orders.
+            epoch: of this attempt.
+            verify: whether targets compare the digests of pieces that have not changed, too.
+        """
+        # Until all is kept: what fails in between leaves nothing to compare with.
+        since, self.epoch = self.epoch, -1
+        channels, least = [], BLOCK if self._in_blocks else 1
+        for number, channel in enumerate(orders["channels"]):
+            patches: list[Patch | None] = []
+            gaps, values, changed, elements = bytearray(), bytearray(), 0, 0
+            for place, (at, box) in enumerate(channel["pieces"]):
+                now = _read(tools, tensors[at], box, orders["dtypes"][at])
+                before, crc = self._kept[number][place]
+                where = _find_blocks(now, before) if self._in_blocks else _find_changed(now, before)
+                elements += len(now)
+                changed += min(len(now), len(where) * least)
+                if not len(where) and not verify:
+                    patches.append(None)
+                    continue
+                patches.append(_encode(now, where, crc if self._in_blocks else zlib.crc32(before), least, gaps, values))
+                if self._in_blocks:
+                    self._kept[number][place] = self._summarize(now)
+                else:
+                    before[where] = now[where]
+            used = any(patches)
+            ref = ray.put([patches, *map(pickle.PickleBuffer, (gaps, values))]) if used else None
+            size = len(gaps) + len(values)
+            channels.append(
+                {"kind": "patch", "patch": ref, "since": since, "bytes": size, "counts": (changed, elements)}
+            )
+        self.epoch = epoch
+        return channels
+
+
+def _find_pieces(orders: Mapping[str, Any]) -> Any:
+    """Return what identifies the pieces of all channels; a plan that is made again has another number."""
+    return orders["names"], orders["dtypes"], [channel["pieces"] for channel in orders["channels"]]
+
+
+def _read(tools: Any, tensor: Any, box: tuple[slice, ...], dtype: str) -> Any:
+    """Return the elements of a piece as they travel, as whole numbers: equal means equal in each bit."""
+    np = _numpy()
+    itemsize = int(tools.dtype(dtype).itemsize)
+    kind = f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
+    return np.frombuffer(as_bytes(tools, part(tensor, box), dtype), kind)
+
+
+def _find_changed(now: Any, before: Any) -> Any:
+    """Return the positions of the elements that differ."""
+    np = _numpy()
+    found = []
+    for begin in range(0, len(now), CHUNK):
+        differ = now[begin : begin + CHUNK] != before[begin : begin + CHUNK]
+        if differ.any():
+            found.append(np.flatnonzero(differ) + begin)
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def _hash_blocks(now: Any) -> list[bytes]:
+    """Return a digest of each block; two that differ have the same one with no probability that matters."""
+    return [hashlib.sha256(now[begin : begin + BLOCK]).digest()[:16] for begin in range(0, len(now), BLOCK)]
+
+
+def _find_blocks(now: Any, before: Sequence[bytes]) -> Any:
+    """Return where the blocks begin that differ."""
+    np = _numpy()
+    pairs = enumerate(zip(_hash_blocks(now), before, strict=True))
+    return np.array([number * BLOCK for number, (new, old) in pairs if new != old], np.int64)
+
+
+def _encode(now: Any, where: Any, crc: int, least: int, gaps: bytearray, values: bytearray) -> Patch:
+    """Add gaps and elements to the buffers of a channel, in the units and the width that take the fewest bytes."""
+    np = _numpy()
+    places = len(gaps), len(values)
+    if not len(where):
+        return Patch(crc, 1, 0, 1, *places)
+    best: tuple[int, int, int, Any] = (now.nbytes, 0, 0, None)
+    for unit in (one * least for one in UNITS):
+        units = where // unit
+        units = units[np.diff(units, prepend=-1) > 0]
+        between = np.diff(units, prepend=-1) - 1
+        for width in WIDTHS:
+            fillers = between >> 8 * width
+            size = (len(units) + int(fillers.sum())) * (unit * now.itemsize + width)
+            if size < best[0]:
+                best = size, unit, width, (between, fillers)
+    _, unit, width, found = best
+    if not unit:
+        values += now.tobytes()
+        return Patch(None, 0, 1, 1, *places)
+    between, fillers = found
+    limit = (1 << 8 * width) - 1
+    steps = np.full(len(between) + int(fillers.sum()), limit, f"u{width}")
+    steps[np.cumsum(fillers + 1) - 1] = between & limit
+    gaps += steps.tobytes()
+    values += now[_positions(steps, unit, len(now))].tobytes()
+    return Patch(crc, unit, len(steps), width, *places)
+
+
+def _positions(steps: Any, unit: int, length: int) -> Any:
+    """Return the positions of all elements of the units that follow each other with these gaps."""
+    np = _numpy()
+    units = np.cumsum(steps.astype(np.int64) + 1) - 1
+    positions = (units[:, None] * unit + np.arange(unit)).ravel()
+    return positions[positions < length]
+
+
+class Unpatched(Exception):
+    """A target rank cannot apply patches, and needs whole tensors; says why."""
+
+
+def fetch_patches(
+    tools: Any,
+    orders: Mapping[str, Any],
+    channel: Mapping[str, Any],
+    ordered: Sequence[Any],
+    tensors: Sequence[Any],
+    deadline: float,
+) -> tuple[int, list[Any], list[Change]]:
+    """Get the patches of a channel, and compare what this target rank holds with what they are for.
+
+    Returns:
+        How many bytes less came than of whole tensors, the pieces that came as a whole, and the patches.
+
+    Raises:
+        Unpatched: the tensors are not what they were when the version was committed.
+        Late, Lost: the patches did not come.
+    """
+    parts = [(at, box, patch, part(tensors[at], box)) for at, box, patch, _ in ordered]
+    saved = sum(nbytes(tools, value.shape, orders["dtypes"][at]) for at, _, _, value in parts)
+    if channel["patch"] is None:
+        return saved, [], []
+    if lacks_numpy():
+        raise Unpatched(lacks_numpy())
+    np = _numpy()
+    patches, gaps, values = fetch_stored(channel["patch"], deadline)
+    pieces: list[Any] = []
+    changes: list[Change] = []
+    for at, box, place, value in parts:
+        if (patch := patches[place]) is None:
+            continue
+        dtype, sizes = orders["dtypes"][at], tuple(value.shape)
+        if not patch.unit:
+            pieces.append((at, box, tools.view(values, dtype, patch.values_at, sizes)))
+            saved -= nbytes(tools, sizes, dtype)
+            continue
+        if digest(tools, value, dtype) != patch.digest:
+            raise Unpatched(f"it has changed {orders['names'][at]!r} since the last version")
+        if not patch.units:
+            continue
+        steps = np.frombuffer(gaps, f"u{patch.width}", patch.units, patch.gaps_at)
+        where = _positions(steps, patch.unit, math.prod(sizes))
+        end = patch.values_at + nbytes(tools, where.shape, dtype)
+        changes.append(Change(at, box, where, memoryview(values)[patch.values_at : end], patch.digest))
+        saved -= steps.nbytes + end - patch.values_at
+    return saved, pieces, changes
