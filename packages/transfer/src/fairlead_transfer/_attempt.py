@@ -3,16 +3,15 @@
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from fairlead_workergroup.spi import wait_for_turn
 
 from ._descriptions import check_replicas
-from ._orders import CommitOptions, Orders
+from ._orders import CommitOptions
 from ._remote.transport import explain_failure
-from ._report import DeltaReport, TransferReport
+from ._report import Costs, TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
@@ -77,16 +76,13 @@ class Attempt:
         self._in_place = in_place
         self._in_order = in_order
         self._delta = delta
-        self._whole = [
+        self._verified = False
+        whole = [
             f"target rank {rank}: it holds {'nothing' if state is None else state}" for rank, state in stale.items()
         ]
-        self._saved = 0
-        self._verified = False
-        self._rounds = 0
+        self._costs = Costs(whole=whole)
         self._route: Route | None = None
         self._replies: dict[int, Any] = {}
-        self._measured: list[tuple[str, float, int]] = []
-        self._bytes = 0
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
@@ -148,7 +144,7 @@ class Attempt:
             self._source.look()
             arguments = (self.epoch, self._source.method, 0, None, 0, False, False, None)
             requests = self._source.ask(good, "source", lambda rank: arguments)
-            self._rounds += 1
+            self._costs.rounds += 1
             for rank, value in self._values("collect", self._source, requests).items():
                 self._source.note_description(rank, value)
             self._collect_targets(ranks, counts=False)
@@ -177,7 +173,7 @@ class Attempt:
         within_s = None if options.pauses else self._left_alone()
         first = ("prepare", self.epoch, options.before) if options.prepares else None
         requests = self._target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
-        self._rounds += 1
+        self._costs.rounds += 1
         releases = self._source.name == "source"
         if releases and not self._in_place:
             self._source.release(self._live_sources(), self.epoch)
@@ -192,8 +188,7 @@ class Attempt:
             if reply.is_good:
                 if (reason := self._states.note(rank, reply.value)) is not None:
                     failures[rank] = reason
-                self._measure(rank, reply.value, "commit", "move", "verify")
-                self._bytes += reply.value.get("bytes", 0)
+                self._costs.note(rank, reply.value, "commit", "move", "verify")
             else:
                 failures[rank] = describe_reply(reply)
         if failures:
@@ -229,46 +224,14 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self._route is not None
-        seconds: dict[str, float] = {}
-        slowest: dict[str, int] = {}
-        for phase, took, rank in self._measured:
-            if took >= seconds.get(phase, 0.0):
-                seconds[phase], slowest[phase] = took, rank
-        return TransferReport(
+        return self._costs.report(
             self._version,
-            self._bytes,
-            self._count_between_nodes(self._route.orders),
-            seconds,
-            slowest,
+            self._route.orders,
+            {rank: reply["staged"] for rank, reply in self._replies.items()},
+            (self._source.nodes, self._target.nodes),
             total_s,
-            dict(Counter(self._route.orders.transports.values())),
-            self._rounds,
-            self._verified,
-            None if self._delta is None else self._report_delta(),
-        )
-
-    def _report_delta(self) -> DeltaReport:
-        staged = {rank: reply["staged"] for rank, reply in self._replies.items()}
-        counts = [one["counts"] for reply in staged.values() for one in reply["channels"] if one["kind"] == "patch"]
-        whole = [f"source rank {rank}: {reply['whole']}" for rank, reply in sorted(staged.items()) if "whole" in reply]
-        changed, elements = (sum(numbers) for numbers in zip((0, 0), *counts, strict=True))
-        return DeltaReport(changed, elements, self._saved, tuple(self._whole or whole))
-
-    def _count_between_nodes(self, orders: Orders) -> int:
-        """Return the bytes that went from one node to another; a patch is stored once and goes to each node once."""
-        replies = {rank: reply["staged"]["channels"] for rank, reply in self._replies.items()}
-        if not any(one["kind"] == "patch" for channels in replies.values() for one in channels):
-            return orders.bytes_between_nodes
-        ways = {
-            (sender, number, self._target.nodes[rank])
-            for rank, mine in orders.target.items()
-            for sender, channels in mine["sources"].items()
-            for number in channels
-        }
-        return sum(
-            replies[sender][number].get("bytes", orders.source[sender]["channels"][number]["size"])
-            for sender, number, node in ways
-            if self._source.nodes[sender] != node
+            verified=self._verified,
+            delta=self._delta is not None,
         )
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
@@ -327,7 +290,7 @@ class Attempt:
             alone_within_s=self._left_alone() if number else None,
         )
         targets = self._ask_targets(range(len(self._target.members)))
-        self._rounds += 1
+        self._costs.rounds += 1
         # A torn target refuses at once, also while the source is stopped that it waits for.
         first = self._values("collect", self._target, targets) if self._in_place else None
         values = self._values("collect", self._source, requests, targets)
@@ -338,7 +301,7 @@ class Attempt:
         elif number and all("staged" in value for value in values.values()):
             self._replies = values
             for rank, value in values.items():
-                self._measure(rank, value, "stage")
+                self._costs.note(rank, value, "stage")
 
     def _ask_targets(self, ranks: Iterable[int]) -> Requests:
         method, ends = self._target.method, self._target.ends
@@ -347,7 +310,7 @@ class Attempt:
         return self._target.ask(ranks, "target", lambda rank: (self.epoch, method, ends[rank].number))
 
     def _collect_targets(self, ranks: Iterable[int], *, counts: bool = True) -> None:
-        self._rounds += counts
+        self._costs.rounds += counts
         if self._note(self._target, self._values("collect", self._target, self._ask_targets(ranks))):
             self._router.kept = None
 
@@ -367,7 +330,7 @@ class Attempt:
         if refused:
             raise LayoutMismatchError(tuple(refused))
         for rank, value in values.items():
-            self._measure(rank, value, "collect")
+            self._costs.note(rank, value, "collect")
         changed = [side.note_description(rank, value) for rank, value in values.items()]
         return True in changed
 
@@ -386,16 +349,16 @@ class Attempt:
         requests = self._source.ask(sorted(route.sources), "source", arguments, alone_within_s=within_s)
         staged = {rank: ref for rank, (_, ref) in requests.items()}
         fetches = {} if self._in_place else self._ask_to_fetch(route, route.targets, staged)
-        self._rounds += 1
+        self._costs.rounds += 1
         self._replies = self._values("stage", self._source, requests, fetches)
         for rank, value in self._replies.items():
             ends[rank].order_id = orders.number
-            self._measure(rank, value, "stage")
+            self._costs.note(rank, value, "stage")
         check_replicas(self._replies)
         self._wait_for_fetches(route, fetches)
 
     def _fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> dict[int, Any]:
-        self._rounds += 1
+        self._costs.rounds += 1
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
@@ -418,7 +381,7 @@ class Attempt:
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
         if unpatched := {rank: value["unpatched"] for rank, value in values.items() if "unpatched" in value}:
-            self._whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
+            self._costs.whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
             raise _Repeat(unpatched, lost=False)
         blocked = [
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
@@ -438,9 +401,7 @@ class Attempt:
             if "bytes" not in value:
                 self._fail_for_source(rank, value)
             self._target.ends[rank].order_id = route.orders.number
-            self._bytes += value["bytes"]
-            self._saved += value["saved"]
-            self._measure(rank, value, "move", "verify")
+            self._costs.note(rank, value, "move", "verify")
         return values
 
     def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
@@ -530,6 +491,3 @@ class Attempt:
         nodes = (self._source if side == "source" else self._target).nodes
         failures = tuple(RankFailure(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items()))
         return TransferError(phase, self._version, failures, self._states.read(), remedy)
-
-    def _measure(self, rank: int, value: Mapping[str, Any], *phases: str) -> None:
-        self._measured += [(phase, value[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in value]

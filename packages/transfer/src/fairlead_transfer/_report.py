@@ -2,10 +2,12 @@
 """The cost of a transfer, and the way of the next one, for people and programs."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ._display import as_bytes, table_html, table_text
+from ._orders import Orders
 from ._plan import TransferPlan
 
 
@@ -19,8 +21,8 @@ class DeltaReport:
         bytes_saved: bytes of tensors that did not have to travel.
         whole: why tensors travelled as a whole, one entry for each rank that was the reason; empty if patches did.
 
-    >>> print(DeltaReport(30, 1000, 3800, ()))
-    3 % of 1,000 elements changed, 3.7 KiB saved
+    >>> print(DeltaReport(30, 1000, 4096, ()))
+    3 % of 1,000 elements changed, 4 KiB saved
     """
 
     changed: int
@@ -114,3 +116,79 @@ class TransferExplanation:
     def _repr_html_(self) -> str:
         header = "transport", "pairs of ranks", "why"
         return self.plan._repr_html_() + table_html(self._bound(), header, self._rows())
+
+
+@dataclass
+class Costs:
+    """What one attempt has cost, from the replies of the workers.
+
+    Attributes:
+        rounds: of requests.
+        bytes_moved, bytes_saved: from one process to another, and by patches.
+        whole: why tensors travelled as a whole although patches were wanted.
+    """
+
+    rounds: int = 0
+    bytes_moved: int = 0
+    bytes_saved: int = 0
+    whole: list[str] = field(default_factory=list)
+    _measured: list[tuple[str, float, int]] = field(default_factory=list)
+
+    def note(self, rank: int, reply: Mapping[str, Any], *phases: str) -> None:
+        """Note the times of phases in a reply, and the bytes that this rank has fetched."""
+        self._measured += [(phase, reply[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in reply]
+        self.bytes_moved += reply.get("bytes", 0)
+        self.bytes_saved += reply.get("saved", 0)
+
+    def report(
+        self,
+        version: int,
+        orders: Orders,
+        staged: Mapping[int, Any],
+        nodes: tuple[Sequence[str], Sequence[str]],
+        total_s: float,
+        *,
+        verified: bool,
+        delta: bool,
+    ) -> TransferReport:
+        """Return the report of a transfer, given what each source rank has staged and the nodes of both sides."""
+        seconds: dict[str, float] = {}
+        slowest: dict[str, int] = {}
+        for phase, took, rank in self._measured:
+            if took >= seconds.get(phase, 0.0):
+                seconds[phase], slowest[phase] = took, rank
+        return TransferReport(
+            version,
+            self.bytes_moved,
+            _count_between_nodes(orders, staged, nodes),
+            seconds,
+            slowest,
+            total_s,
+            dict(Counter(orders.transports.values())),
+            self.rounds,
+            verified,
+            self._report_delta(staged) if delta else None,
+        )
+
+    def _report_delta(self, staged: Mapping[int, Any]) -> DeltaReport:
+        counts = [one["counts"] for reply in staged.values() for one in reply["channels"] if one["kind"] == "patch"]
+        whole = [f"source rank {rank}: {reply['whole']}" for rank, reply in sorted(staged.items()) if "whole" in reply]
+        changed, elements = (sum(numbers) for numbers in zip((0, 0), *counts, strict=True))
+        return DeltaReport(changed, elements, self.bytes_saved, tuple(self.whole or whole))
+
+
+def _count_between_nodes(orders: Orders, staged: Mapping[int, Any], nodes: tuple[Sequence[str], Sequence[str]]) -> int:
+    """Return the bytes that went from one node to another; a patch is stored once and goes to each node once."""
+    if not any(one["kind"] == "patch" for reply in staged.values() for one in reply["channels"]):
+        return orders.bytes_between_nodes
+    ways = {
+        (sender, number, nodes[1][rank])
+        for rank, mine in orders.target.items()
+        for sender, channels in mine["sources"].items()
+        for number in channels
+    }
+    return sum(
+        staged[sender]["channels"][number].get("bytes", orders.source[sender]["channels"][number]["size"])
+        for sender, number, node in ways
+        if nodes[0][sender] != node
+    )

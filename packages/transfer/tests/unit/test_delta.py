@@ -147,7 +147,7 @@ def test_reasons_for_whole_tensors():
     assert not pair.base.explain_whole({**same, "id": 2}, 0, False)
     for orders, since, in_blocks in ((other, 0, False), (same, 1, False), (same, 0, True), (same, -1, False)):
         assert "keeps no copy" in pair.base.explain_whole(orders, since, in_blocks)
-    pair.base.clear()
+    assert pair.base.follow(pair.tools, same, pair.tensors, 1, None, False) == ("", [])
     assert "keeps no copy" in pair.base.explain_whole(same, 0, False)
 
 

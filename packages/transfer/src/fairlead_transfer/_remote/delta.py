@@ -74,9 +74,33 @@ class Base:
         self._in_blocks = False
         self._kept: list[list[tuple[Any, int]]] = []
 
-    def clear(self) -> None:
-        """Keep nothing."""
+    def follow(
+        self,
+        tools: Any,
+        orders: Mapping[str, Any],
+        tensors: Sequence[Any],
+        epoch: int,
+        delta: tuple[int, bool] | None,
+        verify: bool,
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Keep what is sent now; return why it has to travel as a whole, or the channels of what has changed.
+
+        Args:
+            tools: the library of the tensors.
+            orders: of this source rank.
+            tensors: all that this rank holds, by the numbers in the orders.
+            epoch: of this attempt.
+            delta: the epoch of the version that all targets hold, and whether digests of blocks are kept and no copy.
+                None keeps nothing.
+            verify: whether targets compare the digests of pieces that have not changed, too.
+        """
+        reason = "" if delta is None else self.explain_whole(orders, *delta)
+        if delta is not None and not reason:
+            return "", self.stage(tools, orders, tensors, epoch, verify)
         self.epoch, self._kept = -1, []
+        if delta is not None and not lacks_numpy():
+            self.keep(tools, orders, tensors, epoch, delta[1])
+        return reason, []
 
     def explain_whole(self, orders: Mapping[str, Any], since: int, in_blocks: bool) -> str:
         """Return why the tensors have to travel as a whole; an empty text if patches can be made."""
@@ -88,8 +112,6 @@ class Base:
 
     def keep(self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, in_blocks: bool) -> None:
         """Keep what is sent as a whole now."""
-        if lacks_numpy():
-            return
         self.epoch, self._pieces, self._in_blocks = epoch, _find_pieces(orders), in_blocks
         self._kept = [
             [self._summarize(_read(tools, tensors[at], box, orders["dtypes"][at])) for at, box in channel["pieces"]]
@@ -103,15 +125,7 @@ class Base:
     def stage(
         self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, verify: bool
     ) -> list[dict[str, Any]]:
-        """Store what has changed in each channel, and keep the present state.
-
-        Args:
-            tools: the library of the tensors.
-            orders: of this source rank.
-            tensors: all that this rank holds, by the numbers in the orders.
-            epoch: of this attempt.
-            verify: whether targets compare the digests of pieces that have not changed, too.
-        """
+        """Store what has changed in each channel, and keep the present state."""
         # Until all is kept: what fails in between leaves nothing to compare with.
         since, self.epoch = self.epoch, -1
         channels, least = [], BLOCK if self._in_blocks else 1
@@ -264,3 +278,21 @@ def fetch_patches(
         changes.append(Change(at, box, where, memoryview(values)[patch.values_at : end], patch.digest))
         saved -= steps.nbytes + end - patch.values_at
     return saved, pieces, changes
+
+
+def check_changes(tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], changes: Sequence[Change]) -> None:
+    """Refuse patches of tensors that a method of the user's has changed since they were fetched.
+
+    Raises:
+        ValueError: one is not what its patch is for.
+    """
+    for at, box, _, _, before in changes:
+        if digest(tools, part(tensors[at], box), orders["dtypes"][at]) != before:
+            name = orders["names"][at]
+            raise ValueError(f"before_commit has changed {name!r}; send the version again without delta=")
+
+
+def apply_changes(tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], changes: Sequence[Change]) -> None:
+    """Overwrite what has changed in the tensors of a target."""
+    for at, box, where, values, _ in changes:
+        tools.scatter(part(tensors[at], box), where, values, orders["dtypes"][at])

@@ -16,17 +16,17 @@ from typing import Any
 import ray
 
 from .agent import explain_missing
-from .delta import Base, Change, Unpatched, fetch_patches
+from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
 from .entry import SHARED
 from .faults import commit_fault
 from .nixl import Nixl
 from .segment import SharedMemory
+from .staging import find_digest, stage_whole
 from .store import ObjectStore
 from .tensors import (
     check_tensors,
     check_writable,
     describe,
-    digest,
     find_differing,
     finish,
     join_pieces,
@@ -38,7 +38,6 @@ from .tensors import (
     span,
 )
 from .transport import (
-    Block,
     Blocked,
     Late,
     Lost,
@@ -213,7 +212,7 @@ class End:
             await self._look_again(worker)
             finish(self._values.values())
             if self._prepared or before is not None:
-                self._check_changes()
+                check_changes(self._tools(), self._orders, self._tensors(), self._changes)
             writing, self._committed = True, None
             reply["overwritten"] = self._claim(apply)
             if reading is None:
@@ -312,19 +311,6 @@ class End:
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
 
-    def _check_changes(self) -> None:
-        """Refuse patches of tensors that a method of the user's has changed.
-
-        Raises:
-            ValueError: one is not what the patch is for.
-        """
-        for change in self._changes:
-            name = self._orders["names"][change.at]
-            if digest(self._tools(), part(self._values[name], change.box), self._orders["dtypes"][change.at]) != (
-                change.digest
-            ):
-                raise ValueError(f"before_commit has changed {name!r}; send the version again without delta=")
-
     def _claim(self, apply: str | None) -> list[str]:
         """Note what this end overwrites; return the ids of the links whose tensors are among that.
 
@@ -347,42 +333,23 @@ class End:
     def _tools(self) -> Any:
         return library(self._orders["library"])
 
+    def _tensors(self) -> list[Any]:
+        """Return the tensors by their numbers in the orders; None for those that this rank does not hold."""
+        return [self._values.get(name) for name in self._orders["names"]]
+
     def _stage(self, verify: bool, fresh: bool, delta: tuple[int, bool] | None) -> dict[str, Any]:
-        """Make what others need available to them."""
-        tools, orders = self._tools(), self._orders
-        channels: list[dict[str, Any]] = []
-        tensors = [self._values.get(name) for name in orders["names"]]
+        """Make what others need available to them: whole tensors, or what has changed in them."""
+        tools, orders, tensors = self._tools(), self._orders, self._tensors()
         finish(self._values.values())
-        reply: dict[str, Any] = {"channels": channels}
-
-        def find_digest(at: int, box: Any) -> int:
-            return digest(tools, part(tensors[at], box), orders["dtypes"][at])
-
-        if delta is None:
-            self._base.clear()
-        elif reason := self._base.explain_whole(orders, *delta):
-            reply["whole"] = reason
-            self._base.keep(tools, orders, tensors, self._epoch, delta[1])
-        else:
-            channels += self._base.stage(tools, orders, tensors, self._epoch, verify)
+        reason, channels = self._base.follow(tools, orders, tensors, self._epoch, delta, verify)
+        if channels:
             for transport in self._transports.values():
                 transport.keep_only(())
-        for number, channel in enumerate(orders["channels"] if not channels else ()):
-            blocks = [
-                Block(tensors[at], box, orders["dtypes"][at], sizes, offset)
-                for at, box, sizes, offset in channel["blocks"]
-            ]
-            transport = self._transports[channel["kind"]]
-            try:
-                staged = transport.stage(tools, number, channel, blocks, orders["id"], fresh)
-            except Blocked as error:
-                channels.append({"kind": channel["kind"], "blocked": str(error), "digests": []})
-                continue
-            channels.append({"kind": channel["kind"], "staged": staged})
-            if verify:
-                channels[-1]["digests"] = [find_digest(at, box) for at, box in channel["pieces"]]
+        else:
+            channels = stage_whole(tools, orders, tensors, self._transports, verify, fresh)
+        reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}
         if verify:
-            reply["held"] = {key: find_digest(at, box) for key, at, box, _ in orders["held"]}
+            reply["held"] = {key: find_digest(tools, orders, tensors, at, box) for key, at, box, _ in orders["held"]}
         return reply
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
@@ -404,7 +371,7 @@ class End:
         self, epoch: int, version: int, staged: Mapping[int, Any], verify: bool, within_s: float
     ) -> dict[str, Any]:
         """Read what the orders say into the tensors of the target; if this raises, some may be overwritten."""
-        tools, tensors = self._tools(), [self._values.get(name) for name in self._orders["names"]]
+        tools, tensors = self._tools(), self._tensors()
         reply = self._fetch_all(epoch, version, staged, verify, time.monotonic() + within_s, tensors)
         if "bytes" not in reply:
             raise RuntimeError(explain_failure(reply))
@@ -421,24 +388,20 @@ class End:
         into: Sequence[Any] | None = None,
     ) -> dict[str, Any]:
         began = time.monotonic()
-        tools, orders = self._tools(), self._orders
-        tensors = [self._values.get(name) for name in orders["names"]]
+        tools, orders, tensors = self._tools(), self._orders, self._tensors()
         self._staged, self._changes = None, []
         for transport in self._transports.values():
             transport.release()
         self._local = self._copy_local(tools)
         pieces = list(self._local)
-        replies, trouble = await_replies(staged, deadline)
+        replies, trouble = await_replies(staged, orders["sources"], deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
         wrong: list[tuple[str, int]] = []
-        verify_s = 0.0
+        verify_s, saved = 0.0, 0
         fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
         changes: list[Change] = []
-        saved = 0
-        if unstaged := [source for source in orders["sources"] if "staged" not in replies[source]]:
-            return {"unstaged": unstaged[0]}
         sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
         for kind, transport in self._transports.items():
             transport.forget_others(
@@ -521,18 +484,17 @@ class End:
 
     async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
-        tools, names = self._tools(), self._orders["names"]
+        tools = self._tools()
         if apply is not None:
             for chunk in join_pieces(tools, self._orders, self._pieces, chunk_bytes):
                 await self._call(worker, apply, chunk)
                 commit_fault(self._key[1], "committing")
         else:
-            tensors = [self._values.get(name) for name in names]
+            tensors = self._tensors()
             pairs = ((part(tensors[at], box), value) for at, box, value in self._pieces)
             tools.copy_all(itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
             tools.copy_all(pairs)
-            for at, box, where, values, _ in self._changes:
-                tools.scatter(part(tensors[at], box), where, values, self._orders["dtypes"][at])
+            apply_changes(tools, self._orders, tensors, self._changes)
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

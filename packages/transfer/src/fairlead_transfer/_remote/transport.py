@@ -3,7 +3,7 @@
 
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import ray
@@ -133,10 +133,13 @@ def fetch_stored(ref: ray.ObjectRef[Any], deadline: float) -> Any:
         raise Lost(" ".join(str(error).split())[:200]) from error
 
 
-def await_replies(staged: Mapping[int, Any], deadline: float) -> tuple[dict[int, Any], dict[str, Any] | None]:
-    """Return the replies of the source ranks, and what to answer if one does not come."""
+def await_replies(
+    staged: Mapping[int, Any], sources: Iterable[int], deadline: float
+) -> tuple[dict[int, Any], dict[str, Any] | None]:
+    """Return the replies of some source ranks, and what to answer if one does not come or has staged nothing."""
     replies: dict[int, Any] = {}
-    for source, reply in staged.items():
+    for source in sources:
+        reply = staged[source]
         if not isinstance(reply, ray.ObjectRef):
             replies[source] = reply
             continue
@@ -146,7 +149,8 @@ def await_replies(staged: Mapping[int, Any], deadline: float) -> tuple[dict[int,
             return replies, {"waiting": [source]}
         except Exception as error:  # noqa: BLE001  the driver sees the same error of the source itself
             return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
-    return replies, None
+    unstaged = next((source for source, reply in replies.items() if "staged" not in reply), None)
+    return replies, None if unstaged is None else {"unstaged": unstaged}
 
 
 def explain_failure(reply: Mapping[str, Any]) -> str:
