@@ -80,6 +80,14 @@ def test_balanced_is_at_least_as_good(task):
         assert balanced.largest <= decreasing.largest
 
 
+def test_balanced_needs_fewer_bins():
+    """The search finds a smaller number of bins than first-fit decreasing needs."""
+    lengths = [2, 3, 2, 6, 2, 5]
+    assert len(get_packer("first_fit_decreasing", 10).pack(lengths)) == 3
+    bins = get_packer("balanced", 10).pack(lengths)
+    assert [sum(lengths[index] for index in bin_) for bin_ in bins] == [10, 10]
+
+
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=9))
 def test_balanced_near_the_best(lengths):
     """For a fixed number of bins the fullest is within 7/6 of the optimum, which is found by exhaustive search."""

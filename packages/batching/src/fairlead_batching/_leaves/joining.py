@@ -131,11 +131,9 @@ def _is_held(value: Any, dtype: Any) -> bool:
         alike = given.kind == kind or given.kind + kind == "UT"
         return dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
     try:
-        if kind == "b":
-            return bool(value in (0, 1))
-        if kind == "i":
-            whole = library.iinfo(dtype)
-            return bool(whole.min <= value <= whole.max and value == int(value))
+        if kind in "bi":
+            lowest, highest = (0, 1) if kind == "b" else (library.iinfo(dtype).min, library.iinfo(dtype).max)
+            return bool(lowest <= value <= highest and value == int(value))
         if isinstance(value, (str, bytes)) or (kind == "f" and isinstance(value, (complex, np.complexfloating))):
             return False
         parts = [float(value)] if kind == "f" else [complex(value).real, complex(value).imag]

@@ -128,9 +128,9 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
     return bins
 
 
-# By longest-first (Graham 1969), or differencing (Karmarkar and Karp 1982, in its form for many bins) if it is better.
 def _deal(descending: Sequence[int], count: int) -> tuple[int, list[int]]:
     """Return the total length of the fullest of ``count`` bins without a capacity, and the bin of each item."""
+    # Longest-first (Graham 1969), or differencing (Karmarkar and Karp 1982, in its form for many bins) if it is better.
     best = deal_longest_first(descending, count)
     least = max(-(-sum(descending) // count), descending[0])
     if len(descending) * count <= _MOST_WORK and best[0] > least:
