@@ -117,17 +117,17 @@ class ShardPlan:
         return PartPlan(args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
 
     def _table(self) -> list[list[str]]:
-        columns: dict[str, list[str]] = {
-            "shard": [str(number) for number in range(len(self.samples))],
-            "samples": [str(len(part)) for part in self.samples],
-        }
+        columns = [
+            ["shard", *map(str, range(len(self.samples)))],
+            ["samples", *map(str, map(len, self.samples))],
+        ]
         if self.micro_batch_indices is not None:
-            columns["microbatches"] = [str(sum(map(len, cuts))) for cuts in self.micro_batch_indices]
+            columns.append(["microbatches", *(str(sum(map(len, cuts))) for cuts in self.micro_batch_indices)])
         if self.lengths is not None:
-            columns["tokens"] = [str(self.lengths[part].sum()) for part in self.samples]
+            columns.append(["tokens", *(str(self.lengths[part].sum()) for part in self.samples)])
         if self.costs is not None:
-            columns["cost"] = [f"{self.costs[part].sum():.4g}" for part in self.samples]
-        return [[name, *cells] for name, cells in columns.items()]
+            columns.append(["cost", *(f"{self.costs[part].sum():.4g}" for part in self.samples)])
+        return columns
 
     def __str__(self) -> str:
         columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in self._table()]

@@ -206,13 +206,11 @@ def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePacki
     else:
         groups = [_deal_bins(own, shards, args) for own in padded.reshape(-1, group)]
     firsts = range(0, len(padded), group)
-    dealt = [
-        [
-            [[first + index for index in bin_] for bin_ in bins[shard]]
-            for first, bins in zip(firsts, groups, strict=True)
-        ]
-        for shard in range(shards)
+    of_groups = [
+        [[[first + index for index in bin_] for bin_ in bins] for bins in own]
+        for first, own in zip(firsts, groups, strict=True)
     ]
+    dealt = list(zip(*of_groups, strict=True))  # the same for each shard, and then for each group
     tokens = padded.tolist()
     return ShardPlan(
         samples=tuple(np.array([index for bins in mine for bin_ in bins for index in bin_]) for mine in dealt),
