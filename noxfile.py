@@ -36,10 +36,9 @@ CERTIFICATES = {"UV_SYSTEM_CERTS": "1"}
 UV_ENV = dict(CERTIFICATES)
 if os.environ.get("PIP_FIND_LINKS"):
     UV_ENV["UV_FIND_LINKS"] = os.environ["PIP_FIND_LINKS"]
-# pip compiles the modules that it installs. uv leaves that to the first import. If Python may not write bytecode, every
-# worker would compile all of them again.
-if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-    UV_ENV["UV_COMPILE_BYTECODE"] = "1"
+# The first import of a module compiles it for the other processes. Where Python may write no bytecode, every worker of
+# Ray would compile all that it imports, and to compile all that is installed takes half a minute if torch is among it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 SPHINX = ("sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design")
 PROSE = ("codespell", "proselint")
 # Checks start a Ray of their own, whatever else runs on the machine.
@@ -90,6 +89,8 @@ def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings come from this repository."""
     with report_every(PATIENCE_S, lambda seconds: f"{session.name}: installing, {seconds:.0f} s"):
         session.install("-c", "constraints.txt", *what, env=UV_ENV)
+        if "torch" in what:  # else all workers of the first group compile it at the same time
+            session.run("python", "-c", "import torch.distributed.fsdp")
 
 
 # People wait at most this long for a sign of progress.
@@ -247,8 +248,9 @@ def multihost(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds.
 
-    With 300 seconds or more, the diagnosis, 1,000 random changes of a group, 20 kills and 200 interrupts of drivers,
-    nodes of an autoscaler, two users of a cache, stragglers, plans and faults of transfers are repeated too.
+    With 300 seconds or more, the diagnosis, 1,000 random changes of a group, 10,000 orders of its steps, 20 kills and
+    200 interrupts of drivers, nodes of an autoscaler, two users of a cache, stragglers, plans and faults of transfers
+    are repeated too.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
@@ -263,6 +265,8 @@ def soak(session: nox.Session) -> None:
         session.run("pytest", planted, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_TRUTH": "10"})
         killed = f"{package('workergroup')}/tests/ray/test_killed_driver.py"
         session.run("pytest", killed, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_KILLS": "20"})
+        with session.chdir(package("workergroup", "/tests")):
+            session.run("python", "-m", "simulation", env={**RAY_ENV, "PYTHONHASHSEED": "0"})
         interrupted = f"{package('workergroup')}/tests/ray/test_interrupted_driver.py"
         session.run("pytest", interrupted, "-s", "--timeout=3600", env={**RAY_ENV, "FAIRLEAD_INTERRUPTS": "200"})
         membership = f"{package('workergroup')}/tests/ray/test_membership.py"
@@ -571,7 +575,8 @@ def wheels(session: nox.Session, name: str) -> None:
     places = dist / "places.txt"
     places.write_text("".join(f"fairlead-{one} @ {wheel.as_uri()}\n" for one, wheel in built.items()))
     python = make_environment(session)
-    pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "-c", "constraints.txt", "-c", str(places)]
+    pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
+    pip += ["-c", "constraints.txt", "-c", str(places)]
     session.run(*pip, str(built[name]))
 
     here = copy_tests(session, name)
@@ -655,37 +660,37 @@ def pictures(session: nox.Session) -> None:
 # What `ci` adds to `nox`, with the arguments of each session, the longest first: two sessions run at a time.
 CI_SESSIONS: dict[str, list[str]] = {
     "wheels(workergroup)": [],
-    "wheels(placement)": [],
     "multihost": [],
+    "wheels(placement)": [],
     "docs": [],
     "integration": [],
-    "wheels(tpu-executor)": [],
-    "wheels(transfer)": [],
-    "wheels(inspect)": [],
-    "wheels(venvs)": [],
     "interop": [],
+    "wheels(tpu-executor)": [],
     "nixl": [],
-    "grpo": ["--steps", "5"],
-    "async_grpo": ["--steps", "4", "--kill", "--dp", "1"],
-    "soak": ["60"],
+    "wheels(inspect)": [],
+    "wheels(transfer)": [],
+    "wheels(venvs)": [],
     "survive": ["--steps", "120"],
+    "async_grpo": ["--steps", "4", "--kill", "--dp", "1"],
+    "grpo": ["--steps", "5"],
+    "wheels(lane)": [],
+    "soak": ["60"],
     "elastic": [],
     "typecheck": [],
     "seams": [],
-    "lane": ["--steps", "10"],
-    "wheels(lane)": [],
-    "demo": [],
     "hang": [],
-    "wheels(batching)": [],
-    "wheels(sharding)": [],
+    "demo": [],
+    "lane": ["--steps", "10"],
     "wheels(rollouts)": [],
     "wheels(verl)": [],
+    "wheels(batching)": [],
+    "wheels(sharding)": [],
     "vendor": [],
     "build": [],
     "workflows": [],
 }
 # How long that takes on 2 cores.
-CI_MINUTES = 40
+CI_MINUTES = 60
 AT_A_TIME = 2
 
 
