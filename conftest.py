@@ -154,7 +154,10 @@ class LocalRay:
             return
         import ray
 
-        ray.init(address="local", num_cpus=16, num_gpus=4, include_dashboard=False, logging_level="warning")
+        with pytest.MonkeyPatch.context() as patch:
+            # It reads what all workers print, again and again. No test looks at that, and `ray.init` always starts it.
+            patch.setattr("ray._private.node.Node.start_log_monitor", lambda node: None)
+            ray.init(address="local", num_cpus=16, num_gpus=4, include_dashboard=False, logging_level="warning")
         self._session = ray.get_runtime_context().get_session_name()
 
     def end(self) -> None:
