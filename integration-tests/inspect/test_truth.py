@@ -47,7 +47,7 @@ HANGS = {
 # No process is to blame, or none can be known.
 OPEN = ("other_collective", "awaited", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
-IN_CI = "in_queue in_socket in_native swallowed stopped killed chain cycle pending_actor pending_group"
+IN_CI = "in_queue in_native swallowed stopped killed chain cycle pending_actor pending_group"
 IN_CI += " other_collective long_work restarted"
 CASES = [*HANGS, *OPEN, *CONTROLS]
 
