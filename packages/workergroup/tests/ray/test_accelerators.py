@@ -48,11 +48,16 @@ class SeesAll(Configured):
     devices = "0,1,2,3"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["ray sets the variables", "ray leaves them alone"])
+RAY_SETS_THE_VARIABLES = "ray sets the variables"
+# For tests of what does not depend on the variables.
+once = pytest.mark.parametrize("node", [RAY_SETS_THE_VARIABLES], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[RAY_SETS_THE_VARIABLES, "ray leaves them alone"])
 def node(raylets, request):
     resources = {kind: 4 for kind in VISIBLE if kind != "GPU"} | {"licence": 4, "accelerator_type:X1": 1}
     options = {"num_cpus": 8, "num_gpus": 4, "resources": resources}
-    if request.param:
+    if request.param != RAY_SETS_THE_VARIABLES:
         options["env_vars"] = {f"RAY_EXPERIMENTAL_NOSET_{variable}": "1" for variable in VISIBLE.values()}
     with raylets(options, logging_level="error", log_to_driver=False) as made:
         yield made
@@ -76,7 +81,7 @@ def test_each_worker_has_its_devices(node, kind):
 def test_each_worker_sees_all_devices_of_the_node(node, kind):
     """With "node", a worker sees the devices of all workers of its node, and LOCAL_RANK is the index of its first."""
     with (
-        RayVirtualCluster([3], accelerators={kind: 1}) as cluster,
+        RayVirtualCluster([2], accelerators={kind: 1}) as cluster,
         RayWorkerGroup(cluster, Worker, worker=WorkerOptions(visible_devices="node")) as group,
     ):
         for rank, (ids, variables) in enumerate(group.call("devices").result()):
@@ -110,6 +115,7 @@ def test_a_shared_device(node):
                 assert group.call("look").result() == [("0", "0", "0")] * 2
 
 
+@once
 def test_ray_options_of_a_group(node):
     """Ray options of the group are merged over those of the class; what does not fit the bundle is refused."""
     cls = ray.remote(enable_task_events=False, resources={"licence": 0.25})(Worker)
@@ -150,6 +156,7 @@ def test_a_standby_keeps_what_it_sees(node):
         assert group.call("look").result() == [("2", "0,1,2", "2"), ("1", "0,1", "1")]
 
 
+@once
 def test_a_part_of_a_device(node):
     """Bundles have equal parts of a device, on a node that has the requested model of it."""
     with RayVirtualCluster([8], accelerators={"GPU": 0.5}, accelerator_type="X1", reserve_timeout_s=0) as cluster:
@@ -158,12 +165,14 @@ def test_a_part_of_a_device(node):
         RayVirtualCluster([1], accelerator_type="X2", reserve_timeout_s=0).reserve()
 
 
+@once
 def test_a_part_that_ray_does_not_give(node):
     """What Ray refuses to give to a process is a ValueError, and nothing stays reserved, as `no_leaks` checks."""
     with pytest.raises(ValueError, match="HPU resource quantity must be whole numbers"):
         RayVirtualCluster([1], accelerators={"HPU": 0.5}).reserve()
 
 
+@once
 def test_workers_share_what_a_bundle_holds(node):
     """Two groups in the same bundles have half each of every resource there."""
     options = {"use_gpus": False, "max_colocated_worker_groups": 2}
