@@ -295,9 +295,9 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
             # request is late, looks send none.
             assert eventually(lambda: {"fairlead-drain"} < {name for name, job in asked if not job.over.is_set()})
             took = []
-            for number in range(2000):
-                time.sleep(0.05 if number % 100 == 0 else 0.0)
-                if number == 1000:
+            for number in range(400):
+                time.sleep(0.05 if number % 20 == 0 else 0.0)
+                if number == 200:
                     lane.close()
                 began = time.monotonic()
                 assert group.call("rank", timeout=ANSWER_S).result() == [0, 1]
