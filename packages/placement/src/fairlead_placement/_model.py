@@ -70,10 +70,6 @@ class Request:
     unified: bool = False  # one placement group in all, with each logical node on a physical node of its own
     timeout_name: str = "reserve_timeout_s"  # the argument with which the user has set `timeout_s`, for messages
 
-    @property
-    def used(self) -> tuple[Ask, ...]:
-        return tuple(ask for ask in self.asks if ask.count)
-
 
 class ClusterConfig(TypedDict):
     """The argument of `RayVirtualCluster.from_config`.

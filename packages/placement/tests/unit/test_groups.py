@@ -12,7 +12,7 @@ from fairlead_placement._reserve.groups import (
     BUNDLE_S,
     PLACING_S,
     Reserved,
-    create_groups,
+    place_pinned,
     wait_placed,
 )
 from fairlead_placement._reserve.slots import slots_of
@@ -91,21 +91,20 @@ def test_the_wait_is_not_quadratic(waits):
 
 def test_a_creation_fails(monkeypatch):
     """The error is raised, no further group is created, and those that exist are removed once they are placed."""
-    created, removed = [], []
+    created, steps = [], []
 
-    def create(name, at):
-        if at == 20:
+    def create(**_):
+        if len(created) == 20:
             raise RuntimeError("the head is gone")
-        created.append(SimpleNamespace(id=bytes([at])))
+        created.append(SimpleNamespace())
         return created[-1]
 
     monkeypatch.setattr(groups, "placement_group", create)
-    monkeypatch.setattr(groups, "_rows", lambda ids: [{"state": "CREATED"} for _ in ids])
-    monkeypatch.setattr(groups, "connection", lambda: "Ray")
-    monkeypatch.setattr(groups, "_remove", lambda made, *_: removed.extend(made))
+    monkeypatch.setattr(groups, "wait_placed", lambda made, sizes, deadline: steps.append(len(sizes)) or [])
+    monkeypatch.setattr(groups, "remove", lambda made: steps.append(made))
     with pytest.raises(RuntimeError, match="the head is gone"):
-        create_groups([{"name": "", "at": at} for at in range(1000)])
-    assert removed == created
+        place_pinned({str(at): [("node", {"CPU": 1.0})] for at in range(1000)})
+    assert steps == [20, created]
     assert len(created) == 20
 
 

@@ -25,8 +25,6 @@ from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsuffic
 # for so many seconds, and so many more for each bundle that is not placed, those that are left have lost a race.
 PLACING_S = 1.0
 BUNDLE_S = 0.01
-# How many groups one request to the head may create: its deadline is for all of them.
-CREATED_TOGETHER = 64
 # Up to so many groups are looked up one by one, and more of them in Ray's table, which lists every group since the
 # cluster has started.
 ASKED_ALONE = 16
@@ -106,7 +104,7 @@ def create_pinned(
     wanted: Collection[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
 ) -> list[PlacementGroup]:
     """Create pinned groups, and return those that Ray places. The caller removes those in `made`, which gets all."""
-    options = [
+    options: list[dict[str, Any]] = [
         {
             "name": name,
             "bundles": [dict(bundle) for _, bundle in bundles],
@@ -114,37 +112,31 @@ def create_pinned(
         }
         for name, bundles in wanted
     ]
-    for start in range(0, len(options), CREATED_TOGETHER):
-        part = options[start : start + CREATED_TOGETHER]
-        created = ask_head("create placement groups", create_groups, part, undo=_remove_late)
-        made += created
-    return wait_placed(made, [len(bundles) for _, bundles in wanted], deadline=deadline)
-
-
-def create_groups(options: Sequence[Mapping[str, Any]]) -> list[PlacementGroup]:
-    """Create placement groups from Ray's options, all or none, without waiting until they are placed."""
-    made: list[PlacementGroup] = []
     try:
         for one in options:
-            # Ray refuses a second group of one name.
-            name = one["name"] and f"{one['name']}-{uuid.uuid4().hex[:8]}"
-            made.append(placement_group(**{**one, "name": name}))
-    except BaseException:
-        _remove_late(made)
-        raise
-    return made
+            made.append(create_group(one))
+    finally:
+        # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
+        placed = wait_placed(made, [len(one["bundles"]) for one in options[: len(made)]], deadline=deadline)
+    return placed
 
 
-def _remove_late(groups: Sequence[PlacementGroup]) -> None:
-    """Remove groups whose creation is not awaited any more."""
+def create_group(options: Mapping[str, Any]) -> PlacementGroup:
+    """Create a placement group from Ray's options, without waiting until it is placed."""
+    # Ray refuses a second group of one name.
+    name = options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"
+    return ask_head("create placement groups", lambda: placement_group(**{**options, "name": name}), undo=_remove_late)
+
+
+def _remove_late(group: PlacementGroup) -> None:
+    """Remove a group whose creation is not awaited any more."""
     # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
     # with Ray 2.60 when the group was removed immediately, never after this wait.
-    ids = {group.id.hex() for group in groups}
     try:
-        wait_until(lambda: all(row["state"] == "CREATED" for row in _rows(ids)), time.monotonic() + PLACING_S)
+        wait_until(lambda: _rows({group.id.hex()})[0]["state"] == "CREATED", time.monotonic() + PLACING_S)
     finally:
         if (here := connection()) is not None:
-            _remove(groups, here, time.monotonic())
+            _remove([group], here, time.monotonic())
 
 
 def wait_placed(
@@ -214,7 +206,7 @@ def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]
     strategy = asks[0].strategy if len(asks) == 1 else "STRICT_SPREAD" if own else "PACK"
     name = f"{request.name or 'fairlead'}-{asks[0].node_idx}"
     shown = {"name": name, "bundles": bundles, "strategy": strategy, "bundle_label_selector": selectors}
-    return ask_head("create placement groups", create_groups, [shown], undo=_remove_late)
+    return [create_group(shown)]
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:

@@ -189,7 +189,13 @@ class Holding:
             if not wanted <= there:
                 raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
             gone = [slot for slot in slots if slot.node_idx in wanted]
-            self._check_whole(slots, wanted)
+            whole: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in slots]
+            if self.request.segment_size:
+                whole += [(number, node_idx) for node_idx, number in self._segments().items()]
+            for nodes in map(set, group_pairs(whole).values()):
+                if nodes & wanted and not nodes <= wanted:
+                    why = "one placement group" if self.request.unified else "one segment"
+                    raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
             if names := close_slots(gone):
                 raise PlacementError(
                     f"Logical node(s) {sorted(wanted)} of {self.request.name!r} cannot be released: worker group(s) "
@@ -202,16 +208,6 @@ class Holding:
             kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
             self.held = replace(before, places=dict(zip(kept, number_slots(kept.values()), strict=True)))
             return self._return(before, self.held)
-
-    def _check_whole(self, slots: Sequence[Slot], wanted: AbstractSet[int]) -> None:
-        """Refuse to release a part of a placement group or of a segment."""
-        pairs: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in slots]
-        if self.request.segment_size:
-            pairs += [(number, node_idx) for node_idx, number in self._segments().items()]
-        for nodes in map(set, group_pairs(pairs).values()):
-            if nodes & wanted and not nodes <= wanted:
-                why = "one placement group" if self.request.unified else "one segment"
-                raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
 
     def _watch(self, before: Held, held: Held | None) -> None:
         """Have the memory of the present nodes sampled, instead of those that were held before."""
@@ -290,7 +286,8 @@ class Holding:
 
     def _segments(self) -> dict[int, int]:
         """Return the number of each logical node's segment; without segments, each has its own."""
-        return {one.node_idx: at // (self.request.segment_size or 1) for at, one in enumerate(self.request.used)}
+        used = [ask.node_idx for ask in self.request.asks if ask.count]
+        return {node_idx: at // (self.request.segment_size or 1) for at, node_idx in enumerate(used)}
 
     def _find_usable(self, ask: Ask, there: Sequence[Slot], nodes: Sequence[Node]) -> list[Node]:
         """Return the nodes that a replacement can use, beside the slots that are there."""

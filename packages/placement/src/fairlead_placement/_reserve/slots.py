@@ -22,33 +22,41 @@ Accelerators = Mapping[str, tuple[str, ...]]
 # A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
 # the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
 LEAST_S = 10.0
+NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
 def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
     """Return the bundles of groups as slots in physical order. The deadline is for reading the ids of accelerators."""
-    ids = accelerator_ids(placed, deadline=deadline)
+    accelerators = accelerator_ids(placed, deadline=deadline)
     nodes = read_nodes()
     position = {node.node_id: at for at, node in enumerate(nodes)}
     gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
     if gone:
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    slots = [
-        Slot(
-            placement_group=one.group,
-            bundle_index=index,
-            node_idx=one.node_idx[index],
-            node_id=node_id,
-            node_ip=nodes[position[node_id]].ip,
-            node_rank=0,
-            local_rank=0,
-            accelerators=ids[g][index],
-            labels=dict(nodes[position[node_id]].labels),
-            worker_resources=_share(one.bundles[index], capacity),
-            capacity=capacity,
-        )
-        for g, one in enumerate(placed)
-        for index, node_id in enumerate(one.node_ids)
-    ]
+    slots = []
+    for one, ids in zip(placed, accelerators, strict=True):
+        for index, (node_id, bundle) in enumerate(zip(one.node_ids, one.bundles, strict=True)):
+            node = nodes[position[node_id]]
+            # What one of several workers requests is rounded down to Ray's precision: rounded up, the last worker would
+            # not fit and would stay pending. Ray takes whole CPUs only.
+            parts = {name: math.floor(amount * PRECISION / capacity) / PRECISION for name, amount in bundle.items()}
+            cpus = max(1.0, math.floor(parts.get("CPU", 0.0)))
+            others = {name: part for name, part in parts.items() if part > 0 and not name.startswith(NOT_SHARED)}
+            slots.append(
+                Slot(
+                    placement_group=one.group,
+                    bundle_index=index,
+                    node_idx=one.node_idx[index],
+                    node_id=node_id,
+                    node_ip=node.ip,
+                    node_rank=0,
+                    local_rank=0,
+                    accelerators=ids[index],
+                    labels=dict(node.labels),
+                    worker_resources={"CPU": cpus, **others},
+                    capacity=capacity,
+                )
+            )
     # The sort is stable: slots that compare as equal stay in the order of the groups and their bundles.
     slots.sort(key=lambda one: (position[one.node_id], [*map(accelerator_order, one.accelerator_ids)], one.node_idx))
     return number_slots(slots)
@@ -63,15 +71,6 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
         numbered.append(replace(slot, node_rank=rank, local_rank=taken))
         on_node[slot.node_id][1] += 1
     return tuple(numbered)
-
-
-def _share(bundle: Mapping[str, float], capacity: int) -> dict[str, float]:
-    """Return what one worker requests of a bundle that `capacity` workers share: its part, and at least a CPU."""
-    # Rounded down to Ray's precision: rounded up, the last worker would not fit and would stay pending.
-    parts = {name: math.floor(amount * PRECISION / capacity) / PRECISION for name, amount in bundle.items()}
-    left_out = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
-    cpus = max(1.0, math.floor(parts.get("CPU", 0.0)))  # Ray takes whole CPUs only
-    return {"CPU": cpus, **{name: part for name, part in parts.items() if part > 0 and not name.startswith(left_out)}}
 
 
 def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[Accelerators]]:

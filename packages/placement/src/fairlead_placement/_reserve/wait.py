@@ -28,10 +28,10 @@ STATUS_S = 2.0
 
 def examine(request: Request) -> ReservationReport:
     """Return whether a reservation would succeed now, without reserving."""
-    asks, nodes = request.used, read_nodes()
+    asks, nodes = tuple(ask for ask in request.asks if ask.count), read_nodes()
     chosen, impossible = decide(asks, nodes, own_nodes=request.unified, segment_size=request.segment_size)
     verdict: Verdict = "fits" if chosen is not None else "impossible" if impossible else "taken"
-    return _report(asks, nodes, verdict, chosen)
+    return ReservationReport(asks, nodes, read_holders(), verdict, dict(chosen or {}))
 
 
 def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> ReservationReport:
@@ -60,7 +60,7 @@ def reserve(
     `find_usable` chooses among the present nodes before each attempt; if it raises, the wait ends. `held` returns, by
     node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
     """
-    request = replace(request, asks=request.used)
+    request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
@@ -100,10 +100,11 @@ def reserve(
                     after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
                     after += " The autoscaler reports that it cannot add nodes for it." if is_infeasible else ""
                     reason = f"{outcome.why}{after} {outcome.advice}"
-                    raise ResourceInsufficientError(reason, _report(request.asks, nodes, "impossible"))
+                    report = ReservationReport(request.asks, tuple(nodes), read_holders(), "impossible")
+                    raise ResourceInsufficientError(reason, report)
             elif waited >= limit:
                 reason = f"Waited {waited:.1f} s{outcome.why} or wait longer ({request.timeout_name})."
-                raise outcome.error(reason, _report(request.asks, nodes, "taken"))
+                raise outcome.error(reason, ReservationReport(request.asks, tuple(nodes), read_holders(), "taken"))
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
             waiting.show(
                 "nodes have to join" if isinstance(outcome, Impossible) else "others hold what it needs", limit
@@ -158,13 +159,4 @@ def try_once(
             return placed
     return Busy(
         ": the request would fit on these nodes, but others hold what it needs (see below). Release some of it,"
-    )
-
-
-def _report(
-    asks: Sequence[Ask], nodes: Sequence[Node], verdict: Verdict, chosen: Mapping[int, tuple[str, ...]] | None = None
-) -> ReservationReport:
-    """Return a report of what is requested, what the nodes have, who holds it, and what the planner has found."""
-    return ReservationReport(
-        asks=tuple(asks), nodes=tuple(nodes), holders=read_holders(), verdict=verdict, plan=dict(chosen or {})
     )
