@@ -163,11 +163,7 @@ class RayVirtualCluster:
             raise ValueError(f"config has unknown keys {unknown}; it takes {sorted(ClusterConfig.__annotations__)}")
         for key in ("gpus_per_node", "num_nodes"):
             check_positive(f"config[{key!r}]", config.get(key))
-        given = {
-            "port_range_low": config.get("master_port_range_low"),
-            "port_range_high": config.get("master_port_range_high"),
-            "segment_size": config.get("segment_size"),
-        }
+        given: Any = {name.removeprefix("master_"): config.get(name) for name in ClusterConfig.__optional_keys__}
         return cls([config["gpus_per_node"]] * config["num_nodes"], **{**given, **options})
 
     @classmethod

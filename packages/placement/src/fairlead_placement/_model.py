@@ -96,8 +96,7 @@ class ClusterConfig(TypedDict):
 
 _VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _KEY = re.compile(rf"(?:(?=[^/]{{1,253}}/){_VALUE}(?:\.{_VALUE})*/)?{_VALUE}")
-_ONE = re.compile(rf"(!?)({_VALUE})")
-_SEVERAL = re.compile(rf"(!?)in\(({_VALUE}(?:, ?{_VALUE})*)\)")
+_CONDITION = re.compile(rf"(!?)(?:({_VALUE})|in\(({_VALUE}(?:, ?{_VALUE})*)\))")
 
 
 @lru_cache(maxsize=4096)
@@ -111,11 +110,10 @@ def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
     # without "in" is refused.
     if text == "":
         return True, frozenset([""])
-    found = _ONE.fullmatch(text) or _SEVERAL.fullmatch(text)
-    if found is None:
+    if (found := _CONDITION.fullmatch(text)) is None:
         raise ValueError(f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
-    negated, values = found.groups()
-    return not negated, frozenset(value.strip() for value in values.split(","))
+    negated, one, several = found.groups()
+    return not negated, frozenset(value.strip() for value in (one or several).split(","))
 
 
 def check_selector(selector: Mapping[str, str]) -> None:
