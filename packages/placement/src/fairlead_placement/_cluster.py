@@ -112,7 +112,6 @@ class RayVirtualCluster:
         self.name = name
 
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        self.max_colocated_worker_groups: int = capacity
         self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
         gpus = self._accelerators.get("GPU", 0.0)
         self.use_gpus: bool = gpus > 0
@@ -228,6 +227,11 @@ class RayVirtualCluster:
         kind = ", ".join(self._accelerators) or "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
+
+    @property
+    def max_colocated_worker_groups(self) -> int:
+        """How many worker groups may share a slot."""
+        return self._holding.request.capacity
 
     @property
     def port_range(self) -> tuple[int, int]:
