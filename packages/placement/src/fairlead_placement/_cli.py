@@ -101,7 +101,9 @@ def _find_kind(name: str) -> str:
 def _nodes(options: argparse.Namespace, output: Output) -> int:
     nodes, holders = read_nodes(), read_holders()
     if not options.json:
-        names = sorted({name for node in nodes for name in node.total if _is_shown(name)})
+        # What jobs ask for, without the names that mark a node.
+        found = {name for node in nodes for name in node.total if not name.startswith(("node:", TAG))}
+        names = sorted(found.difference(("memory", "object_store_memory")))
         output.print(draw_nodes(nodes, holders, names, title=""))
         return 0
     held = group_pairs(
@@ -124,11 +126,6 @@ def _nodes(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _is_shown(name: str) -> bool:
-    """Return whether a resource is one that jobs ask for, not one that marks a node."""
-    return name not in ("memory", "object_store_memory") and not name.startswith(("node:", TAG))
-
-
 def _explain(options: argparse.Namespace, output: Output) -> int:
     report: ReservationReport = options.request.explain()
     if options.json:
@@ -149,9 +146,7 @@ def _doctor(options: argparse.Namespace, output: Output) -> int:
     checks = examine_cluster(options.expect, timeout_s=options.timeout)
     healthy = not any(check.faults for check in checks)
     if options.json:
-        rows = [
-            {**asdict(check), "ok": not check.faults, "faults": list(map(asdict, check.faults))} for check in checks
-        ]
+        rows = [{**asdict(check), "ok": not check.faults} for check in checks]
         output.print_json({"schema": SCHEMA, "ok": healthy, "checks": rows})
     else:
         output.print(_draw_checks(checks))

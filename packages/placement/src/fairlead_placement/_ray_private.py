@@ -75,14 +75,6 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(drain_deadlines())
 
 
-def job_of_placement_group(placement_group_id: str) -> str:
-    """Return the job that created a placement group: the last four bytes of the group's id.
-
-    Reason: only the state API reports it, which needs a dashboard. No attribute of Ray is used.
-    """
-    return placement_group_id[-8:]
-
-
 def driver_of(job_id: str) -> str:
     """Return the worker id of a job's driver: the job's id, padded.
 

@@ -251,11 +251,7 @@ def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: fl
 
 
 def ask_living(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
-    """Send the same request to several agents at once; return the answers by node id, without nodes that have gone.
-
-    Raises:
-        PlacementError: an agent did not answer, although its node is alive.
-    """
+    """Do the same, but leave out nodes that have gone, and raise the error of an agent whose node is alive."""
     answers = ask_nodes(method, arguments, timeout_s)
     failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
     for node_id in choose_alive(failed) if failed else ():
@@ -266,10 +262,7 @@ def ask_living(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: f
 def _ask_nodes(
     method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float
 ) -> dict[str, tuple[Any, Exception | None]]:
-    """Send the same request to several agents at once; return by node id the answer and the exception.
-
-    Where an agent is gone, its node may still be there, and a new agent gets the request.
-    """
+    """Return by node id the answer and the exception. Where an agent is gone, a new agent gets the request."""
     deadline = time.monotonic() + timeout_s
     answers: dict[str, tuple[Any, Exception | None]] = {}
     # By node id, the agent to replace.
@@ -315,10 +308,7 @@ def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> P
 
 
 def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
-    """Return the memory of each node that is alive, in the order given, with one request to each, all at once.
-
-    With a watcher, as for `NodeAgent.memory`, the agents take further samples until `unwatch`.
-    """
+    """Return the memory of each node that is alive, in the order given. A watcher is as for `NodeAgent.memory`."""
     with head_deadline():
         alive = alive_nodes()
     asked = {node_id: (watcher, this_process()) for node_id in node_ids if node_id in alive}

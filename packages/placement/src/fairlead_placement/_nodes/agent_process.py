@@ -141,13 +141,10 @@ class AgentProcess:
                 del self._released[next(iter(self._released))]
 
     def lease(self, lease_ids: list[str], low: int, high: int, owner: str) -> tuple[list[int], int, int]:
-        """Hold a port in low..high (both included) for each id, or none, until it is released or its owner has ended.
+        """Hold a port in low..high for each id, or none; then return how many this agent and others hold there.
 
         The driver chooses the ids and releases a lease by its id: a port number may belong to another lease by then,
         and the answer may arrive too late.
-
-        Returns:
-            The ports; if there are too few, how many ports of the range this agent and other processes hold.
         """
         with self._lock:
             if any(one in self._released for one in lease_ids):
@@ -266,13 +263,10 @@ def has_children() -> bool:
 
 
 def _hold(port: int) -> socket.socket | None:
-    """Return a bound socket that never listens, or None if the port is taken.
+    """Return a socket that is bound on IPv6 and IPv4, if the machine has both, and never listens; None if it is taken.
 
     It is bound without SO_REUSEADDR, so neither another lease nor a plain bind can use the port. The option is set
     afterwards, so that a server that sets it too (torch's TCPStore, gRPC) can listen while the lease is held.
-
-    The socket is bound on IPv6 and IPv4 together, so that no other process can use the port on either. On a machine
-    without IPv6 it is bound on IPv4.
     """
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         with contextlib.ExitStack() as undo:

@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group_table
 from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
-from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, job_of_placement_group, live_actors
+from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, start
@@ -205,8 +205,8 @@ def read_holders() -> tuple[ResourceHolder, ...]:
         placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
         bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
         if bundles:
-            job = job_of_placement_group(group_id)
-            holders.append(ResourceHolder("placement group", row["name"], group_id, job, bundles))
+            # The id ends with that of the job. Only the state API reports it, which needs a dashboard.
+            holders.append(ResourceHolder("placement group", row["name"], group_id, group_id[-8:], bundles))
     for actor in actors:
         # An actor in a placement group holds "CPU_group_...", which the group holds already.
         own = {what: amount for what, amount in actor.resources.items() if amount > 0 and "_group_" not in what}
