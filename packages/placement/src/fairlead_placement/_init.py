@@ -4,12 +4,11 @@
 import functools
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import ray
-from rich.console import Console
-from rich.text import Text
 
 from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
 from ._nodes.background import start
@@ -113,10 +112,8 @@ def _explain_start(address: str | None) -> str:
 def _say(line: str) -> None:
     """Log a line. If the program does not show its log, print it if standard error is a terminal."""
     logger.info("%s", line)
-    console = Console(stderr=True)
-    if console.is_terminal and not logger.isEnabledFor(logging.INFO):
-        # Text, so that a path is not parsed as markup.
-        console.print(Text(line), soft_wrap=True)
+    if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
+        print(line, file=sys.stderr)  # noqa: T201
 
 
 def attach_to(

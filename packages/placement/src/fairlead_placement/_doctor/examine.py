@@ -89,15 +89,13 @@ def examine_cluster(expected: Expected, *, timeout_s: float = 60.0) -> tuple[Che
     alive = [row["NodeID"] for row in rows if row["NodeID"] not in states]
     probes = run_on_nodes(probe.look_at_node, dict.fromkeys(alive, ()), timeout_s=timeout_s)
     clocks = {one: _compare_clock(one, timeout_s) for one in alive if not isinstance(probes[one], Exception)}
-    address = {row["NodeID"]: row["NodeManagerAddress"] for row in rows}
+    nodes = {
+        one: NodeFacts(one, address, states.get(one, "alive"), resources, probes.get(one), clocks.get(one))
+        for one, address, resources in ((row["NodeID"], row["NodeManagerAddress"], row["Resources"]) for row in rows)
+    }
     chosen = random.sample(list(clocks), min(SAMPLE, len(clocks)))
-    tries = _connect_pairs({node_id: address[node_id] for node_id in chosen}, timeout_s)
-    resources = {row["NodeID"]: row["Resources"] for row in rows}
-    nodes = [
-        NodeFacts(one, address[one], states.get(one, "alive"), resources[one], probes.get(one), clocks.get(one))
-        for one in address
-    ]
-    return judge(expected, nodes, head_s, tries)
+    tries = _connect_pairs({node_id: nodes[node_id].address for node_id in chosen}, timeout_s)
+    return judge(expected, list(nodes.values()), head_s, tries)
 
 
 def _compare_clock(node_id: str, timeout_s: float) -> tuple[float, float] | None:
