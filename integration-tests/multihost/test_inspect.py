@@ -110,7 +110,7 @@ class Trainer:
 def hung_job():
     """A driver with a group over all hosts, of which rank 5 hangs."""
     with (
-        RayVirtualCluster([2, 2, 2, 2], use_gpus=False) as cluster,
+        RayVirtualCluster([4, 4], use_gpus=False) as cluster,
         RayWorkerGroup(
             cluster, Trainer, name_prefix="policy", sharding_annotations=NamedSharding.from_shape(dp=4, tp=2)
         ) as group,
@@ -129,8 +129,8 @@ def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
     """While the driver is stopped, `why`, `stacks` and `trace` work over hosts whose clocks are seconds apart."""
     with Hosts() as hosts:
         hosts.start_host(num_cpus=0)
-        for at in range(4):
-            hosts.start_host(env={"PYTHONPATH": shifted} if at % 2 else None)
+        for env in (None, {"PYTHONPATH": shifted}):
+            hosts.start_host(num_cpus=4, env=env)
         with hosts.driver(hung_job) as driver:
             pid = driver.step()
             driver.step()
