@@ -5,6 +5,7 @@ A patch of a piece is the elements that have changed and where they are. Positio
 1, 2 or 4 bytes. A gap that is too long for that is cut by elements that travel although they have not changed.
 """
 
+import ctypes
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from .tensors import as_bytes, digest, nbytes, part
+from .tensors import as_bytes, digest, nbytes, part, span
 from .transport import fetch_stored
 
 # Elements in a row that may travel as one: the choice is what takes the fewest bytes.
@@ -120,7 +121,7 @@ class Base:
 
     def _summarize(self, now: Any) -> tuple[Any, int]:
         """Return a copy of a piece, or the digests of its blocks and of the whole."""
-        return (_hash_blocks(now), zlib.crc32(now)) if self._in_blocks else (now.copy(), 0)
+        return (_hash_blocks(now), zlib.crc32(now.tobytes())) if self._in_blocks else (now.copy(order="C"), 0)
 
     def stage(
         self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, verify: bool
@@ -136,8 +137,8 @@ class Base:
                 now = _read(tools, tensors[at], box, orders["dtypes"][at])
                 before, crc = self._kept[number][place]
                 where = _find_blocks(now, before) if self._in_blocks else _find_changed(now, before)
-                elements += len(now)
-                changed += min(len(now), len(where) * least)
+                elements += now.size
+                changed += min(now.size, len(where) * least)
                 if not len(where) and not verify:
                     patches.append(None)
                     continue
@@ -145,7 +146,7 @@ class Base:
                 if self._in_blocks:
                     self._kept[number][place] = self._summarize(now)
                 else:
-                    before[where] = now[where]
+                    before.reshape(-1)[where] = _take(now, where)
             used = any(patches)
             ref = ray.put([patches, *map(pickle.PickleBuffer, (gaps, values))]) if used else None
             size = len(gaps) + len(values)
@@ -164,25 +165,39 @@ def _find_pieces(orders: Mapping[str, Any]) -> Any:
 def _read(tools: Any, tensor: Any, box: tuple[slice, ...], dtype: str) -> Any:
     """Return the elements of a piece as they travel, as whole numbers: equal means equal in each bit."""
     np = _numpy()
-    itemsize = int(tools.dtype(dtype).itemsize)
+    value, itemsize = part(tensor, box), nbytes(tools, (), dtype)
     kind = f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
-    return np.frombuffer(as_bytes(tools, part(tensor, box), dtype), kind)
+    address, strides, device = tools.memory(value)
+    if device != "cpu" or tools.dtype_name(value) != dtype or 0 in value.shape:
+        return np.frombuffer(as_bytes(tools, value, dtype), kind).reshape(tuple(value.shape))
+    # Where they are, also if they are strided. Not through numpy(): see `TorchLibrary.as_buffer`.
+    _, begin, end = span(tools, value)
+    memory = (ctypes.c_ubyte * (end - begin)).from_address(begin)
+    return np.ndarray(tuple(value.shape), kind, memory, address - begin, strides)
+
+
+def _take(now: Any, where: Any) -> Any:
+    """Return the elements at some positions, in row-major order."""
+    return now.reshape(-1)[where] if now.flags.c_contiguous else now[_numpy().unravel_index(where, now.shape)]
 
 
 def _find_changed(now: Any, before: Any) -> Any:
     """Return the positions of the elements that differ."""
     np = _numpy()
     found = []
-    for begin in range(0, len(now), CHUNK):
-        differ = now[begin : begin + CHUNK] != before[begin : begin + CHUNK]
+    row = math.prod(now.shape[1:])
+    step = max(1, CHUNK // max(1, row))
+    for begin in range(0, len(now), step):
+        differ = now[begin : begin + step] != before[begin : begin + step]
         if differ.any():
-            found.append(np.flatnonzero(differ) + begin)
+            found.append(np.flatnonzero(differ) + begin * row)
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 def _hash_blocks(now: Any) -> list[bytes]:
     """Return a digest of each block; two that differ have the same one with no probability that matters."""
-    return [hashlib.sha256(now[begin : begin + BLOCK]).digest()[:16] for begin in range(0, len(now), BLOCK)]
+    flat = _numpy().ascontiguousarray(now).reshape(-1)
+    return [hashlib.sha256(flat[begin : begin + BLOCK]).digest()[:16] for begin in range(0, len(flat), BLOCK)]
 
 
 def _find_blocks(now: Any, before: Sequence[bytes]) -> Any:
@@ -217,7 +232,7 @@ def _encode(now: Any, where: Any, crc: int, least: int, gaps: bytearray, values:
     steps = np.full(len(between) + int(fillers.sum()), limit, f"u{width}")
     steps[np.cumsum(fillers + 1) - 1] = between & limit
     gaps += steps.tobytes()
-    values += now[_positions(steps, unit, len(now))].tobytes()
+    values += _take(now, _positions(steps, unit, now.size)).tobytes()
     return Patch(crc, unit, len(steps), width, *places)
 
 
