@@ -45,6 +45,7 @@ class AgentProcess:
     """
 
     def __init__(self, ends: bool = False) -> None:
+        # Only the thread that has it changes what is held, so that its tables agree and no request follows the end.
         self._lock = threading.Lock()
         self._gpus = Gpus()
         self._cpu_times: dict[Any, tuple[float, float]] = {}

@@ -49,8 +49,8 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
     """Publish values under one key at the agents of this job on some nodes, without waiting for them.
 
     A value is there until it is withdrawn or this process ends. An agent that dies loses it; within seconds this
-    process creates another agent and publishes the value there. An agent that cannot be reached is left out, with a
-    line in the log.
+    process creates another agent and publishes the value there. If Ray's head does not answer, nothing is published,
+    with a line in the log, until it does.
 
     Args:
         key: unique among all processes.
