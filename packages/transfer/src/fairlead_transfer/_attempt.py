@@ -43,9 +43,8 @@ class _Repeat(Exception):
 class Attempt:
     """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
 
-    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs. `delta` has the
-    epoch of the version that all targets hold, or -1, and whether the sources keep digests of blocks and no copy; None
-    sends whole tensors and keeps nothing. `stale` has the target ranks that hold another version than the last one.
+    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs. `delta` is as for
+    `Base.follow`, with the epoch -1 if some targets hold another version than the last one; `stale` has these.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Attempt:
         verify: str,
         in_place: bool,
         in_order: bool,
-        delta: tuple[int, bool] | None,
+        delta: tuple[int, bool, bool] | None,
         stale: Mapping[int, State],
     ) -> None:
         self._source = source
@@ -96,7 +95,7 @@ class Attempt:
             except _Repeat as repeat:
                 lost |= repeat.lost
             self.epoch = self._next_epoch()
-            self._delta = self._delta and (-1, self._delta[1])
+            self._delta = self._delta and (-1, *self._delta[1:])
             self._look()
             try:
                 return self._move(lost).targets

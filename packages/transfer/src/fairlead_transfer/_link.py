@@ -194,7 +194,9 @@ class Link:
             if delta and self._router.relays:
                 self._router.relays, self._router.kept = False, None
             stale = {rank: one for rank, one in self._states.read().items() if one != self._version} if delta else {}
-            compare = (-1 if stale else self._sent, delta == "blocks") if delta else None
+            # A method of the user's may change any tensor before the commit, so all are compared once more after it.
+            check_all = self._commit.before is not None
+            compare = (-1 if stale else self._sent, delta == "blocks", check_all) if delta else None
             attempt = self._attempt(self._source, version, deadline, compare, stale)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
@@ -323,7 +325,7 @@ class Link:
         source: Side,
         version: int,
         deadline: float,
-        delta: tuple[int, bool] | None = None,
+        delta: tuple[int, bool, bool] | None = None,
         stale: Mapping[int, State] | None = None,
     ) -> Attempt:
         return Attempt(

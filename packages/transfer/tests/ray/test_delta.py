@@ -46,6 +46,9 @@ class Model:
         """Return from a sleep that has lost the weights."""
         self.w[...] = 7
 
+    def wake_norm(self):
+        self.norm[...] = 7
+
     def nothing(self):
         """Do nothing."""
 
@@ -179,13 +182,15 @@ def test_before_commit_that_loses_the_tensors(pair):
         trainer.call("change", 1, 0.01).result()
         assert not link.send(1, timeout=60, delta=True).delta.whole
         check(pair)
-    with Link(trainer, server, source="weights", target="weights", before_commit="wake") as link:
-        link.send(0, timeout=60, delta=True)
-        trainer.call("change", 5, 0.01).result()
-        with pytest.raises(TransferError, match="before_commit has changed 'w'"):
-            link.send(1, timeout=60, delta=True)
-        assert link.send(2, timeout=60, delta=True).delta.whole
-        check(pair)
+    # "norm" has not changed in the source, so nothing of it travels.
+    for before, name in (("wake", "w"), ("wake_norm", "norm")):
+        with Link(trainer, server, source="weights", target="weights", before_commit=before) as link:
+            link.send(0, timeout=60, delta=True)
+            trainer.call("change", 5, 0.01).result()
+            with pytest.raises(TransferError, match=f"before_commit has changed '{name}'"):
+                link.send(1, timeout=60, delta=True)
+            assert link.send(2, timeout=60, delta=True).delta.whole
+            check(pair)
 
 
 def test_bad_input(pair):

@@ -44,7 +44,7 @@ class Patch(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A patch that a target rank has staged."""
+    """A patch that a target rank has staged; one without positions says what an unchanged part must be."""
 
     at: int  # the number of the tensor
     box: tuple[slice, ...]  # the part of it
@@ -81,7 +81,7 @@ class Base:
         orders: Mapping[str, Any],
         tensors: Sequence[Any],
         epoch: int,
-        delta: tuple[int, bool] | None,
+        delta: tuple[int, bool, bool] | None,
         verify: bool,
     ) -> tuple[str, list[dict[str, Any]]]:
         """Keep what is sent now; return why it has to travel as a whole, or the channels of what has changed.
@@ -91,13 +91,13 @@ class Base:
             orders: of this source rank.
             tensors: all that this rank holds, by the numbers in the orders.
             epoch: of this attempt.
-            delta: the epoch of the version that all targets hold, and whether digests of blocks are kept and no copy.
-                None keeps nothing.
-            verify: whether targets compare the digests of pieces that have not changed, too.
+            delta: the epoch of the version that all targets hold; whether digests of blocks are kept and no copy; and
+                whether targets compare the digests of pieces that have not changed, too. None keeps nothing.
+            verify: the same as the last one.
         """
-        reason = "" if delta is None else self.explain_whole(orders, *delta)
+        reason = "" if delta is None else self.explain_whole(orders, *delta[:2])
         if delta is not None and not reason:
-            return "", self.stage(tools, orders, tensors, epoch, verify)
+            return "", self.stage(tools, orders, tensors, epoch, verify or delta[2])
         self.epoch, self._kept = -1, []
         if delta is not None and not lacks_numpy():
             self.keep(tools, orders, tensors, epoch, delta[1])
@@ -148,7 +148,9 @@ class Base:
                 else:
                     before.reshape(-1)[where] = _take(now, where)
             used = any(patches)
-            ref = ray.put([patches, *map(pickle.PickleBuffer, (gaps, values))]) if used else None
+            # As plain tuples: the class would travel with them.
+            rows = [None if patch is None else tuple(patch) for patch in patches]
+            ref = ray.put([rows, *map(pickle.PickleBuffer, (gaps, values))]) if used else None
             size = len(gaps) + len(values)
             channels.append(
                 {"kind": "patch", "patch": ref, "since": since, "bytes": size, "counts": (changed, elements)}
@@ -272,12 +274,13 @@ def fetch_patches(
     if lacks_numpy():
         raise Unpatched(lacks_numpy())
     np = _numpy()
-    patches, gaps, values = fetch_stored(channel["patch"], deadline)
+    rows, gaps, values = fetch_stored(channel["patch"], deadline)
     pieces: list[Any] = []
     changes: list[Change] = []
     for at, box, place, value in parts:
-        if (patch := patches[place]) is None:
+        if rows[place] is None:
             continue
+        patch = Patch(*rows[place])
         dtype, sizes = orders["dtypes"][at], tuple(value.shape)
         if not patch.unit:
             pieces.append((at, box, tools.view(values, dtype, patch.values_at, sizes)))
@@ -285,8 +288,6 @@ def fetch_patches(
             continue
         if digest(tools, value, dtype) != patch.digest:
             raise Unpatched(f"it has changed {orders['names'][at]!r} since the last version")
-        if not patch.units:
-            continue
         steps = np.frombuffer(gaps, f"u{patch.width}", patch.units, patch.gaps_at)
         where = _positions(steps, patch.unit, math.prod(sizes))
         end = patch.values_at + nbytes(tools, where.shape, dtype)

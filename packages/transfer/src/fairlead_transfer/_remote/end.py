@@ -106,14 +106,13 @@ class End:
         order_id: int,
         verify: bool,
         fresh: bool,
-        delta: tuple[int, bool] | None = None,
+        delta: tuple[int, bool, bool] | None = None,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
         number `known`. Without orders, those that were given before hold; the number 0 stages nothing. `fresh` stages
-        into new memory, because a target may still read the old one. `delta` has the epoch of the version that all
-        targets hold, or -1, and whether this end keeps digests of blocks and no copy.
+        into new memory, because a target may still read the old one. `delta` is as for `Base.follow`.
         """
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
@@ -129,7 +128,7 @@ class End:
         if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, verify, fresh, delta)
+            reply["staged"] = await self._in_thread(self._stage, epoch, verify, fresh, delta)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -337,11 +336,11 @@ class End:
         """Return the tensors by their numbers in the orders; None for those that this rank does not hold."""
         return [self._values.get(name) for name in self._orders["names"]]
 
-    def _stage(self, verify: bool, fresh: bool, delta: tuple[int, bool] | None) -> dict[str, Any]:
+    def _stage(self, epoch: int, verify: bool, fresh: bool, delta: tuple[int, bool, bool] | None) -> dict[str, Any]:
         """Make what others need available to them: whole tensors, or what has changed in them."""
         tools, orders, tensors = self._tools(), self._orders, self._tensors()
         finish(self._values.values())
-        reason, channels = self._base.follow(tools, orders, tensors, self._epoch, delta, verify)
+        reason, channels = self._base.follow(tools, orders, tensors, epoch, delta, verify)
         if channels:
             for transport in self._transports.values():
                 transport.keep_only(())
