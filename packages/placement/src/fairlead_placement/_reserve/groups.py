@@ -133,7 +133,9 @@ def _remove_late(group: PlacementGroup) -> None:
     # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
     # with Ray 2.60 when the group was removed immediately, never after this wait.
     try:
-        wait_until(lambda: _rows({group.id.hex()})[0]["state"] == "CREATED", time.monotonic() + PLACING_S)
+        wait_until(
+            lambda: all(row["state"] == "CREATED" for row in _rows({group.id.hex()})), time.monotonic() + PLACING_S
+        )
     finally:
         if (here := connection()) is not None:
             _remove([group], here, time.monotonic())
