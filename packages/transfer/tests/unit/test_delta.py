@@ -140,6 +140,17 @@ def test_a_target_that_has_changed(verify):
         pair.send()
 
 
+def test_a_target_with_another_dtype():
+    """One that loses nothing of what travels is patched; for one that does, the reason says what to do."""
+    source = [np.linspace(0, 1, 100, dtype="float32")]
+    wide, narrow = (Pair(source, [source[0].astype(dtype)]) for dtype in ("float64", "float16"))
+    source[0][7] = 3
+    wide.send()
+    assert np.array_equal(wide.target[0], source[0])
+    with pytest.raises(Unpatched, match="or keeps less of it as float16 than travels as float32: then give the link"):
+        narrow.send()
+
+
 def test_reasons_for_whole_tensors():
     """Another plan, another version, another kind of memory and none at all are told apart from the right one."""
     pair = Pair([np.zeros(3)], [np.zeros(3)])

@@ -287,7 +287,9 @@ def fetch_patches(
             saved -= nbytes(tools, sizes, dtype)
             continue
         if digest(tools, value, dtype) != patch.digest:
-            raise Unpatched(f"it has changed {orders['names'][at]!r} since the last version")
+            name, kept = orders["names"][at], tools.dtype_name(value)
+            less = f", or keeps less of it as {kept} than travels as {dtype}: then give the link dtype={kept!r}"
+            raise Unpatched(f"it has changed {name!r} since the last version{less if kept != dtype else ''}")
         steps = np.frombuffer(gaps, f"u{patch.width}", patch.units, patch.gaps_at)
         where = _positions(steps, patch.unit, math.prod(sizes))
         end = patch.values_at + nbytes(tools, where.shape, dtype)
