@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from .staging import find_digest
 from .tensors import as_bytes, digest, nbytes, part, span
 from .transport import fetch_stored
 
@@ -62,6 +63,59 @@ def _numpy() -> Any:
     return importlib.import_module("numpy")
 
 
+class _Copy:
+    """A copy of a piece, to find the elements that have changed."""
+
+    least = 1  # elements that travel together
+
+    def __init__(self, now: Any) -> None:
+        self._before = now.copy(order="C")
+
+    def digest(self) -> int:
+        """Return the digest of the piece before."""
+        return zlib.crc32(self._before)
+
+    def find_changed(self, now: Any) -> Any:
+        """Return the positions of the elements that differ."""
+        np, row = _numpy(), math.prod(now.shape[1:])
+        step = max(1, CHUNK // max(1, row))
+        found = []
+        for begin in range(0, len(now), step):
+            differ = now[begin : begin + step] != self._before[begin : begin + step]
+            if differ.any():
+                found.append(np.flatnonzero(differ) + begin * row)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def update(self, now: Any, where: Any) -> None:
+        """Keep the present elements at the positions that have changed."""
+        self._before.reshape(-1)[where] = _take(now, where)
+
+
+class _Digests:
+    """Digests of the blocks of a piece, to find the blocks that have changed; no copy is kept."""
+
+    least = BLOCK
+
+    def __init__(self, now: Any) -> None:
+        self._blocks = self._latest = _hash_blocks(now)
+        self._whole = zlib.crc32(now.tobytes())
+
+    def digest(self) -> int:
+        """Return the digest of the piece before."""
+        return self._whole
+
+    def find_changed(self, now: Any) -> Any:
+        """Return where the blocks begin that differ."""
+        self._latest = _hash_blocks(now)
+        pairs = enumerate(zip(self._latest, self._blocks, strict=True))
+        return _numpy().array([number * BLOCK for number, (new, old) in pairs if new != old], "int64")
+
+    def update(self, now: Any, where: Any) -> None:
+        """Keep the digests that `find_changed` has made."""
+        if len(where):
+            self._blocks, self._whole = self._latest, zlib.crc32(now.tobytes())
+
+
 class Base:
     """What a source rank has sent last, as a copy or as digests of its blocks.
 
@@ -73,7 +127,7 @@ class Base:
         self.epoch = -1
         self._pieces: Any = None
         self._in_blocks = False
-        self._kept: list[list[tuple[Any, int]]] = []
+        self._kept: list[list[_Copy | _Digests]] = []  # by channel and piece
 
     def follow(
         self,
@@ -114,14 +168,11 @@ class Base:
     def keep(self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, in_blocks: bool) -> None:
         """Keep what is sent as a whole now."""
         self.epoch, self._pieces, self._in_blocks = epoch, _find_pieces(orders), in_blocks
+        kind = _Digests if in_blocks else _Copy
         self._kept = [
-            [self._summarize(_read(tools, tensors[at], box, orders["dtypes"][at])) for at, box in channel["pieces"]]
+            [kind(_read(tools, tensors[at], box, orders["dtypes"][at])) for at, box in channel["pieces"]]
             for channel in orders["channels"]
         ]
-
-    def _summarize(self, now: Any) -> tuple[Any, int]:
-        """Return a copy of a piece, or the digests of its blocks and of the whole."""
-        return (_hash_blocks(now), zlib.crc32(now.tobytes())) if self._in_blocks else (now.copy(order="C"), 0)
 
     def stage(
         self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, verify: bool
@@ -129,24 +180,20 @@ class Base:
         """Store what has changed in each channel, and keep the present state."""
         # Until all is kept: what fails in between leaves nothing to compare with.
         since, self.epoch = self.epoch, -1
-        channels, least = [], BLOCK if self._in_blocks else 1
-        for number, channel in enumerate(orders["channels"]):
+        channels = []
+        for channel, pieces in zip(orders["channels"], self._kept, strict=True):
             patches: list[Patch | None] = []
             gaps, values, changed, elements = bytearray(), bytearray(), 0, 0
-            for place, (at, box) in enumerate(channel["pieces"]):
+            for kept, (at, box) in zip(pieces, channel["pieces"], strict=True):
                 now = _read(tools, tensors[at], box, orders["dtypes"][at])
-                before, crc = self._kept[number][place]
-                where = _find_blocks(now, before) if self._in_blocks else _find_changed(now, before)
+                where = kept.find_changed(now)
                 elements += now.size
-                changed += min(now.size, len(where) * least)
+                changed += min(now.size, len(where) * kept.least)
                 if not len(where) and not verify:
                     patches.append(None)
                     continue
-                patches.append(_encode(now, where, crc if self._in_blocks else zlib.crc32(before), least, gaps, values))
-                if self._in_blocks:
-                    self._kept[number][place] = self._summarize(now)
-                else:
-                    before.reshape(-1)[where] = _take(now, where)
+                patches.append(_encode(now, where, kept.digest(), kept.least, gaps, values))
+                kept.update(now, where)
             used = any(patches)
             # As plain tuples: the class would travel with them.
             rows = [None if patch is None else tuple(patch) for patch in patches]
@@ -183,30 +230,10 @@ def _take(now: Any, where: Any) -> Any:
     return now.reshape(-1)[where] if now.flags.c_contiguous else now[_numpy().unravel_index(where, now.shape)]
 
 
-def _find_changed(now: Any, before: Any) -> Any:
-    """Return the positions of the elements that differ."""
-    np = _numpy()
-    found = []
-    row = math.prod(now.shape[1:])
-    step = max(1, CHUNK // max(1, row))
-    for begin in range(0, len(now), step):
-        differ = now[begin : begin + step] != before[begin : begin + step]
-        if differ.any():
-            found.append(np.flatnonzero(differ) + begin * row)
-    return np.concatenate(found) if found else np.empty(0, np.int64)
-
-
 def _hash_blocks(now: Any) -> list[bytes]:
     """Return a digest of each block; two that differ have the same one with no probability that matters."""
     flat = _numpy().ascontiguousarray(now).reshape(-1)
     return [hashlib.sha256(flat[begin : begin + BLOCK]).digest()[:16] for begin in range(0, len(flat), BLOCK)]
-
-
-def _find_blocks(now: Any, before: Sequence[bytes]) -> Any:
-    """Return where the blocks begin that differ."""
-    np = _numpy()
-    pairs = enumerate(zip(_hash_blocks(now), before, strict=True))
-    return np.array([number * BLOCK for number, (new, old) in pairs if new != old], np.int64)
 
 
 def _encode(now: Any, where: Any, crc: int, least: int, gaps: bytearray, values: bytearray) -> Patch:
@@ -305,7 +332,7 @@ def check_changes(tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any],
         ValueError: one is not what its patch is for.
     """
     for at, box, _, _, before in changes:
-        if digest(tools, part(tensors[at], box), orders["dtypes"][at]) != before:
+        if find_digest(tools, orders, tensors, at, box) != before:
             name = orders["names"][at]
             raise ValueError(f"before_commit has changed {name!r}; send the version again without delta=")
 
