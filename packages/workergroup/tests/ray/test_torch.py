@@ -199,7 +199,7 @@ class Classifier:
         return [parameter.detach().numpy() for parameter in self.model.parameters()]
 
 
-@pytest.mark.parametrize(("compression", "share"), [(True, 0.5), ("powersgd", 0.35)])
+@pytest.mark.parametrize(("compression", "share"), [(True, 0.5), ("bf16", 0.5), ("powersgd", 0.35)])
 def test_compressed_gradients(local_ray, compression, share):
     """Fewer bytes reach the collective, all workers have the same weights, and the accuracy is still 93 %."""
     x, y = datasets.load_digits(return_X_y=True)
