@@ -152,7 +152,7 @@ def test_a_target_with_another_dtype():
 
 
 def test_reasons_for_whole_tensors():
-    """Another plan, another version, another kind of memory and none at all are told apart from the right one."""
+    """Tensors travel as a whole if the plan, the version or the kind of memory is another one, or nothing is kept."""
     pair = Pair([np.zeros(3)], [np.zeros(3)])
     same, other = pair.sent, {**pair.sent, "dtypes": ["float32"]}
     assert not pair.base.explain_whole({**same, "id": 2}, 0, False)

@@ -55,7 +55,7 @@ class AgentProcess:
         self._held: dict[str, tuple[int, socket.socket]] = {}
         self._watches: dict[str, Peaks] = {}
         self._published: dict[str, tuple[int, Any]] = {}
-        # A request may overtake another one: what is leased or published under a released name would stay for good.
+        # A request to lease or publish may arrive after the one that releases its name. Then it is refused.
         self._released: dict[str, None] = {}
         self._running = 0
         self._threads: list[threading.Thread] = []
