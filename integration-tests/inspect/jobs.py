@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -55,6 +56,17 @@ class Rank:
 
         for _ in range(times):
             dist.all_reduce(torch.ones(1))
+
+    def record(self, prefix, after_s):
+        """Write what torch's flight recorder has, as NCCL's watchdog does after a time-out."""
+        from torch._C._distributed_c10d import _dump_fr_trace
+
+        def dump():
+            with open(f"{prefix}{self.rank}", "wb") as file:
+                file.write(_dump_fr_trace())
+
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix
+        threading.Timer(after_s, dump).start()
 
     def train(self, how, odd):
         """Reduce once together, then hang in one rank while the others reduce again."""
@@ -134,6 +146,11 @@ def other_collective():
     dist.barrier()
 
 
+def in_device():
+    comm = ctypes.CDLL(None)
+    comm.pause()  # as native code that waits for a device
+
+
 def inversion():
     first, second = threading.Lock(), threading.Lock()
 
@@ -185,6 +202,7 @@ HANGS = {
         in_native,
         swallowed,
         other_collective,
+        in_device,
         inversion,
         lock_of_dead_thread,
         lock_of_killed_child,
@@ -281,6 +299,15 @@ def hang(how, odd=2):
 
 for _how in HANGS:
     CASES[_how] = lambda how=_how: hang(how)
+
+
+@case
+def skipped():
+    """One rank has skipped a collective and waits for its device, which only the flight recorder shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = make_ranks()
+        ray.get([one.record.remote(f"{folder}/rank_", 4.0) for one in ranks])
+        wait_in_get([one.train.remote("in_device", 2) for one in ranks])
 
 
 def hang_like(class_name, name=None, odd=2):

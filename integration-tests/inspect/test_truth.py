@@ -36,6 +36,7 @@ HANGS = {
     "killed": ("dead", "Trainer", [2], ""),
     "exits_in_native_code": ("dead", "Trainer", [2], ""),
     "dropped": ("dead", "Trainer", [2], ""),
+    "skipped": ("mismatch", "Trainer", [2], "in_device"),
     "two_classes": ("late", "Rollout", [3], "in_queue"),
     "two_fleets": ("late", "Trainer", [1], "in_queue"),
     "chain": ("late", "Stage", [], "in_queue"),
@@ -45,9 +46,9 @@ HANGS = {
     "pending_group": ("pending", "", [], ""),
 }
 # No process is to blame, or none can be known.
-OPEN = ("other_collective", "awaited", "unread_generator")
+OPEN = ("other_collective", "in_device", "awaited", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
-IN_CI = "in_queue in_native swallowed stopped killed chain cycle pending_actor pending_group"
+IN_CI = "in_queue in_native swallowed skipped stopped killed chain cycle pending_actor pending_group"
 IN_CI += " other_collective long_work restarted"
 CASES = [*HANGS, *OPEN, *CONTROLS]
 

@@ -14,7 +14,21 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import ask_head
 
 from . import _ray_private
-from ._model import Actor, Call, Child, Frame, Job, Node, Process, Reference, Reservation, Snapshot, Stack, Thread
+from ._model import (
+    Actor,
+    Call,
+    Child,
+    Frame,
+    Job,
+    Node,
+    Process,
+    Record,
+    Reference,
+    Reservation,
+    Snapshot,
+    Stack,
+    Thread,
+)
 from ._node.look import look
 from ._node.references import calibrate
 
@@ -152,6 +166,7 @@ def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
             for tid, name, at, before, *counts in threads
         )
         waits, below = tuple(Reference(*one) for one in references), tuple(Child(*one) for one in children)
+        rest[-1] = tuple(Record(*one) for one in rest[-1])
         found.append(Process(node, pid, title, states, ticks, window_s, seen, environ, waits, below, *rest))
     return found
 

@@ -79,11 +79,32 @@ class Child:
 
 
 @dataclass(frozen=True)
+class Record:
+    """The collectives of a process on one communicator, which all its members number in the same order.
+
+    `begun` is the number of the last one that it has begun, and `operation` its name; `done` is that of the last one
+    that is over, or None if that is not known. `size` counts the members, or is 0. `sends` says whether a send or
+    receive is open. The record is `age_s` old, and for `stood_s` before it nothing was begun on any communicator.
+    """
+
+    source: str
+    group: str
+    size: int
+    begun: int
+    done: int | None
+    operation: str = ""
+    sends: bool = False
+    age_s: float = 0.0
+    stood_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Process:
     """A process as the kernel and py-spy see it in two looks, `window_s` apart.
 
     `ticks` are the CPU ticks of all its threads between them, `environ` has allowed variables only, `note` says why
-    there are no stacks, and `file` names the function of the kernel that a wait for a disk is in.
+    there are no stacks, and `file` names the function of the kernel that a wait for a disk is in. `records` says which
+    collectives it has begun, where that is recorded.
     """
 
     node_id: str
@@ -99,6 +120,7 @@ class Process:
     memory_bytes: int = 0
     note: str = ""
     file: str = ""
+    records: tuple[Record, ...] = ()
 
 
 @dataclass(frozen=True)

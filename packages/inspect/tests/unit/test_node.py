@@ -168,8 +168,8 @@ def test_another_user(start):
     os.close(write)
     os.waitpid(child, 0)
     with open(read) as file:
-        ((*_, threads, environ, references, children, memory, note, file),) = ast.literal_eval(file.read())
-    assert (threads, environ, references, file) == ([], {}, [], "")
+        ((*_, threads, environ, references, children, memory, note, file, records),) = ast.literal_eval(file.read())
+    assert (threads, environ, references, file, records) == ([], {}, [], "", [])
     assert "ermission" in note
     assert (len(children), memory > 2**20) == (1, True)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from .collectives import read_dump
 from .environ import read_environ
 from .processes import (
     find_children,
@@ -51,18 +52,21 @@ def look(
         row for pid in dict.fromkeys([*pids, *drivers]) if (row := _begin(pid, parents, pid in drivers)) is not None
     ]
     rows.sort(key=lambda row: row["states"][0] not in "TtDR")
-    until = time.monotonic() + max(DUMPS_S, (timeout_s - window_s) / 2)
+    until, notes = time.monotonic() + max(DUMPS_S, (timeout_s - window_s) / 2), [] if program else [MISSING]
+    # A file system that does not answer must not hold up the look.
+    reader = threading.Thread(target=_read_records, args=(rows, notes), daemon=True)
+    reader.start()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         list(pool.map(lambda row: _dump(row, program, offset, until), rows))
         time.sleep(max(0.0, window_s))
         list(pool.map(lambda row: _look_again(row, program, offset, until + window_s), rows))
+    reader.join(max(0.0, until + window_s - time.monotonic()))
     clocks: dict[int, float | None] = {}
     table: dict[Any, int] = {}
     found = [_finish(row, clocks, table) for row in rows if not row.get("gone")]
-    notes = [] if program else [MISSING]
     if read_last_run("self", threading.get_native_id()) is None:
         notes.append("the kernel does not say when a thread ran last (/proc/PID/sched is missing)")
-    return {"processes": found, "stacks": list(table), "notes": notes, "took_s": time.monotonic() - began}
+    return {"processes": found, "stacks": list(table), "notes": [*notes], "took_s": time.monotonic() - began}
 
 
 def _begin(pid: int, parents: dict[int, int], driver: bool) -> dict[str, Any] | None:
@@ -80,6 +84,7 @@ def _begin(pid: int, parents: dict[int, int], driver: bool) -> dict[str, Any] | 
         "title": read_title(pid) or "",
         "environ": read_environ(pid),
         "memory": read_memory(pid),
+        "records": [],
         "children": children,
         "counters": {tid: read_counters(pid, tid) for tid in list_pids(pid).values()},
     }
@@ -91,6 +96,12 @@ def _read_child(pid: int) -> tuple[str, int]:
     except OSError:
         return "", 0
     return state, ticks
+
+
+def _read_records(rows: Sequence[dict[str, Any]], notes: list[str]) -> None:
+    for row in rows:
+        row["records"], note = read_dump(row["pid"], row["started"], row["environ"])
+        notes += [note] if note else []
 
 
 def _dump(row: dict[str, Any], program: str, offset: int, until: float) -> None:
@@ -152,7 +163,7 @@ def _finish(row: dict[str, Any], clocks: dict[int, float | None], table: dict[An
     states, note = tuple(row["states"]), row["note"] if not threads else ""
     file = read_wait(pid) if states == ("D", "D") else ""
     return (pid, row["title"], states, row["ticks"][1] - row["ticks"][0], row["at"][1] - row["at"][0], threads,
-            row["environ"], row["references"], children, row["memory"], note, file)  # fmt: skip
+            row["environ"], row["references"], children, row["memory"], note, file, row["records"])  # fmt: skip
 
 
 def _read_age(pid: int, tid: int, clocks: dict[int, float | None]) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from .._fleets import find_fleets
 from .._model import Actor, Confidence, Evidence, Finding, Fleet, Kind, Named, Reservation, Snapshot, Waiting
+from .collectives import Mismatch, find_mismatch
 from .positions import Position
 from .waits import Graph, Wait, driver_key, is_promise, make_graph
 
@@ -64,6 +65,12 @@ class _Judge:
         explained = held_up | {actor.id for one in found for actor in one.actors if one.blames}
         if any(one.kind == "stopped" and not one.actors for one in found):
             explained.add(self._driver)
+        for fleet in self._graph.fleets:
+            members = {one.key for one in fleet.members}
+            odd = None if members & explained else find_mismatch(self._graph, fleet, self._after_s)
+            if odd is not None:
+                found.append(self._differ(fleet, odd))
+                explained |= members
         late: dict[tuple[str, ...], Finding] = {}
         for wait in self._graph.waits:
             if not self._graph.reach(wait.waiters) & explained and (one := self._end_of(wait)) is not None:
@@ -356,6 +363,14 @@ class _Judge:
         remedy = "NCCL 2.24 or newer: ncclras on a node of the job lists the ranks of each communicator"
         return self._say("together", wait.waiters, text, wait, fleet=fleet, remedy=remedy)
 
+    def _differ(self, fleet: Fleet, odd: Mismatch) -> Finding:
+        record = odd.record
+        wait = Wait("collective", odd.waiting, odd.behind, fleet=fleet)
+        counts = f"{len(odd.waiting)} of {record.size} members wait, {len(odd.behind)} differ"
+        fact = Evidence(record.source, counts, record.age_s)
+        since = odd.since_s, record.source
+        return replace(self._blame("mismatch", odd.behind, odd.text, wait, since, fact), blames=odd.blames)
+
     # Findings.
 
     def _blame(
@@ -391,7 +406,7 @@ class _Judge:
         members = [there for key in keys if (there := graph.fleet_of(key))]
         at, process, actor = graph.positions.get(first), graph.processes.get(first), graph.actors.get(first)
         where = at.where if at is not None else ()
-        if at is not None and at.inner is not None and at.inner not in where:
+        if at is not None and at.inner is not None and not {at.inner, replace(at.inner, line=0)} & {*where}:
             where = (at.inner, *where)
         ranks = tuple(sorted(one.rank for _, one in members if one.rank is not None))[:_MOST_NAMED]
         here = next((one.address for one in self._snapshot.nodes if process and one.node_id == process.node_id), "")
