@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch of a group: it reports the events of the workers until it is closed or the group ends."""
 
-import atexit
 import logging
 import math
-import threading
 import time
 import weakref
 from collections import deque
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from fairlead_placement.spi import never_connect
+from fairlead_placement.spi import Rounds
 from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerFailure, WorkerGroupError, WorkerStatus, spi
 
 logger = logging.getLogger("fairlead_inspect")
@@ -144,10 +142,9 @@ class Watch(AbstractContextManager["Watch"]):
         slow_after_s: float,
         on_event: Callable[[WorkerEvent], object] | None,
     ) -> None:
-        end = threading.Event()
         # A weak reference, so that a watched group is released too when nothing else refers to it. Nothing dereferences
         # it, because the thread would then release a group that is dropped at that moment.
-        self._group = weakref.ref(group, lambda _: end.set())
+        self._group = weakref.ref(group, lambda _: rounds.close(0.0))
         self._observer = spi.observe_workers(group)
         self._name = self._observer.name
         self._interval_s = spi.check_seconds("interval_s", interval_s)
@@ -156,15 +153,13 @@ class Watch(AbstractContextManager["Watch"]):
         self._filter = EventFilter(spi.check_seconds("slow_after_s", slow_after_s))
         self._changes: deque[spi.Notice] = deque()
         self._unreported: deque[tuple[str, WorkerStatus]] = deque()
-        self._end = end
-        self._thread = threading.Thread(target=self._run, name=f"fairlead-watch-{self._name}", daemon=True)
+        rounds = Rounds(self._interval_s, self._look, lambda: not self._is_over(), first_s=0.0, exit_s=EXIT_S)
+        self._rounds = rounds
         self._unsubscribe = spi.subscribe(group, self._changes.append, self.close)
-        # It runs before Ray's own exit handler; otherwise a look would fail, and log that Ray has ended.
-        atexit.register(self.close, EXIT_S)
-        self._thread.start()
+        rounds.start()
 
     def __repr__(self) -> str:
-        return f"Watch({self._name!r}, {'closed' if self._end.is_set() else f'every {self._interval_s:g} s'})"
+        return f"Watch({self._name!r}, {'closed' if self._rounds.closed else f'every {self._interval_s:g} s'})"
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the watch; no event is reported after this, unless `on_event` itself closes it. Can be repeated.
@@ -172,41 +167,31 @@ class Watch(AbstractContextManager["Watch"]):
         Args:
             timeout_s: the seconds to wait for a look that is under way.
         """
-        self._end.set()
+        self._rounds.close(timeout_s)
         self._unsubscribe()
-        atexit.unregister(self.close)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=timeout_s)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        never_connect()
+    def _look(self) -> None:
+        if self._is_over():
+            self.close()
+            return
         try:
-            while not self._end.is_set():
-                try:
-                    if self._is_over():
-                        return
-                    # The head is asked last: the workers are looked at also while it is silent.
-                    for find in (self._find_events, self._find_drains):
-                        for event in find():
-                            self._report(event)
-                except WorkerGroupError:
-                    return  # The group has been shut down.
-                except Exception:
-                    # The next look may succeed, and a repeated warning is better than a watch that ends silently.
-                    if not self._is_over():
-                        logger.warning("Cannot look at the workers of %s.", self._name, exc_info=True)
-                self._end.wait(self._interval_s)
-        finally:
-            self._end.set()
-            self._unsubscribe()
-            atexit.unregister(self.close)
+            # The head is asked last: the workers are looked at also while it is silent.
+            for find in (self._find_events, self._find_drains):
+                for event in find():
+                    self._report(event)
+        except WorkerGroupError:
+            self.close()  # the group has been shut down
+        except Exception:
+            # The next look may succeed, and a repeated warning is better than a watch that ends silently.
+            if not self._is_over():
+                logger.warning("Cannot look at the workers of %s.", self._name, exc_info=True)
 
     def _is_over(self) -> bool:
         """Return whether the watch has been closed, or the group's Ray has been shut down."""
-        if self._end.is_set():
+        if self._rounds.closed:
             return True
         try:
             return not self._observer.connected
@@ -254,7 +239,7 @@ class Watch(AbstractContextManager["Watch"]):
         )
 
     def _report(self, event: WorkerEvent) -> None:
-        if self._end.is_set():
+        if self._rounds.closed:
             return
         self._counter.inc(1, tags={"group": self._name, "event": event.kind})
         stacks = f"\n{event.stuck.stacks}" if event.stuck is not None and event.stuck.stacks else ""
@@ -284,7 +269,7 @@ def watch(
         interval_s: the seconds between two checks, each with one request a node.
         stuck_after_s: the seconds without progress after which a worker is reported as "worker-stuck", as by
             `RayWorkerGroup.detect_stuck_workers`.
-        on_event: called with each event on the watch's own thread; its exceptions are logged.
+        on_event: called with each event on a background thread; its exceptions are logged.
         slow_after_s: the seconds without progress after which a call is reported once as "call-slow".
 
     Returns:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import weakref
 
@@ -18,7 +17,7 @@ import pytest
 import ray
 
 from fairlead_inspect import stragglers, trace, watch
-from fairlead_inspect._watch import EventFilter
+from fairlead_inspect._watch import EventFilter, Watch
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, WorkerStatus, report_progress
 from fairlead_workergroup._observe.evidence import RayWitnesses
@@ -57,8 +56,8 @@ def kinds_and_ranks(events):
 STARTED = [("worker-started", rank) for rank in range(2)]
 
 
-def watch_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("fairlead-watch-")]
+def open_watches():
+    return [one for one in gc.get_objects() if isinstance(one, Watch) and "closed" not in repr(one)]
 
 
 def test_each_event_once(group, eventually, caplog, monkeypatch, tmp_path):
@@ -138,7 +137,7 @@ def test_dead_worker(cluster, eventually):
         assert group.worker_metadata[1]["state"] == "dead"
         with pytest.raises(WorkerFailureError, match="rank 1"):
             group.call("nothing")
-    assert watch_threads() == []
+    assert open_watches() == []
     assert len(events) == 3
 
 
@@ -190,14 +189,14 @@ def test_close(group, eventually):
     events, others = [], []
     other = watch(group, 0.05, on_event=others.append)
     watching = watch(group, 0.05, on_event=lambda event: (events.append(event), watching.close()))
-    assert eventually(lambda: not any(thread is watching._thread for thread in threading.enumerate()))
+    assert eventually(lambda: repr(watching) == "Watch('watched', closed)")
     watching.close()
     assert kinds_and_ranks(events) == STARTED[:1]
     assert repr(watching) == "Watch('watched', closed)"
     assert eventually(lambda: kinds_and_ranks(others) == STARTED)
     other.close()
     other.close()
-    assert watch_threads() == []
+    assert open_watches() == []
 
 
 def test_memory_of_closed_watches(group, eventually):
@@ -217,7 +216,7 @@ def test_shutdown_from_on_event(cluster, eventually):
     watch(group, 0.05, on_event=lambda event: ended.append(group.shutdown()))
     assert eventually(lambda: ended)
     assert ended == [True]
-    assert eventually(lambda: watch_threads() == [])
+    assert eventually(lambda: open_watches() == [])
 
 
 def test_dropped_group(cluster, eventually):
@@ -227,7 +226,7 @@ def test_dropped_group(cluster, eventually):
     gone = weakref.ref(group)
     del group
     assert eventually(lambda: gc.collect() is not None and gone() is None)
-    assert eventually(lambda: watch_threads() == [])
+    assert eventually(lambda: open_watches() == [])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +241,7 @@ def test_bad_arguments(group, name, options):
     """Values that are not a positive number of seconds are refused, and nothing is started."""
     with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds"):
         watch(group, **options)
-    assert watch_threads() == []
+    assert open_watches() == []
 
 
 def status(state, incarnation=0, calls=1, since=0.0):

@@ -19,7 +19,7 @@ def rounds(monkeypatch):
     monkeypatch.setattr(directory, "choose_alive", list)
     monkeypatch.setattr(directory, "_notify", lambda requests: None)
     monkeypatch.setattr(directory, "_published", published := {})
-    made = Rounds("fairlead-publications", 0.01, directory._check, lambda: bool(published), exit_s=30)
+    made = Rounds(0.01, directory._check, lambda: bool(published), exit_s=30)
     monkeypatch.setattr(directory, "_rounds", made)
     yield made
     made.close()

@@ -8,12 +8,12 @@ go through `Head`, which gives them a deadline.
 import socket
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement.spi import drain_deadlines, run_in_thread
+from fairlead_placement.spi import drain_deadlines, run_each, run_in_thread
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
@@ -53,7 +53,7 @@ class Head:
         # Ray aborts a process whose request reaches a head without its old state (WrongClusterID in Ray 2.60).
         while self._clock() - self._answered_at >= _PROBE_S and self.check():
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
-        return self.result(run_in_thread("fairlead-head", function, *args), undo=undo)
+        return self.result(run_in_thread(function, *args), undo=undo)
 
     def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
         """Wait for the result of a request for as long as the head answers; `undo` is as for `call`."""
@@ -112,9 +112,8 @@ def gone_nodes(node_ids: Collection[str]) -> frozenset[str]:
 def silent_nodes(node_ids: Collection[str]) -> frozenset[str]:
     """Return the nodes that are alive for Ray, but whose raylet accepts no connection: Ray may notice later."""
     rows = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] in node_ids]
-    with ThreadPoolExecutor(64) as pool:
-        answers = pool.map(lambda row: _accepts(row["NodeManagerAddress"], row["NodeManagerPort"]), rows)
-        return frozenset(row["NodeID"] for row, answered in zip(rows, answers, strict=True) if not answered)
+    answers = run_each(lambda row: _accepts(row["NodeManagerAddress"], row["NodeManagerPort"]), rows, 64)
+    return frozenset(row["NodeID"] for row, answered in zip(rows, answers, strict=True) if not answered.result())
 
 
 def _accepts(host: str, port: int) -> bool:

@@ -24,7 +24,7 @@ from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._elastic.axis import find_elastic_axis
-from ._elastic.drain import DrainWatch
+from ._elastic.drain import LOOK_EVERY_S, DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
 from ._lifecycle.crew import Crew
@@ -206,7 +206,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._start_report = clock.report(self.name_prefix)
             if elastic.on_drain is not None:
                 watch = DrainWatch(self, self._roster, self._membership, start_timeout_s)
-                self._resources.start_thread("fairlead-drain", watch.run)
+                self._resources.start_rounds("the watch for drains", LOOK_EVERY_S, watch.look, watch.is_left)
         except BaseException:
             self.shutdown(force=True)
             raise

@@ -72,7 +72,7 @@ class RealWorld:
     def spawn(self, name: str, work: Callable[[], object]) -> None:
         """Start a thread that never starts a Ray; at the exit of the interpreter, which starts none, run it here."""
         try:
-            run_in_thread(name, contextvars.copy_context().run, work)
+            run_in_thread(contextvars.copy_context().run, work, name=name)
         except RuntimeError:
             work()
 

@@ -275,7 +275,7 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
 
     def start(*args):
         job = background.start(*args)
-        asked.append((threading.current_thread().name, job))
+        asked.append((args[0].__name__, job))
         return job
 
     monkeypatch.setattr(placement_head, "start", start)

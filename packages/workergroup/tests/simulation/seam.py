@@ -50,7 +50,7 @@ def _wait_until(world: SimulatedWorld, is_true: Callable[[], bool], seconds: flo
     return True
 
 
-def _run_in_thread(world: SimulatedWorld, name: str, function: Callable[[], Any]) -> Future[Any]:
+def _run_in_thread(world: SimulatedWorld, function: Callable[[], Any]) -> Future[Any]:
     """Run a function on a task of its own, and return a future of its result, as `run_in_thread` does."""
     future: Future[Any] = Future()
 
@@ -60,7 +60,7 @@ def _run_in_thread(world: SimulatedWorld, name: str, function: Callable[[], Any]
         except Exception as error:  # noqa: BLE001  it is the outcome
             future.set_exception(error)
 
-    world.spawn(name, run)
+    world.spawn("in the background", run)
     return future
 
 
@@ -124,7 +124,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         f"{ours}._lifecycle.shutdown.run_on_nodes": pretended.run_on_nodes,
         f"{ours}._observe.query.time": SimpleNamespace(monotonic=world.now),
         # Threads for which the end of a group waits.
-        f"{ours}._lifecycle.resources.run_in_thread": lambda name, function: _run_in_thread(world, name, function),
+        f"{ours}._lifecycle.resources.run_in_thread": lambda function: _run_in_thread(world, function),
         f"{ours}._lifecycle.resources.wait": lambda futures, seconds: world.wait_for(
             "joins the threads of a group", lambda: all(one.done() for one in futures), seconds
         ),

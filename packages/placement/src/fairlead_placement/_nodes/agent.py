@@ -20,7 +20,7 @@ from .._ray_private import (
 )
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters
-from .background import run_in_thread
+from .background import run_each
 from .head import alive_nodes, ask_head, choose_alive, head_deadline
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
@@ -65,13 +65,8 @@ def agents_of(instead_of: Mapping[str, Any]) -> dict[str, Any]:
 
 def _create(keys: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
     """Create agents on several threads, none of which keeps the process alive if the head is silent."""
-    shares = [keys[first::CREATED_AT_ONCE] for first in range(CREATED_AT_ONCE)]
-    made = [
-        run_in_thread("fairlead-agents", lambda share: {key: _create_actor(key) for key in share}, share)
-        for share in shares
-        if share
-    ]
-    return {key: agent for one in made for key, agent in one.result().items()}
+    made = run_each(_create_actor, keys, CREATED_AT_ONCE)
+    return {key: one.result() for key, one in zip(keys, made, strict=True)}
 
 
 def _create_actor(key: tuple[str, str, str]) -> Any:

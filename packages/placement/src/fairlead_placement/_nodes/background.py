@@ -3,13 +3,14 @@
 
 import collections
 import contextlib
+import contextvars
 import functools
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,9 @@ from typing import Any, Generic, TypeVar
 from .._ray_private import never_connect
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
+# The name of a thread, unless what it does has one of its own.
+IO = "fairlead-io"
 # A thread that has nothing to do waits for the next function, unless so many do.
 IDLE_KEPT = 4
 # A signal such as Ctrl-C is handled within this time.
@@ -93,7 +97,7 @@ _idle: collections.deque[queue.SimpleQueue[_Work]] = collections.deque()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def start(function: Callable[..., _T], *args: Any, name: str = "fairlead-head") -> Job[_T]:
+def start(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
     """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread until then."""
     job: Job[_T] = Job(time.monotonic())
     call = functools.partial(_call, job.future, function, *args)
@@ -102,7 +106,7 @@ def start(function: Callable[..., _T], *args: Any, name: str = "fairlead-head") 
     except IndexError:
         work = queue.SimpleQueue()
         try:
-            threading.Thread(target=_serve, args=(work,), daemon=True).start()
+            threading.Thread(target=_serve, args=(work,), name=IO, daemon=True).start()
         except RuntimeError:  # the interpreter is ending, and starts no threads any more
             call()
             job.over.set()
@@ -118,15 +122,40 @@ def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
         future.set_exception(error)
 
 
-def run_in_thread(name: str, function: Callable[..., _T], *args: Any) -> Future[_T]:
+def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Future[_T]:
     """Call a function on a thread that never starts a Ray, and return the future of what it will return.
 
     Args:
-        name: the name of the thread until then. It does not keep the process alive.
         function: the function.
         args: its arguments.
+        name: the name of the thread until then. It does not keep the process alive.
     """
     return start(function, *args, name=name).future
+
+
+def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: int) -> list[Future[_T]]:
+    """Call a function with each item, on so many threads that never start a Ray, in the context of the caller.
+
+    Args:
+        function: the function.
+        items: the items, which it gets in this order.
+        at_once: the number of threads.
+
+    Returns:
+        The future of each result. A call that has not begun can be cancelled.
+    """
+    futures: list[Future[_T]] = [Future() for _ in items]
+    calls = [(one, contextvars.copy_context(), item) for one, item in zip(futures, items, strict=True)]
+    left = iter(calls)  # `next` of a list's iterator is atomic
+
+    def serve() -> None:
+        for future, context, item in left:
+            if future.set_running_or_notify_cancel():
+                _call(future, context.run, function, item)
+
+    for _ in range(min(at_once, len(items))):
+        start(serve)
+    return futures
 
 
 def _serve(work: "queue.SimpleQueue[_Work]") -> None:
@@ -136,7 +165,7 @@ def _serve(work: "queue.SimpleQueue[_Work]") -> None:
     while is_kept:
         me.name, call, over = work.get()
         call()
-        me.name = "idle"
+        me.name = IO
         del call
         if is_kept := len(_idle) < IDLE_KEPT:
             _idle.append(work)

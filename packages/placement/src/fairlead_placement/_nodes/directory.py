@@ -97,7 +97,7 @@ def _check() -> None:
 # What this process has published, by key: its worker id, the version, and the values by node id. Changes are atomic.
 _published: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
 _turn = itertools.count()
-_rounds = Rounds("fairlead-publications", CHECK_EVERY_S, _check, lambda: bool(_published), exit_s=PUBLISH_S)
+_rounds = Rounds(CHECK_EVERY_S, _check, lambda: bool(_published), exit_s=PUBLISH_S)
 
 
 def _notify(requests: Mapping[str, tuple[Any, ...]]) -> None:

@@ -1,60 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that a process does at intervals on a thread of its own, as long as there is some."""
+"""Work that a process does at intervals: one thread, the monitor, knows when, and other threads do it."""
 
 import atexit
-import collections
 import contextlib
+import heapq
+import itertools
+import logging
+import math
+import os
+import queue
 import threading
+import time
 from collections.abc import Callable
 
-from .._ray_private import never_connect
+from .background import OneTimeEvent, start
+
+logger = logging.getLogger(__name__)
 
 
 class Rounds:
-    """Do some work at intervals, on a thread that exists only while there is work.
+    """Do some work at intervals, one round at a time, as long as there is some.
 
     Args:
-        name: the name of the thread.
-        every_s: the seconds before the first round and between two of them.
-        work: one round, during which Ray may be shut down. It must not raise an exception.
+        every_s: the seconds between the end of a round and the next one.
+        work: one round, during which Ray may be shut down. An error of it is logged.
         is_left: whether there is work for another round.
+        first_s: the seconds before the first round; None for `every_s`.
         exit_s: how long the exit of the interpreter waits for a round, before Ray ends.
     """
 
     def __init__(
-        self, name: str, every_s: float, work: Callable[[], None], is_left: Callable[[], bool], *, exit_s: float
+        self,
+        every_s: float,
+        work: Callable[[], object],
+        is_left: Callable[[], bool],
+        *,
+        first_s: float | None = None,
+        exit_s: float,
     ) -> None:
-        self._name = name
-        self._every_s = every_s
+        self.every_s = every_s
+        self.first_s: float = every_s if first_s is None else first_s
+        self.exit_s = exit_s
+        self.closed: bool = False  # whether no other round begins
         self._work = work
         self._is_left = is_left
-        self._exit_s = exit_s
-        # The place of the one thread, which takes it while it runs.
-        self._place = collections.deque([True])
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-        atexit.register(self.close)
+        self._thread = 0  # that is in a round
+        self._over = OneTimeEvent()  # the end of the latest round
+        self._over.set()
 
     def start(self) -> None:
-        """Have the work done that has been added, unless the thread runs already."""
-        with contextlib.suppress(IndexError):
-            self._place.pop()
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        """Have the work done that has been added, unless that is under way already."""
+        start_monitor()
+        self.note()
 
-    def close(self) -> None:
-        """Begin no more rounds, and wait for one that is under way."""
-        self._end.set()
-        if (thread := self._thread) is not None:
-            thread.join(timeout=self._exit_s)
+    def note(self) -> None:
+        """Do the same in a callback of the garbage collector, which must not start a thread: `start_monitor` does."""
+        monitor = _monitors.get(os.getpid())
+        if monitor is None or monitor.exiting or self.closed:
+            return
+        if monitor.active.setdefault(self, (mine := object())) is mine:
+            monitor.inbox.put((self.first_s, self))
 
-    def _run(self) -> None:
-        never_connect()
-        while not self._end.wait(self._every_s):
-            with contextlib.suppress(SystemExit):  # which Ray's waits raise when Ray is shut down
+    def close(self, timeout_s: float = math.inf) -> bool:
+        """Begin no more rounds, and wait for one that is under way on another thread; return whether it is over."""
+        self.closed = True
+        return self._thread == threading.get_ident() or self._over.wait(min(timeout_s, threading.TIMEOUT_MAX))
+
+    def run(self) -> None:
+        """Do one round, and have the next one begun; for the monitor."""
+        # Whoever closes this sees the new event, or this sees that it is closed.
+        over = self._over = OneTimeEvent()
+        self._thread = threading.get_ident()
+        try:
+            if not self.closed:
                 self._work()
-            if not self._is_left():
-                self._place.append(True)
-                if self._is_left():  # it has been added while this thread still had the place
-                    self.start()
-                return
+        except SystemExit:  # which Ray's waits raise when Ray is shut down
+            pass
+        except Exception:
+            logger.exception("a round of %r failed", self._work)
+        finally:
+            self._thread = 0
+            over.set()
+        monitor = _monitors[os.getpid()]
+        if not self.closed and self._is_left():
+            monitor.inbox.put((self.every_s, self))
+            return
+        del monitor.active[self]
+        if not self.closed and self._is_left():  # it has been added in the meantime
+            self.note()
+
+
+class _Monitor:
+    """The thread that begins the rounds of this process.
+
+    Attributes:
+        inbox: rounds to begin, each with the seconds until then. Callbacks of the garbage collector put some in, which
+            Python allows for this class of queue only.
+        active: the rounds that are to begin or under way.
+        exiting: whether the interpreter is ending.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[tuple[float, Rounds]] = queue.SimpleQueue()
+        self.active: dict[Rounds, object] = {}
+        self.exiting: bool = False
+        self._thread = threading.Thread(target=self._serve, name="fairlead-monitor", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread, unless it runs or the interpreter is ending."""
+        if self._thread.ident is None:
+            with contextlib.suppress(RuntimeError):  # another caller has started it
+                self._thread.start()
+                # After Ray's own hook, so that it runs before it.
+                atexit.register(self._stop)
+
+    def _serve(self) -> None:
+        numbers = itertools.count()
+        due: list[tuple[float, int, Rounds]] = []
+        while True:
+            left = max(0.0, due[0][0] - time.monotonic()) if due else None
+            with contextlib.suppress(queue.Empty):
+                seconds, rounds = self.inbox.get(timeout=left)
+                heapq.heappush(due, (time.monotonic() + seconds, next(numbers), rounds))
+                del rounds
+            while due and due[0][0] <= time.monotonic():
+                start(heapq.heappop(due)[2].run)
+
+    def _stop(self) -> None:
+        """Begin no more rounds, and wait a moment for those that are under way."""
+        self.exiting = True
+        for rounds in [*self.active]:
+            rounds.closed = True
+        began = time.monotonic()
+        for rounds in [*self.active]:
+            rounds.close(max(0.0, began + rounds.exit_s - time.monotonic()))
+
+
+def start_monitor() -> None:
+    """Start the thread that begins the rounds of this process, unless it runs."""
+    _monitors.setdefault(os.getpid(), _Monitor()).begin()
+
+
+_monitors: dict[int, _Monitor] = {}  # by process: a fork has none at first

@@ -5,17 +5,15 @@ The garbage collector runs on any thread, at any moment, also while that thread 
 the object's resources in a queue. A background thread releases them.
 """
 
-import atexit
-import contextlib
 import logging
-import os
 import queue
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 
-from .._ray_private import block_shutdown, connection, never_connect
+from .._nodes.rounds import Rounds, start_monitor
+from .._ray_private import block_shutdown, connection
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +21,7 @@ logger = logging.getLogger(__name__)
 _Dropped = tuple[Callable[[], str], Callable[[], object]]
 # Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
-_exiting = threading.Event()
-# By process: a fork has none at first.
-_threads: dict[int, threading.Thread] = {}
+_thread = 0  # that returns what is in the queue
 
 
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
@@ -40,39 +36,40 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
         release: releases what is held, and may take its time. It is called in either case, also if the program has
             called it already.
     """
-    # A callback of the garbage collector must not start the thread.
-    thread = _threads.setdefault(os.getpid(), threading.Thread(target=_run, name="fairlead-dropped", daemon=True))
-    if thread.ident is None and not _exiting.is_set():
-        with contextlib.suppress(RuntimeError):  # another caller has started it
-            thread.start()
-            # After Ray's own hook, so that it runs before it.
-            atexit.register(_stop)
-    weakref.finalize(owner, _queue.put, (leak, release)).atexit = False
+    start_monitor()  # which the callback must not do
+    weakref.finalize(owner, _put, (leak, release)).atexit = False
 
 
 def wait_for_dropped(timeout_s: float) -> bool:
     """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
-    thread = _threads.get(os.getpid())
-    if thread is None or not thread.is_alive() or thread is threading.current_thread():
+    if _thread == threading.get_ident():
         return True
     returned = threading.Event()
     _queue.put(returned)
-    return returned.wait(timeout_s)
+    _rounds.start()
+    return _rounds.closed or returned.wait(timeout_s)
 
 
-def _run() -> None:
-    never_connect()
-    is_serving = True
-    while is_serving:
-        # A list, so that the thread does not keep its resources alive while it waits for the next one here.
-        one = [_queue.get()]
-        is_serving = not _exiting.is_set()
-        if isinstance(one[0], threading.Event):
-            one[0].set()
-        elif is_serving:
-            _return(*one[0])
-        with block_shutdown():
-            one.clear()
+def _put(dropped: _Dropped) -> None:
+    _queue.put(dropped)
+    _rounds.note()
+
+
+def _return_all() -> None:
+    global _thread
+    _thread = threading.get_ident()
+    try:
+        while not (_rounds.closed or _queue.empty()):
+            # A list, so that the resources are freed here and not with a frame.
+            one = [_queue.get()]
+            if isinstance(one[0], threading.Event):
+                one[0].set()
+            else:
+                _return(*one[0])
+            with block_shutdown():
+                one.clear()
+    finally:
+        _thread = 0
 
 
 def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
@@ -84,13 +81,8 @@ def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
         finally:  # also where warnings are errors
             give_back()
     except BaseException as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
-        if connection() is ray_before and not _exiting.is_set():
+        if connection() is ray_before and not _rounds.closed:
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
 
 
-def _stop() -> None:
-    """Return nothing more, and wait a moment for what is under way."""
-    _exiting.set()
-    _queue.put(threading.Event())  # which wakes the thread
-    if (thread := _threads.get(os.getpid())) is not None:
-        thread.join(2.0)
+_rounds = Rounds(0.0, _return_all, lambda: not _queue.empty(), exit_s=2.0)

@@ -101,7 +101,7 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
             if not head.check() and request is None:
-                request = run_in_thread("fairlead-head", dead_nodes, nodes)
+                request = run_in_thread(dead_nodes, nodes)
         if errors:
             scope.check_open()
             if _is_clear(errors, calls, scope, now - first_at):

@@ -160,9 +160,7 @@ class _Retriever:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._late: list[_LateErrors] = []
-        self._rounds = Rounds(
-            "fairlead-late-errors", LOOK_EVERY_S, self._retrieve_once, lambda: bool(self._late), exit_s=EXIT_S
-        )
+        self._rounds = Rounds(LOOK_EVERY_S, self._retrieve_once, lambda: bool(self._late), exit_s=EXIT_S)
 
     def add(self, late: _LateErrors) -> None:
         with self._lock:

@@ -4,7 +4,6 @@
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import Slot, init_ray
-from fairlead_placement.spi import ask_head, head_deadline, never_connect, read_newer, refuse_client
+from fairlead_placement.spi import ask_head, head_deadline, read_newer, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.gate import Gate
@@ -350,8 +349,7 @@ def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> di
             return None  # it has ended
 
     def find_all() -> list[Any]:
-        with ThreadPoolExecutor(ASKED_AT_ONCE, "fairlead-actors", initializer=never_connect) as pool:
-            return list(pool.map(find, rows))
+        return [one.result() for one in run_each(find, rows, ASKED_AT_ONCE)]
 
     found = ask_head("find the workers of a group", find_all) if rows else []
     return {actor_id_of(handle): handle for handle in found if handle is not None}

@@ -16,7 +16,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from fairlead_placement.spi import never_connect
+from fairlead_placement.spi import run_in_thread
 from fairlead_sharding import NamedSharding
 
 from .. import _world
@@ -105,14 +105,13 @@ class _Queue:
         """Queue a function; return a future of its result, which can be cancelled until the function starts."""
         future: Future[Any] = Future()
         with self._lock:
-            if not self.busy:
-                threading.Thread(target=self._serve, name="fairlead-calls", daemon=True).start()
-                self.busy = True
             self._waiting.append((future, work))
+            is_first, self.busy = not self.busy, True
+        if is_first:
+            run_in_thread(self._serve)
         return future
 
     def _serve(self) -> None:
-        never_connect()
         while (item := self._take_next()) is not None:
             future, work = item
             if not future.set_running_or_notify_cancel():

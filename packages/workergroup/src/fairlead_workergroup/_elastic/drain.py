@@ -20,25 +20,29 @@ AGAIN_AFTER_S = 10.0
 
 
 class DrainWatch:
-    """Replace the workers of nodes that Ray drains, as long as the group lives, which this does not keep alive."""
+    """Replaces the workers of nodes that Ray drains, as long as the group lives, which this does not keep alive."""
 
     def __init__(self, group: object, roster: Roster, membership: Membership, time_s: float) -> None:
         self._group = weakref.ref(group)
         self._roster = roster
         self._membership = membership
         self._time_s = time_s  # how long the start of other processes may take, also after the end of a node
+        self._pause = Deadline.after(0.0)
 
-    def run(self) -> None:
-        """Watch until the group ends; the work of a thread."""
-        pause = LOOK_EVERY_S
-        while not self._roster.end_begun.wait(pause) and not self._roster.is_over and self._group() is not None:
-            pause = LOOK_EVERY_S
-            try:
-                self._look()
-            except Exception as error:  # noqa: BLE001  `on_handover` may raise anything
-                if not self._roster.is_over:
-                    logger.warning("Cannot replace the workers on draining nodes of %r: %s", self._roster, error)
-                pause = AGAIN_AFTER_S
+    def is_left(self) -> bool:
+        """Return whether the group lives."""
+        return not (self._roster.end_begun.is_set() or self._roster.is_over or self._group() is None)
+
+    def look(self) -> None:
+        """Replace the workers of the nodes that drain now; after an error, wait a while before the next attempt."""
+        if not (self._pause.passed and self.is_left()):
+            return
+        try:
+            self._look()
+        except Exception as error:  # noqa: BLE001  `on_handover` may raise anything
+            if not self._roster.is_over:
+                logger.warning("Cannot replace the workers on draining nodes of %r: %s", self._roster, error)
+            self._pause = Deadline.after(AGAIN_AFTER_S)
 
     def _look(self) -> None:
         at, members = drain_deadlines(), self._roster.now.members

@@ -153,7 +153,7 @@ class Standbys:
             if self._is_filling or not self._cold or self._is_over:
                 return
             self._is_filling = True
-        self._resources.start_thread("fairlead-standby", self._fill)
+        self._resources.start_thread("the start of standbys", self._fill)
 
     def refill(self, slots: Iterable[Slot]) -> None:
         """Start the standbys that are missing, if need be in those of these slots that the group has left."""

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of each worker, the creation of its actor, and the wait until every constructor has finished."""
 
-import contextvars
 import itertools
 import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement.spi import ask_head, never_connect
+from fairlead_placement.spi import ask_head, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.model import Place, WorkerProcess, make_process
@@ -150,18 +149,15 @@ def create_actors(
         # The first one exports the class, which has to happen once.
         for one in zip(plans[:1], names, strict=False):
             create(*one)
-        with ThreadPoolExecutor(WINDOW, "fairlead-create", initializer=never_connect) as pool:
-            requested = [
-                pool.submit(contextvars.copy_context().run, create, plan, actor_name)
-                for plan, actor_name in zip(plans[1:], names[1:], strict=True)
-            ]
-            try:
-                for done, future in enumerate(requested, start=2):
-                    future.result()
-                    bar.show(done)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        requested = run_each(lambda one: create(*one), list(zip(plans, names, strict=True))[1:], WINDOW)
+        try:
+            for done, future in enumerate(requested, start=2):
+                future.result()
+                bar.show(done)
+        finally:
+            for future in requested:
+                future.cancel()
+            wait(requested)
 
 
 def wait_started(

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads of a driver, with everything on that runs in the background."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from fairlead_inspect import watch
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement.spi import read_holders
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, current_worker
+from fairlead_workergroup.testing import kill
+
+KINDS = {"fairlead-change", "fairlead-io", "fairlead-lane", "fairlead-monitor"}
+
+
+class Policy:
+    """A worker whose first rank fails at once, and the others later."""
+
+    def step(self):
+        return 1
+
+    def fail(self):
+        time.sleep(0.2 * current_worker().rank)
+        raise ValueError("the step failed")
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Collect the names of Fairlead's threads: those that they start with, and those that they take later."""
+    seen = set()
+
+    def note(thread, name):
+        if name.startswith("fairlead") or "fairlead" in getattr(getattr(thread, "_target", None), "__module__", ""):
+            seen.add(name)
+
+    start, own = threading.Thread.start, threading.Thread.name
+
+    def start_noted(thread):
+        note(thread, thread.name)
+        start(thread)
+
+    def rename(thread, name):
+        note(thread, name)
+        own.fset(thread, name)
+
+    monkeypatch.setattr(threading.Thread, "start", start_noted)
+    monkeypatch.setattr(threading.Thread, "name", property(own.fget, rename))
+    return seen
+
+
+@pytest.mark.timeout(300)
+def test_four_kinds(local_ray, names, eventually):
+    """A watched, elastic group with a lane has threads of four kinds, whatever it does, and one of them only once."""
+    seen = []
+    with (
+        RayVirtualCluster([4], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster,
+            Policy,
+            workers_per_node=[2],
+            sharding_annotations=NamedSharding.from_shape(dp=2),
+            restart=Restart(on_failure=True),
+            elastic=Elastic(standby=1, on_drain="replace"),
+        ) as group,
+        watch(group, 0.1, on_event=lambda event: seen.append((event.kind, event.rank))),
+    ):
+        assert eventually(lambda: group.inspect().standby == 1)
+        with group.lane():
+            assert group.call("step").result() == [1, 1]
+        kill(group, 1)
+        assert eventually(lambda: ("worker-dead", 1) in seen)
+        assert group.call("step").result() == [1, 1]  # after a takeover by the standby
+        kill(group, 0)
+        assert eventually(lambda: ("worker-dead", 0) in seen)
+        assert asyncio.run(call_step(group)) == [1, 1]  # after a restart that the event loop does not wait for
+        with pytest.raises(ValueError, match="the step failed"):
+            group.call("fail").result()
+        assert eventually(lambda: group.inspect().standby == 1)
+        group.resize(dp=3)
+        assert group.handle().call("step").result() == [1, 1, 1]
+        assert len(group.get_worker_status()) == 3
+        assert [thread.name for thread in threading.enumerate()].count("fairlead-monitor") == 1
+    with pytest.warns(ResourceWarning, match="dropped without shutdown"):
+        drop_a_cluster()
+        assert eventually(lambda: not read_holders())
+    assert names == KINDS
+
+
+async def call_step(group):
+    return await group.call("step")
+
+
+def drop_a_cluster():
+    RayVirtualCluster([1], use_gpus=False).reserve()
+    gc.collect()
