@@ -90,7 +90,7 @@ HANDLE = {
 
 
 def make_group_calls():
-    statuses = ["idle", "idle"]
+    states = ("idle", "busy")
     return {
         **CALLS,
         "detect_stuck_workers": (lambda group: group.detect_stuck_workers(), []),
@@ -99,7 +99,8 @@ def make_group_calls():
         "get_all_worker_results": (run_classic("run_all_workers_single_data", 1), [1, 1]),
         "get_dp_leader_worker_idx": (lambda group: group.get_dp_leader_worker_idx(1), 1),
         "get_resource_usage": (lambda group: [one.rank for one in group.get_resource_usage()], [0, 1]),
-        "get_worker_status": (lambda group: [one.state for one in group.get_worker_status()], statuses),
+        # Other methods run at the same time.
+        "get_worker_status": (lambda group: [one.state in states for one in group.get_worker_status()], [True, True]),
         "handle": (lambda group: group.handle().name, "calls"),
         "inspect": (lambda group: group.inspect().epoch, 0),
         "master_address": READ,
@@ -291,9 +292,9 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
         lane.enter_context(group.lane(ANSWER_S))
         group.call("rank").result()
         with stop_process(head):
-            # Besides the watch for drains, the look has sent a request, or the thread that checks publications: while a
+            # Besides the watch for drains, the look has sent a request, or the check of publications: while a
             # request is late, looks send none.
-            assert eventually(lambda: {"fairlead-drain"} < {name for name, job in asked if not job.over.is_set()})
+            assert eventually(lambda: {"drain_deadlines"} < {name for name, job in asked if not job.over.is_set()})
             took = []
             for number in range(400):
                 time.sleep(0.05 if number % 20 == 0 else 0.0)
