@@ -86,8 +86,7 @@ def test_four_kinds(local_ray, names, eventually):
         assert len(group.get_worker_status()) == 3
         assert [thread.name for thread in threading.enumerate()].count("fairlead-monitor") == 1
     with pytest.warns(ResourceWarning, match="dropped without shutdown"):
-        drop_a_cluster()
-        assert eventually(lambda: not read_holders())
+        drop_a_cluster(eventually)
     assert names == KINDS
 
 
@@ -95,6 +94,7 @@ async def call_step(group):
     return await group.call("step")
 
 
-def drop_a_cluster():
+def drop_a_cluster(eventually):
     RayVirtualCluster([1], use_gpus=False).reserve()
     gc.collect()
+    assert eventually(lambda: not read_holders())

@@ -77,6 +77,7 @@ from fairlead_placement.spi import (
     release_when_dropped,
     remove_placement_groups,
     run_command,
+    run_each,
     run_in_thread,
     run_on_agents,
     run_on_nodes,
@@ -295,9 +296,10 @@ def wait() -> None:
         assert_type(waiting, Waiting)
         assert_type(waiting.show("a node", limit_s=60), None)
     assert_type(release_when_dropped(slot, lambda: "held", lambda: None), None)
-    rounds = Rounds("rounds", 0.5, lambda: None, lambda: False, exit_s=5)
+    rounds = Rounds(0.5, lambda: None, lambda: False, first_s=0.0, exit_s=5)
     assert_type(rounds.start(), None)
-    assert_type(rounds.close(), None)
+    assert_type(rounds.note(), None)
+    assert_type((rounds.close(1.0), rounds.closed), tuple[bool, bool])
     assert_type(never_connect(), None)
     with block_shutdown():
         pass
@@ -363,7 +365,8 @@ def look_from_outside() -> None:
     assert_type(process_is_alive("worker"), bool | None)
     assert_type(compare_clocks(lambda: 1.0, lambda: 2.0), tuple[float, float] | None)
     assert_type(group_pairs((agent.node_id, agent) for agent in agents), dict[str, list[Agent]])
-    assert_type(run_in_thread("lengths", len, "abc"), Future[int])
+    assert_type(run_in_thread(len, "abc"), Future[int])
+    assert_type(run_each(len, ["abc"], 4), list[Future[int]])
     assert_type(wait_until(agents.copy, 5.0, longest_s=1.0), bool)
     event = OneTimeEvent()
     event.set()
