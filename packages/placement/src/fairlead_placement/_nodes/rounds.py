@@ -27,6 +27,9 @@ class Rounds:
         is_left: whether there is work for another round.
         first_s: the seconds before the first round; None for `every_s`.
         exit_s: how long the exit of the interpreter waits for a round, before Ray ends.
+
+    Attributes:
+        closed: whether no other round begins.
     """
 
     def __init__(
@@ -38,10 +41,10 @@ class Rounds:
         first_s: float | None = None,
         exit_s: float,
     ) -> None:
-        self.every_s = every_s
-        self.first_s: float = every_s if first_s is None else first_s
-        self.exit_s = exit_s
-        self.closed: bool = False  # whether no other round begins
+        self._every_s = every_s
+        self._first_s = every_s if first_s is None else first_s
+        self._exit_s = exit_s
+        self.closed: bool = False
         self._work = work
         self._is_left = is_left
         self._thread = 0  # that is in a round
@@ -59,15 +62,14 @@ class Rounds:
         if monitor is None or monitor.exiting or self.closed:
             return
         if monitor.active.setdefault(self, (mine := object())) is mine:
-            monitor.inbox.put((self.first_s, self))
+            monitor.inbox.put((self._first_s, self))
 
     def close(self, timeout_s: float = math.inf) -> bool:
         """Begin no more rounds, and wait for one that is under way on another thread; return whether it is over."""
         self.closed = True
         return self._thread == threading.get_ident() or self._over.wait(min(timeout_s, threading.TIMEOUT_MAX))
 
-    def run(self) -> None:
-        """Do one round, and have the next one begun; for the monitor."""
+    def _run(self) -> None:
         # Whoever closes this sees the new event, or this sees that it is closed.
         over = self._over = OneTimeEvent()
         self._thread = threading.get_ident()
@@ -83,7 +85,7 @@ class Rounds:
             over.set()
         monitor = _monitors[os.getpid()]
         if not self.closed and self._is_left():
-            monitor.inbox.put((self.every_s, self))
+            monitor.inbox.put((self._every_s, self))
             return
         del monitor.active[self]
         if not self.closed and self._is_left():  # it has been added in the meantime
@@ -124,7 +126,7 @@ class _Monitor:
                 heapq.heappush(due, (time.monotonic() + seconds, next(numbers), rounds))
                 del rounds
             while due and due[0][0] <= time.monotonic():
-                start(heapq.heappop(due)[2].run)
+                start(heapq.heappop(due)[2]._run)
 
     def _stop(self) -> None:
         """Begin no more rounds, and wait a moment for those that are under way."""
@@ -133,7 +135,7 @@ class _Monitor:
             rounds.closed = True
         began = time.monotonic()
         for rounds in [*self.active]:
-            rounds.close(max(0.0, began + rounds.exit_s - time.monotonic()))
+            rounds.close(max(0.0, began + rounds._exit_s - time.monotonic()))
 
 
 def start_monitor() -> None:
