@@ -61,8 +61,8 @@ class Rounds:
         monitor = _monitors.get(os.getpid())
         if monitor is None or monitor.exiting or self.closed:
             return
-        if monitor.active.setdefault(self, (mine := object())) is mine:
-            monitor.inbox.put((self._first_s, self))
+        if monitor.active.setdefault(self, (mine := [self._exit_s])) is mine:
+            monitor.inbox.put((self._first_s, self._run))
 
     def close(self, timeout_s: float = math.inf) -> bool:
         """Begin no more rounds, and wait for one that is under way on another thread; return whether it is over."""
@@ -85,7 +85,7 @@ class Rounds:
             over.set()
         monitor = _monitors[os.getpid()]
         if not self.closed and self._is_left():
-            monitor.inbox.put((self._every_s, self))
+            monitor.inbox.put((self._every_s, self._run))
             return
         del monitor.active[self]
         if not self.closed and self._is_left():  # it has been added in the meantime
@@ -98,13 +98,13 @@ class _Monitor:
     Attributes:
         inbox: rounds to begin, each with the seconds until then. Callbacks of the garbage collector put some in, which
             Python allows for this class of queue only.
-        active: the rounds that are to begin or under way.
+        active: what is to begin or under way, with a list of its `exit_s`.
         exiting: whether the interpreter is ending.
     """
 
     def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[tuple[float, Rounds]] = queue.SimpleQueue()
-        self.active: dict[Rounds, object] = {}
+        self.inbox: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
+        self.active: dict[Rounds, list[float]] = {}
         self.exiting: bool = False
         self._thread = threading.Thread(target=self._serve, name="fairlead-monitor", daemon=True)
 
@@ -118,15 +118,15 @@ class _Monitor:
 
     def _serve(self) -> None:
         numbers = itertools.count()
-        due: list[tuple[float, int, Rounds]] = []
+        due: list[tuple[float, int, Callable[[], None]]] = []
         while True:
             left = max(0.0, due[0][0] - time.monotonic()) if due else None
             with contextlib.suppress(queue.Empty):
-                seconds, rounds = self.inbox.get(timeout=left)
-                heapq.heappush(due, (time.monotonic() + seconds, next(numbers), rounds))
-                del rounds
+                seconds, run = self.inbox.get(timeout=left)
+                heapq.heappush(due, (time.monotonic() + seconds, next(numbers), run))
+                del run
             while due and due[0][0] <= time.monotonic():
-                start(heapq.heappop(due)[2]._run)
+                start(heapq.heappop(due)[2])
 
     def _stop(self) -> None:
         """Begin no more rounds, and wait a moment for those that are under way."""
@@ -134,8 +134,8 @@ class _Monitor:
         for rounds in [*self.active]:
             rounds.closed = True
         began = time.monotonic()
-        for rounds in [*self.active]:
-            rounds.close(max(0.0, began + rounds._exit_s - time.monotonic()))
+        for rounds, (exit_s,) in [*self.active.items()]:
+            rounds.close(max(0.0, began + exit_s - time.monotonic()))
 
 
 def start_monitor() -> None:
