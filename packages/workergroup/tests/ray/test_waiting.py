@@ -29,6 +29,21 @@ from ..calling import MB, Worker
 
 
 class TestWaiting:
+    def test_a_call_that_waits_for_its_turn_on_an_event_loop(self, group):
+        """On an event loop, a call whose turn has not come is sent later, with its arguments."""
+
+        async def run():
+            gate = group._membership.gate
+            gate.close()
+            try:
+                call = group.call("echo", PerWorker(list(range(8))))
+                assert "waits to be sent" in repr(call)
+            finally:
+                gate.open()
+            return await call
+
+        assert asyncio.run(run()) == [((rank,), {}) for rank in range(8)]
+
     def test_a_timeout_consumes_nothing(self, group, gate):
         """After a timeout the same call can be asked again and returns its result."""
         call = group.call("wait_for", gate, tag="t")

@@ -280,8 +280,7 @@ class Sender:
 
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
-        if order.has_answers:  # for the second attempt, if the first one is too early for an answer
-            order = order._replace(requests=list(order.requests))
+        order = order._replace(requests=list(order.requests))  # for the second attempt, if the first one is too early
         if not self.queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
