@@ -27,6 +27,8 @@ from fairlead_workergroup import (
     GroupState,
     GroupStatistics,
     GroupView,
+    JoinedCall,
+    JoinedView,
     LaneError,
     LateWorker,
     MultiWorkerFuture,
@@ -53,6 +55,7 @@ from fairlead_workergroup import (
     WorkerUsage,
     attach,
     current_worker,
+    join,
     launch,
     recursive_merge_options,
     report_progress,
@@ -328,6 +331,29 @@ def views(group: RayWorkerGroup) -> None:
     assert_type(group.at().coords, dict[int, dict[str, int]])
     assert_type(group.with_options(timeout=60, collect="dp").call("step", collect=3, anything=4), Call)
     assert_type(view.with_options(discard=True).with_options(retries=1, first_along="tp"), GroupView)
+
+
+def joined(trainer: RayWorkerGroup, rollouts: GroupHandle) -> None:
+    both = join(trainer, rollouts, trainer.at(dp=0))
+    assert_type(both, JoinedView)
+    assert_type(both.with_options(timeout=60, discard=True), JoinedView)
+    assert_type(both.parts[0].at(dp=0), GroupView)
+    made = both.call("step", PerWorker([1, 2]), timeout=60)
+    assert_type(made, JoinedCall)
+    assert_type(made.result(timeout=1), Any)
+    assert_type(made.cancel(force=True), dict[str, list[int]])
+    assert_type(made.calls, tuple[Call, ...])
+    assert_type(made.refs, list[Any])
+    assert_type((made.done(), made.wait(1)), tuple[bool, bool])
+    assert_type(made.method_name(), str)
+    assert_type(made.outcomes()[0].group, str)
+    assert_type([outcome.rank for outcome in made], list[int])
+    trainer.call("step", made, PerWorker(made))
+    try:
+        made.result()
+    except WorkerFailureError as error:
+        assert_type([failure.group for failure in error.failures], list[str])
+    join("trainer")  # type: ignore[arg-type]
 
 
 def classic(group: RayWorkerGroup) -> None:

@@ -49,6 +49,56 @@ else:
 UNPREPARED = "it was prepared before the lane opened"
 
 
+def make_order(
+    sender: Sender,
+    method: str | Callable[..., Any] | Method,
+    recipients: Recipients,
+    args: Sequence[Column],
+    kwargs: Mapping[str, Column],
+    options: CallOptions,
+    *,
+    sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
+    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # for the present axes of the group
+    passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
+    by_ray: str = "",  # why the call cannot go by a lane; empty if it can
+) -> Order:
+    """Check a call, store the values that have to be stored, and return what is ready to be sent."""
+    began = now()
+    if options.retries:
+        sender.check_retries(options.retries)
+    if not isinstance(method, Method):
+        method = sender.launcher.worker_class.method(method)
+    timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
+    has_lane = sender.transport is not None
+    stored = Arguments(for_lane=has_lane)
+    if not passes:
+        # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
+        sender.check_callable(method, recipients.called)
+    # Before this call's turn: storing a large value must not delay the calls of other threads.
+    columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
+    requests = make_requests(method, recipients, columns, names)
+    order = Order(
+        method,
+        recipients.called,
+        list(requests) if options.retries else requests,
+        began,
+        NEVER if timeout_s is None else Deadline(began + timeout_s),
+        stored.cost(),
+        stored.sources,
+        sharding,
+        by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
+        stored.has_answers,
+        passes,
+    )
+    return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
+
+
+def is_on_loop() -> bool:
+    """Return whether this thread runs an event loop, which must not be blocked."""
+    # The public function raises an exception if there is none, and every call asks.
+    return _get_running_loop() is not None
+
+
 def dispatch(
     sender: Sender,
     owner: object,  # the group, which stays alive as long as a caller waits for the call
@@ -58,45 +108,13 @@ def dispatch(
     kwargs: Mapping[str, Column],
     options: CallOptions,
     *,
-    sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
-    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # for the present axes of the group
     may_wait: bool = True,  # on an event loop, send the call later instead of blocking the loop
-    passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
-    by_ray: str = "",  # why the call cannot go by a lane; empty if it can
+    **others: Any,  # as for `make_order`
 ) -> Execution:
     """Store the values that have to be stored, and send a call."""
-    began = now()
-    if options.retries:
-        sender.check_retries(options.retries)
-    if not isinstance(method, Method):
-        method = sender.launcher.worker_class.method(method)
-    timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
-    # An event loop must not be blocked. The public function raises an exception if there is none, and every call asks.
-    blocking = not may_wait or _get_running_loop() is None
-    has_lane = sender.transport is not None
-    stored = Arguments(for_lane=has_lane)
+    blocking = not may_wait or not is_on_loop()
     try:
-        if not passes:
-            # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
-            sender.check_callable(method, recipients.called)
-        # Before this call's turn: storing a large value must not delay the calls of other threads.
-        columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
-        requests = make_requests(method, recipients, columns, names)
-        order = Order(
-            method,
-            recipients.called,
-            list(requests) if options.retries else requests,
-            began,
-            NEVER if timeout_s is None else Deadline(began + timeout_s),
-            stored.cost(),
-            stored.sources,
-            sharding,
-            by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
-            stored.has_answers,
-            passes,
-        )
-        if not sender.is_owner:
-            order = order._replace(follow=Follower(columns, names, recipients, replan).follow)
+        order = make_order(sender, method, recipients, args, kwargs, options, **others)
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
         sender.counters.add(calls=1, puts=order.stored[0])
     except (CallTimeoutError, WorkerFailureError) as error:
@@ -106,7 +124,95 @@ def dispatch(
     return Execution(sender, owner, order, sent, recipients, options)
 
 
-class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
+class CallResults(PassedOn, Generic[Result]):
+    """The ways to wait for the results of a call."""
+
+    _execution: Any  # an `Execution`, or several that are waited for together
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for all called workers and fetch the results, and nothing else.
+
+        Args:
+            timeout: the seconds to wait for the workers from now; None to wait until the deadline of the call, if it
+                has one. After a timeout you can ask again.
+
+        Returns:
+            A list of results, by rank or row-major over the collected axes; with `collect=()` the one result; with
+            `discard=True` None. The result of a generator method is the list of its items.
+
+        Raises:
+            CallTimeoutError: some workers have not finished by then.
+            WorkerFailureError: a worker was lost. The first failure ends the wait.
+            CallCancelledError: the call was cancelled before all workers had finished.
+            WorkerGroupError: the group's Ray has been shut down, or `stream()` has handed out some of the items.
+            Exception: a worker's own exception, with its type and a note for each failing rank.
+        """
+        with short_traceback():
+            result: Result = block(self._execution.results(ON_THREAD, timeout))
+            return result
+
+    def outcomes(self, timeout: float | None = None) -> list[Outcome]:
+        """Return the outcome of every worker; never raise the exception of a worker.
+
+        Args:
+            timeout: as for `result`. The error of a worker that has not finished is a `CallTimeoutError`.
+
+        Returns:
+            The outcomes of the workers that return a result, in the order of `result()`, then those of other workers
+            that failed.
+        """
+        return list(iterate(self._following(partial(self._execution.outcomes, timeout), timeout)))
+
+    def _following(
+        self, results: Callable[[Waiter], AsyncGenerator[Outcome]], timeout: float | None = None
+    ) -> Callable[[Waiter], AsyncGenerator[Outcome]]:
+        return lambda on: self._execution.following(on, results, timeout)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all called workers have finished or failed.
+
+        Args:
+            timeout: as for `result`.
+
+        Returns:
+            Whether they have within that time.
+        """
+        finished: bool = block(self._execution.wait(ON_THREAD, timeout))
+        return finished
+
+    def __iter__(self) -> Iterator[Outcome]:
+        """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
+
+        Raises:
+            CallTimeoutError: the deadline of the call has passed.
+        """
+        return iterate(self._following(self._execution.iterate))
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self._wait_on_loop().__await__()
+
+    async def _wait_on_loop(self) -> Result:
+        with short_traceback():
+            try:
+                async with OnLoop() as loop:
+                    result: Result = await self._execution.results(loop)
+                    return result
+            except asyncio.CancelledError:
+                if self._execution.connected:
+                    # A second cancellation ends this wait, but not the thread.
+                    await asyncio.shield(asyncio.to_thread(self._execution.cancel))
+                raise
+
+    def __aiter__(self) -> AsyncIterator[Outcome]:
+        return iterate_on_loop(self._following(self._execution.iterate))
+
+
+class Call(MultiWorkerFuture, CallResults[Result]):
     """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
 
     `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
@@ -119,40 +225,17 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     """
 
     def __init__(self, execution: Execution) -> None:
-        self._execution = execution
+        self._execution: Execution = execution
 
     __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    __eq__ = CallResults.__eq__
 
     def __repr__(self) -> str:
         execution = self._execution
-        if execution.cancelled:
-            state = "cancelled"
-        elif not execution.sender.roster.connected:
-            state = "its Ray has been shut down"
-        elif (sending := execution.send_state) is not SendState.SENT:
-            state = sending.value
-        else:
-            count = len(self.futures)
-            state = f"{count - len(execution.pending())} of {count} workers done"
-        return f"Call({execution.method.name!r}, {state}, {len(execution.positions)} results)"
+        return f"Call({execution.method.name!r}, {execution.describe()}, {len(execution.positions)} results)"
 
     def _repr_html_(self) -> str:
-        execution = self._execution
-        sent = execution.send_state is SendState.SENT
-        pending = set(execution.pending()) if sent and execution.sender.roster.connected else set()
-        rows = [
-            (
-                rank,
-                execution.coords(at),
-                "not sent" if not sent else "not finished" if at in pending else "done",
-                "yes" if at in execution.answering else "no",
-            )
-            for at, rank in enumerate(execution.ranks)
-        ]
-        return table_html(repr(self), ("rank", "coords", "state", "returns"), rows)
+        return table_html(repr(self), ("rank", "coords", "state", "returns"), self._execution.rows())
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]
@@ -200,69 +283,9 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
     def _answers(self) -> list[Any]:
         return [self.futures[at] for at in self._execution.positions]
 
-    def result(self, timeout: float | None = None) -> Result:
-        """Wait for all called workers and fetch the results, and nothing else.
-
-        Args:
-            timeout: the seconds to wait for the workers from now; None to wait until the deadline of the call, if it
-                has one. After a timeout you can ask again.
-
-        Returns:
-            A list of results, by rank or row-major over the collected axes; with `collect=()` the one result; with
-            `discard=True` None. The result of a generator method is the list of its items.
-
-        Raises:
-            CallTimeoutError: some workers have not finished by then.
-            WorkerFailureError: a worker was lost. The first failure ends the wait.
-            CallCancelledError: the call was cancelled before all workers had finished.
-            WorkerGroupError: the group's Ray has been shut down, or `stream()` has handed out some of the items.
-            Exception: a worker's own exception, with its type and a note for each failing rank.
-        """
-        with short_traceback():
-            result: Result = block(self._execution.results(ON_THREAD, timeout))
-            return result
-
-    def outcomes(self, timeout: float | None = None) -> list[Outcome]:
-        """Return the outcome of every worker; never raise the exception of a worker.
-
-        Args:
-            timeout: as for `result`. The error of a worker that has not finished is a `CallTimeoutError`.
-
-        Returns:
-            The outcomes of the workers that return a result, in the order of `result()`, then those of other workers
-            that failed.
-        """
-        return list(iterate(self._following(partial(self._execution.outcomes, timeout), timeout)))
-
-    def _following(
-        self, results: Callable[[Waiter], AsyncGenerator[Outcome]], timeout: float | None = None
-    ) -> Callable[[Waiter], AsyncGenerator[Outcome]]:
-        return lambda on: self._execution.following(on, results, timeout)
-
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""
-        return (state := self._execution.send_state) is SendState.FAILED or (
-            state is SendState.SENT and not self._execution.pending()
-        )
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all called workers have finished or failed.
-
-        Args:
-            timeout: as for `result`.
-
-        Returns:
-            Whether they have within that time.
-        """
-        return block(self._execution.wait(ON_THREAD, timeout))
-
-    def __iter__(self) -> Iterator[Outcome]:
-        """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
-
-        Raises:
-            CallTimeoutError: the deadline of the call has passed.
-        """
-        return iterate(self._following(self._execution.iterate))
+        return self._execution.done()
 
     def stream(self, timeout: float | None = None) -> ResultStream[Outcome]:
         """Return the items of a generator method as they arrive, each as an `Outcome`, for `for` and `async for`.
@@ -286,24 +309,6 @@ class Call(MultiWorkerFuture, PassedOn, Generic[Result]):
         if not execution.yields_items:
             raise TypeError(f"{execution.method.name!r} is not a generator method: it returns its result in one piece")
         return ResultStream(self._following(partial(execution.stream, timeout), timeout))
-
-    def __await__(self) -> Generator[Any, None, Result]:
-        return self._wait_on_loop().__await__()
-
-    async def _wait_on_loop(self) -> Result:
-        with short_traceback():
-            try:
-                async with OnLoop() as loop:
-                    result: Result = await self._execution.results(loop)
-                    return result
-            except asyncio.CancelledError:
-                if self._execution.sender.roster.connected:
-                    # A second cancellation ends this wait, but not the thread.
-                    await asyncio.shield(asyncio.to_thread(self.cancel))
-                raise
-
-    def __aiter__(self) -> AsyncIterator[Outcome]:
-        return iterate_on_loop(self._following(self._execution.iterate))
 
     def cancel(self, force: bool = False) -> list[int]:
         """Give the call up: drop its queued requests, and cancel async methods that overlap with others.

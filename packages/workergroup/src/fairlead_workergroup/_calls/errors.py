@@ -54,12 +54,12 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         except Exception as error:  # noqa: BLE001  any exception of a worker
             if not is_not_ready(error):
                 failed.setdefault(worker, error.with_traceback(None))
-    if not failed:
+    if not failed and not unnoticed:
         return first
     errors = dict(sorted(failed.items(), key=lambda one: one[0].rank))
     if lost := [*judge_errors(sender.roster.judge, errors), *unnoticed]:
         failure = sender.failure_error(lost)
-        failure.__cause__ = next(iter(errors.values()))
+        failure.__cause__ = next(iter(errors.values()), first)
         return failure
     # A call of the owner is never refused; an argument of it may be.
     if not sender.is_owner and any(map(refused_epochs, errors.values())):

@@ -121,6 +121,39 @@ class Execution:
             return SendState.WAITING
         return SendState.FAILED if sending.cancelled() or sending.exception() is not None else SendState.SENT
 
+    @property
+    def connected(self) -> bool:
+        """Whether the Ray of the group is still there."""
+        return self.sender.roster.connected
+
+    def done(self) -> bool:
+        """Return whether all called workers have finished or failed, or could not be called."""
+        return (state := self.send_state) is SendState.FAILED or (state is SendState.SENT and not self.pending())
+
+    def describe(self) -> str:
+        """Return the state of the call in words."""
+        if self.cancelled:
+            return "cancelled"
+        if not self.connected:
+            return "its Ray has been shut down"
+        if (sending := self.send_state) is not SendState.SENT:
+            return str(sending.value)
+        return f"{len(self.futures) - len(self.pending())} of {len(self.futures)} workers done"
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Return the rank, the coordinates and the state of each called worker, and whether it returns a result."""
+        sent = self.send_state is SendState.SENT
+        pending = set(self.pending()) if sent and self.connected else set()
+        return [
+            (
+                rank,
+                self.coords(at),
+                "not sent" if not sent else "not finished" if at in pending else "done",
+                "yes" if at in self.answering else "no",
+            )
+            for at, rank in enumerate(self.ranks)
+        ]
+
     def wait_until_sent(self, deadline: Deadline) -> Sent:
         """Wait until the call has been sent, and return what has been."""
         if not isinstance(self.sent, Future):
@@ -190,7 +223,7 @@ class Execution:
                 if other is mine:
                     return repeat(limit)
                 if not wait_for_event(other, limit):
-                    raise self._late_error(self.pending())
+                    raise self.late_error(self.pending())
         finally:
             with self.sender.repeating:
                 if self._repeated is mine:
@@ -258,7 +291,8 @@ class Execution:
             raise CallCancelledError(self.method.name, self.cancelled)
         self.sender.roster.check_connected()
 
-    def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
+    def late_error(self, pending: Sequence[int]) -> CallTimeoutError:
+        """Return the error that says what the workers at these positions are doing."""
         late = self.sender.late_workers([self.ranks[at] for at in pending])
         reason = describe_missing(self.order.sources) if late else ""
         return CallTimeoutError(self.method.name, now() - self.order.began, len(self.futures), late, reason)
@@ -276,14 +310,10 @@ class Execution:
                 self.check_open()
                 if self.sending is not None:
                     await self.until_sent(on, deadline)
-                wanted, others = self.recipients.positions
                 if self.yields_items:
                     await self._explained(on, on.drain(self.unfinished(), lambda: deadline, self.check_late))
-                    return self.shape([await self._get_items(on, at) for at in wanted])
-                futures = list(map(self.futures.__getitem__, [*wanted, *others]))
-                values = await self._explained(on, on.all(futures, deadline, self.check_late))
-                self.fetched_at.update(wanted)
-                return self.shape(values[: len(wanted)])
+                    return self.shape([await self._get_items(on, at) for at in self.positions])
+                return self.take(await self._explained(on, on.all(self.in_order(), deadline, self.check_late)))
             except WorkerFailureError as error:
                 # A restart takes seconds.
                 if not await on.apart(self.repeat, attempt, deadline):
@@ -298,6 +328,16 @@ class Execution:
             return await waiting
         except Exception as error:  # noqa: BLE001  any exception of a worker
             raise (await on.apart(self.failure, error))  # noqa: B904  chained there
+
+    def in_order(self) -> list[Any]:
+        """Return the futures of the workers that return a result, in the order of the results, then the others."""
+        wanted, others = self.recipients.positions
+        return list(map(self.futures.__getitem__, [*wanted, *others]))
+
+    def take(self, values: list[Any]) -> Any:
+        """Return the result of the call for the values of `in_order`."""
+        self.fetched_at.update(self.positions)
+        return self.shape(values[: len(self.positions)])
 
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of the workers."""
@@ -434,7 +474,7 @@ class Execution:
             return deadline
         if not (pending := self.pending()):
             return Deadline()
-        late = self._late_error(pending)
+        late = self.late_error(pending)
         if deadline.passed:
             self.sender.observed.explain(late)
             raise late
@@ -446,7 +486,7 @@ class Execution:
         pending = self.pending()
         if self.cancelled or not pending:
             return {at: CallCancelledError(self.method.name, (self.ranks[at],)) for at in pending}
-        late = self._late_error(pending)
+        late = self.late_error(pending)
         return {
             at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,), late.reason)
             for at, worker in zip(pending, late.late, strict=True)

@@ -85,6 +85,13 @@ class Order(NamedTuple):
     follow: Callable[[Any, Deadline], bool] | None = None
 
 
+class Admitted(NamedTuple):
+    """The state of a group in which a call may be sent."""
+
+    members: Snapshot
+    needs: Sequence[Need]
+
+
 class Sent(NamedTuple):
     """A call that has been sent."""
 
@@ -181,6 +188,15 @@ class Sender:
 
     def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures."""
+        order = self.prepare(order)
+        while True:
+            tried = self.membership.gate.run(partial(self._try_to_send, order), order.deadline, passes=order.passes)
+            if isinstance(tried, Sent):
+                return tried
+            self.overcome(order, tried)
+
+    def prepare(self, order: Order) -> Order:
+        """Do what may take time before the turn of a call, because other threads may send calls until then."""
         transport = self.transport
         if transport is not None and not transport.wait_for_room(order.ranks, order.deadline.left()):
             reason = (
@@ -189,29 +205,30 @@ class Sender:
             )
             raise self.unsent_error(order, reason)
         if transport is not None and not order.obstacle:
-            # Before its turn, because it runs code of the user's classes.
-            requests = list(order.requests)
-            order = order._replace(requests=requests, encoded=transport.encode(requests))
-        elif order.has_answers:
-            # Before its turn, because it waits for the answers, and other threads may send calls until then.
-            order = self._store_answers(order)
-        while True:
-            sent = self.membership.gate.run(partial(self._try_to_send, order), order.deadline, passes=order.passes)
-            if sent is None:
-                raise self.unsent_error(order)
-            if isinstance(sent, Sent):
-                return sent
-            if not isinstance(sent, list):
-                if not sent.wait_for_way(order.ranks, order.deadline.left()):
-                    raise self.unsent_error(order, "Its workers have not begun all earlier calls of their lane.")
-            elif order.passes or not self.policy.on_failure:
-                raise self._lost_error(sent)
-            # A restart may take longer than this call may wait, and runs to its end.
-            elif not self.membership.restart_lost(order.deadline):
-                raise self.unsent_error(order)
+            requests = list(order.requests)  # encoding runs code of the user's classes
+            return order._replace(requests=requests, encoded=transport.encode(requests))
+        return self._store_answers(order) if order.has_answers else order
+
+    def overcome(self, order: Order, obstacle: list[WorkerFailure] | Transport | None) -> None:
+        """Remove the obstacle of a call, or raise an error; None stands for a gate that did not open in time."""
+        if obstacle is None:
+            raise self.unsent_error(order)
+        if not isinstance(obstacle, list):
+            if not obstacle.wait_for_way(order.ranks, order.deadline.left()):
+                raise self.unsent_error(order, "Its workers have not begun all earlier calls of their lane.")
+        elif order.passes or not self.policy.on_failure:
+            raise self._lost_error(obstacle)
+        # A restart may take longer than this call may wait, and runs to its end.
+        elif not self.membership.restart_lost(order.deadline):
+            raise self.unsent_error(order)
 
     def _try_to_send(self, order: Order) -> Sent | list[WorkerFailure] | Transport:
-        """Send a call, with the gate held; return the lost workers, or the transport, that it has to wait for."""
+        """Send a call, with the gate held, or return its obstacle."""
+        admitted = self.admit(order)
+        return self.submit(order, admitted) if isinstance(admitted, Admitted) else admitted
+
+    def admit(self, order: Order) -> Admitted | list[WorkerFailure] | Transport:
+        """Check a call with the gate held; return the lost workers, or the transport, that it has to wait for."""
         if order.sharding is not self.roster.now.sharding:
             check_ranks(order, self.roster.now)
         now = self.roster.check_alive()
@@ -227,6 +244,11 @@ class Sender:
         transport = self.transport
         if transport is not None and not order.encoded and not transport.makes_way(order.ranks):
             return transport
+        return Admitted(now, needs)
+
+    def submit(self, order: Order, admitted: Admitted) -> Sent:
+        """Send a call that was admitted, with the gate held since then."""
+        now, needs = admitted
         overlaps = self.launcher.worker_class.concurrent
         futures = self._send(now, order, needs if overlaps else ())
         if overlaps:
@@ -285,13 +307,17 @@ class Sender:
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
                 return self.send(order._replace(deadline=Deadline.after(0.0)))
+        return self.send_later(order)
 
-        def send_later() -> Sent:
+    def send_later(self, order: Order) -> Future[Sent]:
+        """Send a call on the thread of the queue, after those that wait there."""
+
+        def send() -> Sent:
             if order.deadline.passed:
                 raise self.unsent_error(order)
             return self.send(order)
 
-        return self.queue.add(self.explained()(send_later))
+        return self.queue.add(self.explained()(send))
 
     def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""

@@ -24,7 +24,7 @@ AsyncMethod = Callable[..., Coroutine[Any, Any, Result]]
 GeneratorMethod = Callable[..., Iterator[Item] | AsyncIterator[Item]]
 
 
-class _Options(TypedDict, total=False):
+class ViewOptions(TypedDict, total=False):
     """The fields of `CallOptions`, each of which may be missing."""
 
     collect: Axes
@@ -154,7 +154,7 @@ class AddressedWorkers:
         except IndexError:
             return GroupView(self._owner, self._find_target().at(coords))
 
-    def with_options(self, **options: Unpack[_Options]) -> "GroupView":
+    def with_options(self, **options: Unpack[ViewOptions]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
 
         Use it for methods that have parameters with the names of options.
@@ -250,6 +250,11 @@ class AddressedWorkers:
         return map_items(target.sender, self._owner, ranks, method, items, map_options)
 
 
+def find_workers(addressed: AddressedWorkers) -> tuple[object, Target]:
+    """Return the group that owns some workers, and the workers on its present axes."""
+    return addressed._owner, addressed._find_target()  # noqa: SLF001  for other modules
+
+
 class GroupView(AddressedWorkers):
     """Some workers of a group, or all of them, with the same calling methods as the group.
 
@@ -307,7 +312,7 @@ class GroupView(AddressedWorkers):
         Returns:
             The call.
         """
-        options, kwargs = self._split(kwargs)
+        options, kwargs = split_options(self._own_target.options, kwargs)
         return self._find_target().call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
@@ -321,15 +326,16 @@ class GroupView(AddressedWorkers):
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
         """
-        options, kwargs = self._split(kwargs)
+        options, kwargs = split_options(self._own_target.options, kwargs)
         return self._target.explain(method, options, args, kwargs)
 
-    def _split(self, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
-        """Return the options of a call and the keyword arguments of its method."""
-        if (options := self._own_target.options) is not None:
-            return options, kwargs
-        given = {name: value for name, value in kwargs.items() if name in CallOptions.__dataclass_fields__}
-        return CallOptions(**given), {name: value for name, value in kwargs.items() if name not in given}
+
+def split_options(chosen: CallOptions | None, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
+    """Return the options of a call and the keyword arguments of its method."""
+    if chosen is not None:
+        return chosen, kwargs
+    given = {name: value for name, value in kwargs.items() if name in CallOptions.__dataclass_fields__}
+    return CallOptions(**given), {name: value for name, value in kwargs.items() if name not in given}
 
 
 class TypedCalls(AddressedWorkers):
