@@ -62,8 +62,9 @@ class Rank:
         from torch._C._distributed_c10d import _dump_fr_trace
 
         def dump():
+            found = _dump_fr_trace(includeCollectives=True, includeStackTraces=False, onlyActive=False)
             with open(f"{prefix}{self.rank}", "wb") as file:
-                file.write(_dump_fr_trace())
+                file.write(found)
 
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix
         threading.Timer(after_s, dump).start()
@@ -306,7 +307,7 @@ def skipped():
     """One rank has skipped a collective and waits for its device, which only the flight recorder shows."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = make_ranks()
-        ray.get([one.record.remote(f"{folder}/rank_", 4.0) for one in ranks])
+        ray.get([one.record.remote(f"{folder}/rank_", 3.0) for one in ranks])
         wait_in_get([one.train.remote("in_device", 2) for one in ranks])
 
 

@@ -365,11 +365,12 @@ class _Judge:
 
     def _differ(self, fleet: Fleet, odd: Mismatch) -> Finding:
         record = odd.record
-        wait = Wait("collective", odd.waiting, odd.behind, fleet=fleet)
         counts = f"{len(odd.waiting)} of {record.size} members wait, {len(odd.behind)} differ"
-        fact = Evidence(record.source, counts, record.age_s)
-        since = odd.since_s, record.source
-        return replace(self._blame("mismatch", odd.behind, odd.text, wait, since, fact), blames=odd.blames)
+        return self._say(
+            odd.kind, odd.behind, odd.text, Wait("collective", odd.waiting, odd.behind, fleet=fleet), fleet=fleet,
+            blames=odd.blames, moves=odd.moves, since_s=odd.since_s, since_source=record.source,
+            evidence=(Evidence(record.source, counts, record.age_s),),
+        )  # fmt: skip
 
     # Findings.
 
