@@ -114,6 +114,7 @@ TEXTS = {
     "PlacementTimeoutError: Waited 1.0 s:": "the refusal in placement's README",
     "TPU slices": "the output of a command line, in tpu-executor's README",
     "HANGS     rank 2 of WorkerDict": "what `why` says of the job like_verl, which integration-tests/inspect runs",
+    "HANGS     rank 2 of Trainer": "what `why` says of the job skipped, which integration-tests/inspect runs",
 }
 
 

@@ -379,6 +379,7 @@ def watch(group: RayWorkerGroup) -> None:
     assert_type(status.method, str | None)
     assert_type(status.step, int | None)
     assert_type(status.message, str)
+    assert_type((status.weights, status.weights_age_s), tuple[int | None, float])
     for number in (status.rank, status.pid, status.calls, status.incarnation, status.restarts):
         assert_type(number, int)
     (usage,) = group.get_resource_usage()

@@ -33,6 +33,8 @@ class SeenWorker:
     waiting: bool = False  # whether it is in `current_worker().waiting()`
     step: int | None = None
     message: str = ""
+    weights: int | None = None  # the version that a link has put into place last
+    weights_age_s: float = 0.0
     memory_bytes: int = 0
     stacks: str = ""  # if they were requested; empty for an idle worker
     note: str = ""  # why something is not known, or what it died of
@@ -138,7 +140,17 @@ def _see(
 
 # What a worker is shown with from its registration, and from its record.
 _REGISTERED = ("coords", "node_id", "address", "pid", "incarnation", "restarts")
-_RECORDED = ("method", "running_s", "since_progress_s", "calls", "waiting", "step", "message")
+_RECORDED = (
+    "method",
+    "running_s",
+    "since_progress_s",
+    "calls",
+    "waiting",
+    "step",
+    "message",
+    "weights",
+    "weights_age_s",
+)
 
 
 def _see_driver(group: spi.RegisteredGroup) -> str:

@@ -58,9 +58,12 @@ def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_R
     alike = [[worker] for worker in seen.workers]
     if not every and len(alike) > most_rows:
         alike = _fold(seen.workers)
-    table = make_table("rank", "at", "node", "pid", "state", "method", "for", "step", "memory", flexible=["message"])
+    columns = ["rank", "at", "node", "pid", "state", "method", "for", "step", "memory"]
+    has_weights = any(one.weights is not None for one in seen.workers)
+    table = make_table(*columns, *(["weights"] if has_weights else []), flexible=["message"])
     for workers in alike:
-        table.add_row(*_cells(workers))
+        *cells, message = _cells(workers)
+        table.add_row(*cells, *([_write_weights(workers)] if has_weights else []), message)
     group = seen.group
     head = Text(f"{group.label}: {group.class_name}, {write_coords(group.shape)}, {len(seen.workers)} workers", "bold")
     states = {one: seen.count(one) for one in ("busy", "idle", "starting", "stuck", "dead", "unknown")}
@@ -79,7 +82,8 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 def _fold(workers: Sequence[SeenWorker]) -> list[list[SeenWorker]]:
     found = group_pairs(
-        ((one.state, one.stopped, one.method, one.step, one.message, one.incarnation, one.note), one) for one in workers
+        ((one.state, one.stopped, one.method, one.step, one.message, one.weights, one.incarnation, one.note), one)
+        for one in workers
     )
     return sorted(found.values(), key=lambda alike: alike[0].rank)
 
@@ -101,6 +105,14 @@ def _cells(workers: Sequence[SeenWorker]) -> list[Text]:
         Text(_range([float(one.memory_bytes) for one in workers], write_bytes)),
         Text(first.message, no_wrap=True, overflow="ellipsis"),
     ]
+
+
+def _write_weights(workers: Sequence[SeenWorker]) -> Text:
+    """Return the version of the weights and their age; workers of one line have the same version."""
+    version = workers[0].weights
+    return Text(
+        "" if version is None else f"{version}, {_range([one.weights_age_s for one in workers], write_seconds)}"
+    )
 
 
 def _range(values: Sequence[float], write: object) -> str:

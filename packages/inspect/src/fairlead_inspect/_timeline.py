@@ -30,6 +30,7 @@ class Span:
     waited_s: float = 0.0  # for other workers, as far as that is marked
     failed: bool = False
     task: bytes = b""  # identifies the request among those of the worker
+    weights: int | None = None  # the version of the weights at its start; None without one
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,12 @@ def read_timeline(group: RegisteredGroup) -> Timeline:
             if row is None:
                 continue
             spans = [
-                Span(number, method, start + at, end + at, waited, failed, task)
-                for number, method, start, end, waited, failed, task in row["calls"]
+                Span(number, method, start + at, end + at, waited, failed, task, weights)
+                for number, method, start, end, waited, failed, task, weights in row["calls"]
             ]
             if row["running"] is not None:
-                number, method, start, task = row["running"]
-                spans.append(Span(number, method, start + at, None, task=task))
+                number, method, start, task, weights = row["running"]
+                spans.append(Span(number, method, start + at, None, task=task, weights=weights))
             steps = tuple((when + at, step) for when, step in row["steps"])
             workers.append(WorkerTimeline(member, tuple(spans), steps, error_s))
     workers.sort(key=lambda one: one.worker.rank)

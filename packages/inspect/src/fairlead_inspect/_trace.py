@@ -104,6 +104,8 @@ def _draw_worker(
             shown["running"] = True
         if span.waited_s:
             shown["waited_us"] = _microseconds(span.waited_s)
+        if span.weights is not None:
+            shown["weights"] = span.weights
         end = until if span.end is None else span.end
         duration = _microseconds(max(0.0, end - span.start))
         event = {"ph": "X", "name": span.method, "cat": "call", "dur": duration, "args": shown, **place}

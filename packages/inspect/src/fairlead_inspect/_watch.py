@@ -151,6 +151,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._stuck_after_s = spi.check_seconds("stuck_after_s", stuck_after_s)
         self._on_event = on_event
         self._filter = EventFilter(spi.check_seconds("slow_after_s", slow_after_s))
+        self._weighed: set[int] = set()
         self._changes: deque[spi.Notice] = deque()
         self._unreported: deque[tuple[str, WorkerStatus]] = deque()
         rounds = Rounds(self._interval_s, self._look, lambda: not self._is_over(), first_s=0.0, exit_s=EXIT_S)
@@ -200,7 +201,9 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _find_events(self) -> list[WorkerEvent]:
         # If anything fails below, the next look reports these events.
-        self._unreported.extend(self._filter.find_new(self._observer.read_status(self._stuck_after_s)))
+        statuses = self._observer.read_status(self._stuck_after_s)
+        self._measure(statuses)
+        self._unreported.extend(self._filter.find_new(statuses))
         dead = [now for kind, now in self._unreported if kind == "worker-dead"]
         facts = [self._observer.members[now.rank].process for now in dead]
         lost = [who for who, now in zip(facts, dead, strict=True) if who.pid == now.pid]
@@ -238,6 +241,24 @@ class Watch(AbstractContextManager["Watch"]):
             tag_keys=("group", "event"),
         )
 
+    @cached_property
+    def _ages(self) -> Any:
+        from ray.util.metrics import Gauge
+
+        return Gauge(
+            "fairlead_worker_weights_age_seconds",
+            description="Seconds since a link has put the present weights of a worker into place; -1 without any.",
+            tag_keys=("group", "rank"),
+        )
+
+    def _measure(self, statuses: Sequence[WorkerStatus]) -> None:
+        """Set the age of the weights of the ranks that have, or have had, a version of a link."""
+        self._weighed.update(now.rank for now in statuses if now.weights is not None)
+        for now in statuses:
+            if now.rank in self._weighed:
+                age_s = -1.0 if now.weights is None else now.weights_age_s  # Ray drops infinity
+                self._ages.set(age_s, tags={"group": self._name, "rank": str(now.rank)})
+
     def _report(self, event: WorkerEvent) -> None:
         if self._rounds.closed:
             return
@@ -262,7 +283,9 @@ def watch(
     """Check the workers of a group in the background, and report each event of a worker once.
 
     Each event is logged (logger `fairlead_inspect`), counted (Ray's metric `fairlead_worker_events`, tags `group` and
-    `event`), and passed to `on_event`. The next call of the group knows why a lost worker died.
+    `event`), and passed to `on_event`. The next call of the group knows why a lost worker died. The metric
+    `fairlead_worker_weights_age_seconds` (tags `group` and `rank`) has the age of the weights that a link of
+    fairlead-transfer has brought, and -1 for a rank that has lost them.
 
     Args:
         group: the group, which this process has made.

@@ -128,6 +128,7 @@ class _Spans:
             "host.name": worker.address,
             "process.pid": worker.pid,
             **{f"fairlead.coords.{axis}": at for axis, at in worker.coords.items()},
+            **({} if span.weights is None else {"fairlead.weights": span.weights}),
         }
         steps = [
             Event("step", BoundedAttributes(attributes={"fairlead.step": step}), self._nanoseconds(when))

@@ -312,36 +312,44 @@ def test_interpreter_exit(local_ray, end):
 
 
 def test_metrics():
-    """With ray[default] Ray's metric counts the events by group and kind."""
+    """With ray[default] Ray's metrics count the events by group and kind, and have the age of each rank's weights."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
     with contextlib.closing(socket.socket()) as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     source = f"""
-        import time, urllib.request
+        import sys, time, urllib.request
         import ray
         from fairlead_inspect import watch
         from fairlead_placement import RayVirtualCluster
         from fairlead_workergroup import RayWorkerGroup
         from fairlead_workergroup.testing import kill
+        class Model:
+            def take(self, version):
+                sys.modules["_fairlead_worker"].record.note_weights(version)  # as a link does
         ray.init(
             address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
             _system_config={{"metrics_report_interval_ms": 1000}}, log_to_driver=False,
         )
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, "collections.Counter", name_prefix="train") as group,
+            RayWorkerGroup(cluster, Model, name_prefix="train") as group,
             watch(group, 0.1),
         ):
+            group.call("take", 3).result()
+            while [one.weights for one in group.get_worker_status()] != [3, 3]:
+                time.sleep(0.1)
+            time.sleep(0.5)  # for a look
             kill(group, 1)
             lines, deadline = [], time.monotonic() + 60
-            while len(lines) < 2 and time.monotonic() < deadline:
+            # Two counts, two ages, of which one is that of a rank that has lost its weights.
+            while not (len(lines) >= 4 and " -1.0" in "".join(lines)) and time.monotonic() < deadline:
                 time.sleep(0.5)
                 try:
                     text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
                 except OSError:
                     continue  # not up yet
-                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_worker_events")]
+                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_worker_")]
             print(*lines, sep="\\n")
     """
     done = run(source, RAY_AUTH_MODE="disabled")  # otherwise Ray prints a warning about tokens
@@ -352,3 +360,7 @@ def test_metrics():
     assert set(counts) == {"dead", "started"}
     assert all('group="train"' in line for line in counts.values())
     assert float(counts["dead"].split()[-1]) == 1
+    ages = [line for line in done.stdout.splitlines() if "weights_age_seconds" in line]
+    age = {rank: float(line.split()[-1]) for rank in (0, 1) for line in ages if f'rank="{rank}"' in line}
+    assert 0 < age[0] < 120
+    assert age[1] == -1.0

@@ -34,12 +34,13 @@ def rings(monkeypatch):
 
 
 def finish(add, number, method=1, failed=False):
-    add(number, method, 1.0, 2.0, 0.0, failed, b"t" * 24)
+    add(number, method, 1.0, 2.0, 0.0, failed, b"t" * 24, number)
 
 
 def calls():
     read = ring.read_ring(os.getpid(), ring.CALLS_FILE, ring.CALL)
-    return [(number, method, failed) for number, method, _, _, _, failed, _ in read]
+    assert all(weights == number for number, *_, weights in read)
+    return [(number, method, failed) for number, method, _, _, _, failed, *_ in read]
 
 
 def test_ring(rings):

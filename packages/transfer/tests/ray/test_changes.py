@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 
+from fairlead_inspect import trace
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, StaleWeightsError, TransferError
@@ -188,9 +189,9 @@ def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
                 assert link.versions() == dict.fromkeys(range(size), 2 * version + 1)
 
 
-def inspect(*arguments):
+def inspect(*arguments, group="policy"):
     """Run the command line in another process; return its exit status and what it prints."""
-    command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--group", "policy", "--json"]
+    command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--group", group, "--json"]
     env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout, done.stderr
@@ -264,6 +265,34 @@ def test_guard(groups):
         end()
         target.call("fill", 5.0).result()
     target.call("holds").result()
+
+
+def test_versions_in_the_open(groups, tmp_path):
+    """The status of a target, its trace and other processes show the version of the weights of each rank and call."""
+    source, target = groups
+
+    def shown():
+        return [one.weights for one in target.get_worker_status()]
+
+    with Link(source, target, source="weights", target="weights") as link:
+        target.call("holds").result()
+        assert shown() == [None, None]
+        source.call("fill", 3.0).result()
+        link.send(3, timeout=60)
+        assert shown() == [3, 3]
+        assert all(0 < one.weights_age_s < 60 for one in target.get_worker_status())
+        target.call("holds").result()
+        trace(target, tmp_path / "trace.json")
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        calls = [event["args"] for event in events if event["name"] == "holds" and "rank" in event.get("args", {})]
+        assert [(one["rank"], one.get("weights")) for one in calls] == [(0, None), (0, 3), (1, None), (1, 3)]
+        seen = inspect("status", group="generation")[1]["workers"]
+        assert [(one["rank"], one["weights"]) for one in seen] == [(0, 3), (1, 3)]
+        kill(target, 1)
+        target.restart_failed_workers()
+        assert shown() == [3, None]
+        link.sync(timeout=60)
+        assert shown() == [3, 3]
 
 
 def test_a_commit_waits_for_a_call_that_is_being_sent(groups):

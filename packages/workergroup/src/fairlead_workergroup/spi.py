@@ -271,11 +271,12 @@ def observe_calls(group: RayWorkerGroup | GroupHandle, observer: CallObserver) -
 def on_worker_start(group: RayWorkerGroup, function: Callable[[list[Any], list[Any]], object]) -> None:
     """Run a function in each worker that a group starts from now on, before the class of the user is imported.
 
-    It gets two lists, and may add functions to them. Those of the first are called when a method has ended, with the
-    number of the call, the number of the method, start and end by `time.monotonic`, the seconds in
-    `current_worker().waiting()`, whether it failed, and the id of the task. Those of the second are called with the
-    time and the step of each report of a step. The function is pickled here, and needs nothing of its package in the
-    workers if that is registered with `ray.cloudpickle.register_pickle_by_value`.
+    It gets two lists, and may add functions to them. Those of the first are called when a method has ended. They get
+    the number of the call, the number of the method, start and end by `time.monotonic`, the seconds in
+    `current_worker().waiting()`, whether it failed, and the id of the task. The last argument is the version of the
+    weights when it began, or -1. Those of the second are called with the time and the step of each report of a step.
+    The function is pickled here, and needs nothing of its package in the workers if that is registered with
+    `ray.cloudpickle.register_pickle_by_value`.
     """
     _sender(group).launcher.on_start += (ray.cloudpickle.dumps(function),)
 

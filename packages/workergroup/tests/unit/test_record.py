@@ -73,11 +73,12 @@ def test_extension(extended):
     record, calls, steps = extended
     first = record.begin(1)
     record.progress(7)
+    record.note_weights(30)  # the method has begun with none
     record.end(first)
     record.end(record.begin(0), failed=True)
-    assert [(number, method, failed, task) for number, method, *_, failed, task in calls] == [
-        (1, 1, False, b"t" * 24),
-        (2, 0, True, b"t" * 24),
+    assert [(number, method, failed, task, weights) for number, method, *_, failed, task, weights in calls] == [
+        (1, 1, False, b"t" * 24, -1),
+        (2, 0, True, b"t" * 24, 30),
     ]
     assert calls[0][2] <= steps[0][0] <= calls[0][3] <= calls[1][2] <= calls[1][3]
     assert [step for _, step in steps] == [7]
@@ -91,7 +92,7 @@ def test_extension_of_overlapping_methods(extended):
     second = record.begin(0)
     record.end(first)
     record.end(second, failed=True)
-    assert [(number, method, failed) for number, method, *_, failed, _ in calls] == [(1, 1, False), (2, 0, True)]
+    assert [(number, method, failed) for number, method, *_, failed, _, _ in calls] == [(1, 1, False), (2, 0, True)]
     assert calls[0][2] <= calls[1][2]
 
 
@@ -105,8 +106,21 @@ def test_extension_knows_waits(extended):
     thread.join()
     record.wait_ends()
     record.end(key)
-    ((_, _, start, end, waited, _, _),) = calls
+    ((_, _, start, end, waited, *_),) = calls
     assert 0 < waited < end - start
+
+
+def test_weights(record):
+    """A record has the version of the weights and its age, until they are of no version."""
+    assert (read(record)["weights"], read(record)["weights_age_s"]) == (None, 0.0)
+    record.note_weights(0)
+    time.sleep(0.01)
+    record.end(record.begin(1))
+    seen = read(record)
+    assert seen["weights"] == 0
+    assert 0.01 <= seen["weights_age_s"] < 60
+    record.note_weights(None)
+    assert (read(record)["weights"], read(record)["weights_age_s"]) == (None, 0.0)
 
 
 def test_extensions_that_fail(extended, monkeypatch, caplog):

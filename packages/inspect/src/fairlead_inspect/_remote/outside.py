@@ -23,13 +23,13 @@ def _read_timeline(pid: int, record: dict[str, Any] | None) -> dict[str, Any] | 
     names, method, now = record["methods"], record["method"], time.monotonic()
     return {
         "calls": [
-            (number, names[at], began, ended, waited, bool(failed), task)
-            for number, at, began, ended, waited, failed, task in read_ring(pid, CALLS_FILE, CALL)
+            (number, names[at], began, ended, waited, bool(failed), task, None if weights < 0 else weights)
+            for number, at, began, ended, waited, failed, task, weights in read_ring(pid, CALLS_FILE, CALL)
         ],
         "steps": read_ring(pid, STEPS_FILE, STEP),
         "running": None
         if method is None
-        else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES]),
+        else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES], record["weights"]),
     }
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from fairlead_workergroup.spi import make_memory_file, open_memory_file
 
 KEPT = 512
-# Sequence, call number, method (an index), start, end, seconds spent waiting, whether it failed, task, sequence again.
-CALL = "<QQidddB8sQ"
+# Sequence, call number, method (an index), start, end, seconds spent waiting, whether it failed, task, version of the
+# weights or -1, sequence again.
+CALL = "<QQidddB8sqQ"
 # Sequence, time, step, sequence again.
 STEP = "<QdqQ"
 # Words of 8 bytes: sequence, start, end (0: not yet), whether it failed, number of workers, method, the task of each,

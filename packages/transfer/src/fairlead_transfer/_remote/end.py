@@ -17,7 +17,7 @@ import ray
 
 from .agent import explain_missing
 from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
-from .entry import SHARED
+from .entry import SHARED, note_weights
 from .faults import commit_fault
 from .nixl import Nixl
 from .segment import SharedMemory
@@ -226,6 +226,7 @@ class End:
             self._torn = self._torn or writing
             return {**reply, **describe_error(error), "torn": writing, "done": self._committed == (epoch, version)}
         finally:
+            note_weights(self.held)
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
 

@@ -24,6 +24,13 @@ def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str,
     return ends[key].serve(worker, operation, args)
 
 
+def note_weights(held: int | str | None) -> None:
+    """Record what this worker holds, for those who look at it; "torn" is no version."""
+    record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
+    if record is not None:
+        record.note_weights(held if isinstance(held, int) else None)
+
+
 def check_version(key: tuple[str, str], needed: int, make_error: bytes) -> None:
     """Refuse a method that was called when the end held another version; a link that has been closed refuses none.
 

@@ -25,9 +25,9 @@ from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
-# Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message, whether it
-# waits for others, version again.
-STATE = "<QQqddq24sBBQ"
+# Version, calls, method (an index, -1 if idle), start, last progress, step, version of the weights and its time, task,
+# number of the message, whether it waits for others, version again.
+STATE = "<QQqddqqd24sBBQ"
 STATES_AT = 0, 128
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
@@ -42,9 +42,11 @@ OF_NODE = ("task", "dump_signal")
 LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
-# What runs: the method, its start, its task, the number of the call, and the seconds waited before it.
-Running = tuple[int, float, bytes, int, float]
-NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0)
+NO_WEIGHTS = -1
+# What runs: the method, its start, its task, the number of the call, the seconds waited before it, and the version of
+# the weights at its start.
+Running = tuple[int, float, bytes, int, float, int]
+NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0, NO_WEIGHTS)
 
 
 class Record:
@@ -63,6 +65,7 @@ class Record:
         self._context: Any = None
         self._calls = 0
         self._step = NO_STEP
+        self._weights, self._weights_at = NO_WEIGHTS, 0.0
         self._message = 0
         # Several threads may report progress. Reentrant, because a signal handler may report progress too.
         self._messaging = threading.RLock()
@@ -91,7 +94,7 @@ class Record:
         """Record that a method starts, by its index, and return a key for `end`; raise if its task was cancelled."""
         started = time.monotonic()
         self._calls += 1
-        self._now = (method, started, self._task(), self._calls, self._waited)
+        self._now = (method, started, self._task(), self._calls, self._waited, self._weights)
         self._write(started)
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
         if (self._cancelled or self._page[CANCELLED_AT]) and self._is_cancelled(self._now[2]):
@@ -111,10 +114,10 @@ class Record:
 
     def end(self, key: int, failed: bool = False) -> None:
         """Record that a method has ended."""
-        method, started, task, calls, waited = self._now
+        method, started, task, calls, waited, weights = self._now
         self._now = NOTHING
         ended = time.monotonic()
-        _notify(self._on_call, calls, method, started, ended, self._waited - waited, failed, task)
+        _notify(self._on_call, calls, method, started, ended, self._waited - waited, failed, task, weights)
         self._write(ended)
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
@@ -155,9 +158,14 @@ class Record:
             self._message = free
             self._write(time.monotonic())
 
+    def note_weights(self, version: int | None) -> None:
+        """Record the version of the weights that has been put into place; None if they are of none."""
+        self._weights, self._weights_at = NO_WEIGHTS if version is None else version, time.monotonic()
+        self._write(self._weights_at)
+
     def _write(self, progressed: float) -> None:
         # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
-        method, started, task, _, _ = self._now
+        method, started, task, *_ = self._now
         self._version = version = self._version + 1
         self._pack(
             self._page,
@@ -168,6 +176,8 @@ class Record:
             started,
             progressed,
             self._step,
+            self._weights,
+            self._weights_at,
             task,
             self._message,
             self._waiting > 0,
@@ -249,7 +259,7 @@ def read_record(file: int) -> dict[str, Any]:
             break
     else:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
-    _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
+    _, calls, method, started, progressed, step, weights, weights_at, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
     about = _read_about(file)
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
@@ -259,6 +269,8 @@ def read_record(file: int) -> dict[str, Any]:
         "running_s": 0.0 if method == IDLE else now - started,
         "since_progress_s": now - progressed,
         "step": None if step == NO_STEP else step,
+        "weights": None if weights == NO_WEIGHTS else weights,
+        "weights_age_s": 0.0 if weights == NO_WEIGHTS else now - weights_at,
         "message": message,
         "calls": calls,
         "task": b"" if method == IDLE else task,
