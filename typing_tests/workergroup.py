@@ -159,6 +159,8 @@ def create(cluster: RayVirtualCluster, slots: Sequence[Slot]) -> None:
     assert_type(worker.ray_options, Mapping[str, Any])
     assert_type(worker.visible_devices, Literal["own", "node"])
     assert_type(worker.share_devices, bool)
+    assert_type(WorkerOptions(master_port=(29500, 29503)).master_port, int | tuple[int, int] | None)
+    WorkerOptions(master_port="29500")  # type: ignore[arg-type]
     RayWorkerGroup(slots, Worker, worker=worker)
     timeouts = Timeouts(start_s=60, call_s=None)
     assert_type((timeouts.start_s, timeouts.call_s), tuple[float, float | None])

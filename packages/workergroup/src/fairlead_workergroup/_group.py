@@ -47,7 +47,7 @@ from ._observe.observer import ObservedGroup, Observer
 from ._observe.publications import find_own_group
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.devices import WorkerOptions
+from ._start.devices import WorkerOptions, read_master_ports
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.report import GroupState, StartClock
@@ -76,8 +76,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
         elastic: the standbys, and the methods and events of changes; None for `Elastic()`.
-        worker: the accelerators that a worker sees, and its Ray options; None for `WorkerOptions()`, with which it sees
-            its own and has those of the class.
+        worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
+            with which it sees its own and has the options of the class.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
             may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
             "out-of-memory". Files, shared memory and the values of the object store do not count.
@@ -94,6 +94,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         TypeError, ValueError: an argument is not valid; nothing has been launched.
         ResourceInsufficientError, PlacementTimeoutError: the cluster could not be reserved, has no room for another
             group, or has lost the node of a slot; or Ray drains that node.
+        PortUnavailableError: another process uses the master port, or all ports of its range.
         WorkerStartError: a worker did not start. All workers have been ended.
 
     The constructor returns when every worker's `__init__` has finished. Use the group as a context manager, or call
@@ -152,7 +153,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self.cluster = cluster
         self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
         self._roster.judge = Judge(RayWitnesses(self._roster, limit))
-        self._resources = resources = Resources(self._roster, getattr(cluster, "port_range", None))
+        options = read_option("worker", worker, WorkerOptions)
+        self._resources = resources = Resources(
+            self._roster, getattr(cluster, "port_range", None), read_master_ports(options)
+        )
         self._counters = Counters()
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)
@@ -164,7 +168,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
-            options=read_option("worker", worker, WorkerOptions),
+            options=options,
             facts={"communication_backend": backend, "gradient_compression": compression},
             memory_limit=limit,
             token=token,
@@ -197,6 +201,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         release_when_dropped(self, self._resources.leak, self._resources.give_back)
         try:
             self._resources.claim_slots([place.slot for place in places])
+            if resources.master_ports is not None:  # before anything else, because other processes may have it
+                resources.lease_master_port(places[0].slot)
             extend(self, token)
             self._launcher.prepare(places)
             hooks.check()
@@ -364,7 +370,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Raises:
             TypeError, ValueError: not one axis; another axis than the slowest-varying one; a size below 1; too few
-                slots; or a tied group would be cut. Nothing has changed, as with the next three.
+                slots; a tied group would be cut; or the group has one `master_port` only. Nothing has changed, as with
+                the next three.
             ResourceInsufficientError: a given slot has no room for another group, or its node is lost or drains.
             WorkerStartError: a new worker did not start.
             ResizeTimeoutError: calls, or another change of the group, took longer than `timeout`.
@@ -376,6 +383,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         check_timeout("timeout", timeout)
         check_caller(self._launcher.spec.token)
         check_resize(self._roster.check_alive(), self._elastic_axis, sizes, slots)
+        if self._resources.has_one_port:
+            raise ValueError(
+                f"A resize needs a second master port, and this group has {self.master_port} only. Start it with a "
+                "range of ports, WorkerOptions(master_port=(first, last)), or without master_port."
+            )
         ((axis, size),) = sizes.items()
         self._membership.change(Resize(axis, size, slots, self._elastic_axis), self._launcher.deadline(timeout))
         return self._roster.now.epoch

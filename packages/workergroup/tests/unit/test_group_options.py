@@ -36,6 +36,10 @@ from fairlead_workergroup._options import read_restart
             ValueError,
             "ray_options has 'runtime_env' with 'pip' (use python=), which the group sets itself",
         ),
+        *(
+            (WorkerOptions, {"master_port": port}, ValueError, f"of a range, such as (29500, 29503), got {port!r}")
+            for port in (0, 70000, True, "29500", (29501, 29500), (29500,), [29500, 29501], (29500, None))
+        ),
         (Timeouts, {"start_s": 0}, ValueError, "start_s must be positive and finite, got 0"),
         (Timeouts, {"start_s": math.inf}, ValueError, "start_s must be positive and finite, got inf"),
         (Timeouts, {"call_s": -1.0}, ValueError, "call_s must be finite and not negative, or None for no limit"),

@@ -114,7 +114,9 @@ class Crew:
             launch = self._launcher.replan(moved) if targets else self._launcher.planned
         self._claim_for(moved, before)
         lease, survives = self._resources.lease, len(plan.replace) < len(before.members)
-        needs_port = plan.new_port or lease is None or lease.node_id != moved[0].slot.node_id
+        # With one port, the next processes use it when the old ones have ended.
+        is_new = plan.new_port and not self._resources.has_one_port
+        needs_port = is_new or lease is None or lease.node_id != moved[0].slot.node_id
         if needs_port and survives:  # those that keep running use the present one until then
             self._resources.lease_next_port(moved[0].slot)
         return dataclasses.replace(

@@ -11,7 +11,14 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from fairlead_placement import PlacementError, PortLease, ResourceInsufficientError, Slot, lease_ports
+from fairlead_placement import (
+    PlacementError,
+    PortLease,
+    PortUnavailableError,
+    ResourceInsufficientError,
+    Slot,
+    lease_ports,
+)
 from fairlead_placement.spi import Rounds, SlotClaim, claim_slots, run_in_thread
 
 from .._membership.roster import Roster
@@ -37,12 +44,19 @@ def usable_slots(slots: Iterable[Slot]) -> list[Slot]:
     return [slot for slot in slots if slot.node_id in nodes]
 
 
+def _lease(slot: Slot, ports: tuple[int, int] | None) -> PortLease:
+    bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
+    ((lease,),) = lease_ports([slot], **bounds)
+    return lease
+
+
 @dataclass
 class Resources:
     """The resources of a group, kept apart from it so that the group's finalizer does not keep the group alive."""
 
     roster: Roster
     ports: tuple[int, int] | None = None  # the first and the last port of the cluster; None for any ports
+    master_ports: tuple[int, int] | None = None  # those that the user has given for the master port
     lease: PortLease | None = None  # of the master port
     next_lease: PortLease | None = None  # of the master port of the next epoch, while a resize starts it
     registration: Registration | None = None
@@ -108,19 +122,34 @@ class Resources:
 
     def lease_port(self, slot: Slot) -> PortLease:
         """Lease a port of the cluster on the node of a slot; the caller releases it."""
-        bounds = {} if self.ports is None else {"low": self.ports[0], "high": self.ports[1]}
-        ((lease,),) = lease_ports([slot], **bounds)
-        return lease
+        return _lease(slot, self.ports)
 
     def lease_master_port(self, slot: Slot) -> PortLease:
         """Return the lease of the master port; lease one on the node of a slot if there is none."""
         if self.lease is None:
-            self.lease = self.lease_port(slot)
+            self.lease = self._lease_master_port(slot)
         return self.lease
+
+    @property
+    def has_one_port(self) -> bool:
+        """Whether the master port is the same in all epochs."""
+        return self.master_ports is not None and self.master_ports[0] == self.master_ports[1]
+
+    def _lease_master_port(self, slot: Slot) -> PortLease:
+        if self.master_ports is None:
+            return self.lease_port(slot)
+        try:
+            return _lease(slot, self.master_ports)
+        except PortUnavailableError as error:
+            error.add_note(
+                "It is the WorkerOptions(master_port=...) of a group. Give another port or range, or leave it out, and "
+                "the group leases a port of the cluster's port_range."
+            )
+            raise
 
     def lease_next_port(self, slot: Slot) -> None:
         """Lease the master port of the next epoch on the node of a slot, beside the present one."""
-        self.next_lease = self.lease_port(slot)
+        self.next_lease = self._lease_master_port(slot)
 
     def take_next_port(self) -> None:
         """Use the master port of the next epoch from now on, and release the one before."""
