@@ -13,14 +13,17 @@ import ray
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
+from rich.text import Text
 
 from fairlead_placement import HeadTimeoutError, PlacementError
-from fairlead_placement.spi import Output, add_command, attach, run_command
+from fairlead_placement.spi import Output, add_command, ask_head, attach, run_command
 
+from ._chrome import write_file
 from ._doctor import assess, draw_abilities
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
+from ._job_trace import make_job_trace
 from ._model import Snapshot
-from ._ray_private import find_token
+from ._ray_private import find_token, read_spans
 from ._report import draw_report
 from ._show import SCHEMA, clean_all, draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes, to_json
 from ._source import new_file, seconds
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _attach(options.address, getattr(options, "timeout", None)):
                 return int(options.run(options, output))
         except HeadTimeoutError as error:
-            hint = " `--here` looks at one machine without it." if hasattr(options, "here") else ""
+            hint = " `why --here` looks at one machine without it." if hasattr(options, "here") else ""
             raise PlacementError(f"{error}{hint}") from error
 
     return run_command(command, *errors)
@@ -116,19 +119,25 @@ def _make_parser() -> argparse.ArgumentParser:
     stacks.set_defaults(run=_stacks)
     doctor = _add(commands, "doctor", "say what a look can read on each node, and what keeps it from more")
     doctor.set_defaults(run=_doctor)
+    timeline = _add(commands, "timeline", "write the calls and tasks of all jobs as a Chrome trace", here=False)
+    timeline.add_argument(
+        "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
+    )
+    timeline.set_defaults(run=_timeline, here=False)
     if groups is not None:
         groups.add_commands(commands, why=why, stacks=stacks, epilog=_EPILOG)
     return parser
 
 
-def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
-    parser = add_command(commands, name, what, epilog=_EPILOG)
+def _add(commands: Any, name: str, what: str, *, here: bool = True) -> argparse.ArgumentParser:
+    parser = add_command(commands, name, what, epilog=_EPILOG, json=here)
     parser.add_argument("--job", metavar="ID", help="only this job; default: all that run")
     parser.add_argument("--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help=f"of a look ({TIMEOUT_S:g})")
     parser.add_argument(
         "--window", type=seconds, default=WINDOW_S, metavar="S", help=f"between its two parts ({WINDOW_S:g})"
     )
-    parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
+    if here:
+        parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
     return parser
 
 
@@ -210,3 +219,20 @@ def _doctor(options: argparse.Namespace, output: Output) -> int:
     else:
         output.print(draw_abilities(nodes, snapshot.notes))
     return int(any(one.faults for one in nodes))
+
+
+def _timeline(options: argparse.Namespace, output: Output) -> int:
+    snapshot = _look(options)
+    spans = [
+        span
+        for job in snapshot.jobs
+        for span in ask_head(f"list the task events of job {job.job_id}", read_spans, job.job_id)
+    ]
+    try:
+        write_file(make_job_trace(snapshot, spans), options.output)
+    except OSError as error:
+        raise CommandError(f"Cannot write the trace: {error}. Name another file with -o.") from error
+    running = sum(one.ended is None for one in spans)
+    text = f"Wrote {options.output}: {len(spans)} calls and tasks, of which {running} run."
+    output.print(Text(f"{text} Open it in https://ui.perfetto.dev."))
+    return 0

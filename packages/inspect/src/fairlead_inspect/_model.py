@@ -149,6 +149,20 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Span:
+    """One attempt of a call or task that has begun, by the clock of its node; `ended` is None while it runs."""
+
+    task_id: str
+    name: str
+    actor_id: str
+    pid: int
+    node_id: str
+    began: float
+    ended: float | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True)
 class Actor:
     """An actor in the tables of Ray's head. `owner` is the worker id of its creator."""
 

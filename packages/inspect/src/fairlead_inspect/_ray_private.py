@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from ._model import Actor, Call, Death, Job, Reservation
+from ._model import Actor, Call, Death, Job, Reservation, Span
 
 # The numbers of these in Ray's task events.
 FINISHED, FAILED, RUNNING = 11, 12, 8
@@ -129,10 +129,7 @@ def read_calls(job_id: str) -> tuple[list[Call], frozenset[str], dict[str, float
     Fallback: the state API, and no times of creation.
     """
     try:
-        from ray.core.generated.gcs_pb2 import TaskEvents
-
-        events = [TaskEvents.FromString(raw) for raw in _accessor().get_task_events()]
-        return _parse_events(job_id, events)
+        return _parse_events(job_id, _read_events())
     except (ImportError, AttributeError, TypeError):
         from ray.util.state import list_tasks
 
@@ -152,6 +149,58 @@ def read_calls(job_id: str) -> tuple[list[Call], frozenset[str], dict[str, float
             if one.task_id not in finished and one.type != "ACTOR_CREATION_TASK"
         ]
         return calls, finished, {}
+
+
+def read_spans(job_id: str) -> list[Span]:
+    """Return the calls and tasks of a job that have begun, also those that are over, and each attempt of them.
+
+    Reason: the state API needs a dashboard, and stops at 10,000 rows.
+    Fallback: the state API.
+    """
+    try:
+        return [span for one in _read_events() if (span := _parse_span(job_id, one)) is not None]
+    except (ImportError, AttributeError, TypeError):
+        from ray.util.state import list_tasks
+
+        rows = list_tasks(filters=[("job_id", "=", job_id)], limit=LIMIT, detail=True, raise_on_missing_output=False)
+        return [
+            Span(
+                one.task_id,
+                one.name or "",
+                one.actor_id or "",
+                one.worker_pid or 0,
+                one.node_id or "",
+                one.start_time_ms / 1e3,
+                one.end_time_ms / 1e3 if one.end_time_ms else None,
+                one.state == "FAILED",
+            )
+            for one in rows
+            if one.start_time_ms
+        ]
+
+
+def _parse_span(job_id: str, one: Any) -> Span | None:
+    task_id, times, info = one.task_id.hex(), dict(one.state_updates.state_ts_ns), one.task_info
+    is_creation, is_driver = info.type == _CREATION, task_id[:16] == "f" * 16
+    if RUNNING not in times or not task_id.endswith(job_id) or (is_driver and not is_creation):
+        return None
+    ends = [times[state] for state in (FINISHED, FAILED) if state in times]
+    return Span(
+        task_id,
+        info.name,
+        task_id[16:48] if is_creation else info.actor_id.hex(),
+        one.state_updates.worker_pid,
+        one.state_updates.node_id.hex(),
+        times[RUNNING] / 1e9,
+        ends[0] / 1e9 if ends else None,
+        FAILED in times,
+    )
+
+
+def _read_events() -> list[Any]:
+    from ray.core.generated.gcs_pb2 import TaskEvents
+
+    return [TaskEvents.FromString(raw) for raw in _accessor().get_task_events()]
 
 
 def _parse_events(job_id: str, events: Iterable[Any]) -> tuple[list[Call], frozenset[str], dict[str, float]]:

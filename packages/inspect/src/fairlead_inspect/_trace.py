@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline as a Chrome trace, which Perfetto and chrome://tracing open."""
 
-import json
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +17,9 @@ from fairlead_workergroup import GroupHandle, RayWorkerGroup, WorkerGroupError
 from fairlead_workergroup.exceptions import format_coords
 from fairlead_workergroup.spi import CallObserver
 
+from ._chrome import Event, choose_track, name_track, to_microseconds, write_file
 from ._timeline import Request, Timeline, WorkerTimeline, read_own_timeline
 
-Event = dict[str, Any]
 # The processes of the trace: the driver, then the nodes.
 DRIVER = 1
 # Errors within so many seconds share one trace.
@@ -58,10 +56,9 @@ def make_trace(timeline: Timeline) -> dict[str, Any]:
     zero = min(starts, default=timeline.read_at)
     nodes = sorted({(one.worker.address, one.worker.node_id) for one in timeline.workers})
     process_of = {node_id: DRIVER + 1 + at for at, (_, node_id) in enumerate(nodes)}
-    events: list[Event] = [_name("process_name", DRIVER, 0, f"driver of {group.name}, pid {group.driver['pid']}")]
-    events += [
-        _name("process_name", process_of[node_id], 0, f"node {node_id[:8]} ({address})") for address, node_id in nodes
-    ]
+    names = {DRIVER: f"driver of {group.name}, pid {group.driver['pid']}"}
+    names |= {process_of[node_id]: f"node {node_id[:8]} ({address})" for address, node_id in nodes}
+    events = [name_track("process_name", process, 0, name) for process, name in names.items()]
     # Where the arrows of requests end: by the task, which is unique within one worker.
     reached: dict[bytes, list[Event]] = {}
     for one in timeline.workers:
@@ -76,19 +73,11 @@ def make_trace(timeline: Timeline) -> dict[str, Any]:
             "class": group.class_name,
             "mesh": dict(group.shape),
             "clock_error_us": {
-                "driver": _microseconds(timeline.error_s),
-                **{str(one.worker.rank): _microseconds(one.error_s) for one in timeline.workers},
+                "driver": to_microseconds(timeline.error_s),
+                **{str(one.worker.rank): to_microseconds(one.error_s) for one in timeline.workers},
             },
         },
     }
-
-
-def _name(kind: str, process: int, track: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def _draw_worker(
@@ -96,30 +85,30 @@ def _draw_worker(
 ) -> list[Event]:
     worker = one.worker
     track = worker.rank + 1
-    events = [_name("thread_name", process, track, f"rank {worker.rank}{format_coords(worker.coords)}")]
+    events = [name_track("thread_name", process, track, f"rank {worker.rank}{format_coords(worker.coords)}")]
     for span in one.spans:
-        place = {"pid": process, "tid": track, "ts": _microseconds(span.start - zero)}
+        place = {"pid": process, "tid": track, "ts": to_microseconds(span.start - zero)}
         shown: Event = {"call": span.number, "rank": worker.rank}
         if span.end is None:
             shown["running"] = True
         if span.waited_s:
-            shown["waited_us"] = _microseconds(span.waited_s)
+            shown["waited_us"] = to_microseconds(span.waited_s)
         if span.weights is not None:
             shown["weights"] = span.weights
         end = until if span.end is None else span.end
-        duration = _microseconds(max(0.0, end - span.start))
+        duration = to_microseconds(max(0.0, end - span.start))
         event = {"ph": "X", "name": span.method, "cat": "call", "dur": duration, "args": shown, **place}
         events.append(event)
         if span.task:
             reached.setdefault(span.task, []).append(event)
         if span.failed:
-            place_of_end = {**place, "ts": _microseconds(end - zero)}
+            place_of_end = {**place, "ts": to_microseconds(end - zero)}
             events.append({"ph": "i", "name": f"{span.method} failed", "cat": "failure", "s": "t", **place_of_end})
         if span.number == 1 and worker.incarnation:
             events.append({"ph": "i", "name": f"restart {worker.incarnation}", "cat": "restart", "s": "t", **place})
     name = f"step of rank {worker.rank}"
     for when, step in one.steps:
-        at = max(0.0, _microseconds(when - zero))
+        at = max(0.0, to_microseconds(when - zero))
         events.append({"ph": "C", "name": name, "pid": process, "tid": track, "ts": at, "args": {"step": step}})
     return events
 
@@ -131,7 +120,7 @@ def _draw_driver(
     # Calls of the driver may overlap: each goes to the first track that is free.
     free_from: list[float] = []
     for number, request in enumerate(sorted(requests, key=lambda one: one.start), 1):
-        place: Event = {"pid": DRIVER, "tid": 1, "ts": _microseconds(request.start - zero)}
+        place: Event = {"pid": DRIVER, "tid": 1, "ts": to_microseconds(request.start - zero)}
         if request.is_moment:
             events.append({"ph": "i", "name": request.method, "cat": "failure", "s": "g", **place})
             continue
@@ -139,33 +128,22 @@ def _draw_driver(
         ends = [zero + (event["ts"] + event["dur"]) / 1e6 for event in there]
         # The caller did not wait for it, so it lasted as long as its workers.
         end = request.end or max(ends, default=until)
-        track = next((at for at, free in enumerate(free_from) if free <= request.start), len(free_from))
-        free_from[track : track + 1] = [end]
-        place["tid"] = track + 1
+        place["tid"] = choose_track(free_from, request.start, end) + 1
         shown = {"workers": request.workers, "failed": request.failed}
         kind = "request" if request.workers else "transfer"
-        duration = _microseconds(max(0.0, end - request.start))
+        duration = to_microseconds(max(0.0, end - request.start))
         events.append({"ph": "X", "name": request.method, "cat": kind, "dur": duration, "args": shown, **place})
         for at, event in enumerate(there):
             arrow = {"name": "calls", "cat": "request", "id": number * 1000 + at}
             events.append({"ph": "s", **arrow, **place})
             events.append({"ph": "f", "bp": "e", **arrow, **{key: event[key] for key in ("pid", "tid", "ts")}})
-    events += [_name("thread_name", DRIVER, track + 1, f"calls {track + 1}") for track in range(len(free_from))]
+    events += [name_track("thread_name", DRIVER, track + 1, f"calls {track + 1}") for track in range(len(free_from))]
     return events
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Write the trace into a file, which is complete or not there."""
-    target = Path(path)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        try:
-            json.dump(make_trace(timeline), file)
-            file.flush()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_file(make_trace(timeline), path)
 
 
 class TraceSaver(CallObserver):

@@ -78,6 +78,12 @@ def test_tables(job, eventually):
         return states.get(calls[0].task_id().hex()) == "RUNNING" and finished and one._actor_id.hex() in created
 
     assert eventually(running, 60)
+    spans = {found.name.rpartition(".")[2]: found for found in _ray_private.read_spans(job)}
+    assert {"__init__", "ready", "sleep"} <= spans.keys()
+    assert {found.actor_id for found in spans.values()} == {one._actor_id.hex()}
+    assert spans["ready"].began < spans["ready"].ended < spans["sleep"].began < time.time()
+    assert (spans["sleep"].ended, spans["sleep"].failed, spans["sleep"].pid > 0) == (None, False, True)
+    assert spans["sleep"].node_id == mine.node_id
     for actor in (one, pending):
         ray.kill(actor)
     assert eventually(lambda: any(found.death for found in _ray_private.read_actors(job)), 60)
