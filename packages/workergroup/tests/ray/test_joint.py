@@ -4,8 +4,10 @@
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +16,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallCancelledError,
     CallTimeoutError,
+    EpochError,
     PerWorker,
     RayWorkerBuilder,
     RayWorkerGroup,
@@ -279,6 +282,43 @@ def test_one_order(groups):
     logs = views[0].call("read_log").result()
     assert len(logs[0]) == 60
     assert all(log == logs[0] for log in logs)
+
+
+def wait_and_set_epoch(worker, path, epoch):
+    worker.wait_for(path)
+    published = sys.modules["_fairlead_worker"]
+    published.facts = {**published.facts, "epoch": epoch}
+
+
+def test_handles_in_another_epoch(groups, tmp_path):
+    """The part of a handle that all its workers refuse is sent again; if some have run it, the error says which."""
+    trainer, rollouts = groups
+    both, path = join(trainer, rollouts.handle()), tmp_path / "open"
+    both.call(lambda worker: worker.log.clear()).result()
+
+    def begin_epoch(view, take):
+        """Let workers of a view begin an epoch after a call was sent to them, and return its results."""
+        path.unlink(missing_ok=True)
+        roster, now, epoch = rollouts._roster, rollouts._roster.now, rollouts.inspect().epoch + 1
+        facts = [replace(one, epoch=epoch) for one in now.facts]
+        busy = view.call(wait_and_set_epoch, str(path), epoch)
+        call = both.call("who", epoch)
+        roster.commit(epoch=epoch, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
+        rollouts._resources.registration.publish()
+        path.touch()
+        busy.result()
+        return take(call)
+
+    expected = [("trainer", 0), ("trainer", 1), ("a rollout", 0), ("a rollout", 1)]
+    assert [values[:2] for values in begin_epoch(rollouts, lambda call: call.result())] == expected
+    for take in (list, lambda call: call.outcomes()):
+        assert {one.value[:2] for one in begin_epoch(rollouts, take)} == set(expected)
+    with pytest.raises(EpochError) as refused:
+        begin_epoch(rollouts.at(worker=1), lambda call: call.result())
+    assert (refused.value.ran, refused.value.refused) == ((0,), (1,))
+    assert refused.value.__notes__ == ["in group 'rollouts'"]
+    rollouts.at(worker=0).call(wait_and_set_epoch, str(path), rollouts.inspect().epoch).result()
+    assert both.call("read_log").result() == [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3]]
 
 
 def test_by_lane(groups):

@@ -37,9 +37,6 @@ class Sender:
     def prepare(self, order):
         return order
 
-    def explained(self):
-        return threading.Lock()  # any context
-
     def admit(self, order):
         return self.obstacle or Admitted(None, ())
 
