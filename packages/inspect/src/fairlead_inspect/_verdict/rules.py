@@ -366,11 +366,12 @@ class _Judge:
     def _differ(self, fleet: Fleet, odd: Mismatch) -> Finding:
         record = odd.record
         counts = f"{len(odd.waiting)} of {record.size} members wait, {len(odd.behind)} differ"
-        return self._say(
-            odd.kind, odd.behind, odd.text, Wait("collective", odd.waiting, odd.behind, fleet=fleet), fleet=fleet,
-            blames=odd.blames, moves=odd.moves, since_s=odd.since_s, since_source=record.source,
-            evidence=(Evidence(record.source, counts, record.age_s),),
-        )  # fmt: skip
+        wait, fact = (
+            Wait("collective", odd.waiting, odd.behind, fleet=fleet),
+            Evidence(record.source, counts, record.age_s),
+        )
+        one = self._blame(odd.kind, odd.behind, odd.text, wait, (odd.since_s, record.source), fact)
+        return replace(one, fleet=fleet.name, blames=odd.blames, moves=odd.moves)
 
     # Findings.
 
@@ -380,7 +381,7 @@ class _Judge:
     ) -> Finding:  # fmt: skip
         evidence = [fact]
         if wait is not None and wait.fleet is not None:
-            source = next((one.source for one in wait.fleet.members if one.key == keys[0]), "")
+            source = next((one.source for one in wait.fleet.members if one.key in keys[:1]), "")
             how = f"by {wait.fleet.rule}" + (f", rank from {source}" if source else "")
             evidence.insert(0, Evidence("fleet", f"{how} ({wait.fleet.confidence})"))
         if since[0] is not None and kind == "late":
