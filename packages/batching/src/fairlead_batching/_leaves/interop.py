@@ -75,13 +75,6 @@ def take(tensor: Any, indices: Array) -> Any:
     return from_carrier(_bits(tensor).index_select(0, where), dtype_name(tensor))
 
 
-def keeps(number: float, dtype: Any) -> bool:
-    """Return whether a dtype of floats has this infinity or NaN; several dtypes of 8 bits do not."""
-    torch = require_torch()
-    kept = torch.tensor(number, dtype=torch.float64).to(dtype).to(torch.float64).item()
-    return bool(kept == number or (kept != kept and number != number))
-
-
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two tensors have the same dtype, device, shape and values; nested ones only if they are one."""
     if (
@@ -96,11 +89,9 @@ def is_same(one: Any, other: Any) -> bool:
 def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
     """Return an array or tensor of ``value``, of the kind and on the device of ``like``."""
     if isinstance(like, np.ndarray):
-        if dtype.kind != "O":
-            return np.full(shape, value, dtype=dtype)
-        objects = np.empty(shape, dtype=object)
-        objects.fill(value)  # np.full would spread a sequence over the array
-        return objects
+        array = np.empty(shape, dtype=dtype)
+        array.fill(value)  # np.full would spread a sequence over an array of objects
+        return array
     return require_torch().full(tuple(shape), value, dtype=dtype, device=like.device)
 
 

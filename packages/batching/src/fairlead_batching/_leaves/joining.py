@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several batches as one: the padding and the concatenation of each leaf. No value changes silently."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,7 +102,7 @@ def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
 
 def _fill(key: str, shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:
     """Return an array or tensor full of a value to pad with; ValueError if the dtype does not hold it."""
-    if not _is_held(value, dtype):
+    if not _is_held(value, dtype, like):
         raise ValueError(
             f"Leaf {key!r} cannot be padded with {value!r}: its dtype is {dtype}. "
             f"Give pad_value_dict[{key!r}] a value that this dtype holds."
@@ -116,32 +115,23 @@ def append(key: str, leaf: Any, value: Any) -> Any:
     return _concatenate(key, [leaf, _fill(key, (1, *leaf.shape[1:]), value, leaf.dtype, leaf)], value)
 
 
-def _is_held(value: Any, dtype: Any) -> bool:
-    """Return whether an array or tensor of the dtype holds the value unchanged."""
+def _is_held(value: Any, dtype: Any, like: Any) -> bool:
+    """Return whether an array or tensor of the dtype holds the value, but for rounding within its range."""
     of_numpy = isinstance(dtype, np.dtype)
-    library: Any = np if of_numpy else interop.require_torch()
-    if of_numpy:
-        kind = dtype.kind.replace("u", "i")
-    else:
-        kind = "f" if dtype.is_floating_point else "c" if dtype.is_complex else "b" if dtype == library.bool else "i"
-    if kind == "O":
-        return True
-    if kind not in "bifc":
+    if of_numpy and dtype.kind not in "biufc":
         given = np.asarray(value).dtype
-        alike = given.kind == kind or given.kind + kind == "UT"
-        return dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
+        alike = given.kind == dtype.kind or given.kind + dtype.kind == "UT"
+        return dtype.kind == "O" or dtype.isbuiltin == 2 or (alike and np.can_cast(given, dtype, "safe"))
+    # Comparisons with a numpy scalar are in its own dtype, which may not hold the other value.
+    number = value.item() if hasattr(value, "item") else value
     try:
-        if kind in "bi":
-            lowest, highest = (0, 1) if kind == "b" else (library.iinfo(dtype).min, library.iinfo(dtype).max)
-            return bool(lowest <= value <= highest and value == int(value))
-        if isinstance(value, (str, bytes)) or (kind == "f" and isinstance(value, (complex, np.complexfloating))):
-            return False
-        parts = [float(value)] if kind == "f" else [complex(value).real, complex(value).imag]
-        least, most = float(library.finfo(dtype).min), float(library.finfo(dtype).max)
-    except (TypeError, ValueError, OverflowError):
-        # The value is None, a string, an array or beyond all floats, or torch does not know the limits of the dtype.
+        with np.errstate(over="ignore"):
+            (stored,) = interop.full((1,), number, dtype, like).tolist()
+        if stored == number or (stored != stored and number != number):
+            return True
+        limits: Any = np.finfo(dtype) if of_numpy else interop.require_torch().finfo(dtype)
+        size = abs(number) if isinstance(stored, complex) else number
+        return bool(float(limits.min) <= size <= float(limits.max))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # The library refuses the value, or the dtype is one of whole numbers, which have no limits of floats.
         return False
-    return all(
-        least <= part <= most if math.isfinite(part) else of_numpy or kind == "c" or interop.keeps(part, dtype)
-        for part in parts
-    )
