@@ -24,40 +24,42 @@ Part = TypeVar("Part")
 class Shardable(Generic[Part]):
     """The base of what can be sharded: a batch, or a handle to one."""
 
-    def _read_lengths(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None
-    ) -> tuple[int | IntArray, int | None]:
-        """Return the lengths of the samples, or their number if that is enough; and the width of the sequences."""
+    def _read_sizes(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None, needed: bool = False
+    ) -> tuple[int, IntArray | None, int | None]:
+        """Return the number of samples, their lengths, and the width of the sequences, or None if unknown."""
+        raise NotImplementedError
+
+    def _split(self, plan: ShardPlan) -> list[Part]:
+        """Return the shards of a plan that was checked."""
         raise NotImplementedError
 
     def shard(self, plan: ShardPlan) -> list[Part]:
-        """Return the shards of a plan of these samples."""
-        raise NotImplementedError
+        """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
+
+        Handles move no leaf: they return one handle for each shard.
+
+        Raises:
+            ValueError: the plan is of another batch: of another number of samples, or of other lengths; or a length is
+                larger than the width of the sequences.
+
+        >>> from fairlead_batching import plan_shards
+        >>> batch = BatchedDataDict(x=np.array([10, 20, 30, 40]))
+        >>> [shard["x"].tolist() for shard in batch.shard(plan_shards(4, shards=2))]
+        [[10, 20], [30, 40]]
+        """
+        plan.check(*self._read_sizes(plan.args))
+        return self._split(plan)
 
     @overload
     def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        sequence_packing_args: None = None,
     ) -> list[Part]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any],
-    ) -> tuple[list[Part], Order]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        sequence_packing_args: SequencePackingArgs | Mapping[str, Any],
-    ) -> tuple[list[Part], Order]: ...
 
     @overload
     def shard_by_batch_size(
@@ -67,7 +69,7 @@ class Shardable(Generic[Part]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
         sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
-    ) -> Any: ...
+    ) -> tuple[list[Part], Order]: ...
 
     def shard_by_batch_size(
         self,
@@ -110,9 +112,10 @@ class Shardable(Generic[Part]):
         [['A', 'B', 'C', 'D'], ['A', 'B', 'C', 'D']]
         """
         planned_by = dynamic_batching_args, sequence_packing_args
-        lengths, width = self._read_lengths(read_args(*planned_by))
-        plan = plan_shards(lengths, shards, batch_size, allow_uneven_shards, *planned_by, width=width)
-        parts = self.shard(plan)
+        size, lengths, width = self._read_sizes(read_args(*planned_by), needed=True)
+        each = size if lengths is None else lengths
+        plan = plan_shards(each, shards, batch_size, allow_uneven_shards, *planned_by, width=width)
+        parts = self._split(plan)
         return parts if plan.args is None else (parts, Order(plan.order.tolist()))
 
 
@@ -220,43 +223,27 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             return self.slice(start, min(start + batch_size, size))
         return _cut(self, *self.plan.select_group(batch_idx))
 
-    def shard(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
-        """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
-
-        Raises:
-            ValueError: the plan is of another batch: of another number of samples, or of other lengths; or a length is
-                larger than the width of the sequences.
-
-        >>> from fairlead_batching import plan_shards
-        >>> batch = BatchedDataDict(x=np.array([10, 20, 30, 40]))
-        >>> [shard["x"].tolist() for shard in batch.shard(plan_shards(4, shards=2))]
-        [[10, 20], [30, 40]]
-        """
-        lengths = width = None
-        if plan.args is not None:
-            key = plan.args.input_lengths_key
-            lengths = operations.to_integers(key, self[key]) if key in self else None
-            shape: tuple[int, ...] = getattr(self.get(plan.args.input_key), "shape", ())
-            width = int(shape[1]) if len(shape) > 1 else None
-        plan.check(self.size, lengths, width)
+    def _split(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
         gathered = self._derive(lambda leaf: operations.take(leaf, plan.order), SlicedDataDict)
         ends = pairwise(accumulate(map(len, plan.samples), initial=0))
         return [_cut(gathered, start, end, plan.part(number)) for number, (start, end) in enumerate(ends)]
 
-    def _read_lengths(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None
-    ) -> tuple[int | IntArray, int | None]:
+    def _read_sizes(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None, needed: bool = False
+    ) -> tuple[int, IntArray | None, int | None]:
         size = self.size
-        if args is None or not size:
-            return size, None
-        for name in ("input_key", "input_lengths_key"):
+        if args is None or (needed and not size):
+            return size, None, None
+        for name in ("input_key", "input_lengths_key") if needed else ():
             if (key := getattr(args, name)) not in self:
                 raise ValueError(f"Unknown {name} {key!r}; the batch has {sorted(self)}.")
-        leaf = self[args.input_key]
-        if getattr(leaf, "ndim", 0) < 2:
+        key = args.input_lengths_key
+        leaf: Any = self.get(args.input_key)
+        width = int(leaf.shape[1]) if getattr(leaf, "ndim", 0) > 1 else None
+        if needed and width is None:
             found = f"shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
             raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
-        return operations.to_integers(args.input_lengths_key, self[args.input_lengths_key]), int(leaf.shape[1])
+        return size, operations.to_integers(key, self[key]) if key in self else None, width
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:
         """Return microbatches of ``microbatch_size`` samples, as views.

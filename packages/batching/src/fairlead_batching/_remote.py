@@ -169,27 +169,22 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             {new: self.widths[old] for new, old in present.items() if old in self.widths},
         )
 
-    def _read_lengths(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None
-    ) -> tuple[int | IntArray, int | None]:
+    def _read_sizes(
+        self, args: DynamicBatchingArgs | SequencePackingArgs | None, needed: bool = False
+    ) -> tuple[int, IntArray | None, int | None]:
         if args is None:
-            return self.size, None
-        if self.lengths_key != args.input_lengths_key:
+            return self.size, None, None
+        has_lengths = self.lengths_key == args.input_lengths_key
+        if needed and not has_lengths:
             raise ValueError(
                 f"The handle has the lengths of {self.lengths_key!r}, and the plan needs those of "
                 f"{args.input_lengths_key!r}: RemoteBatch.put(batch, lengths_key={args.input_lengths_key!r})."
             )
-        if args.input_key not in self.keys():
+        if needed and args.input_key not in self.keys():
             raise ValueError(f"Unknown input_key {args.input_key!r}; the batch has {sorted(self.keys())}.")
-        return self.rows["length"], self.widths.get(args.input_key)
+        return self.size, self.rows["length"] if has_lengths else None, self.widths.get(args.input_key)
 
-    def shard(self, plan: ShardPlan) -> list[RemoteBatch]:
-        """Return one handle for each shard of a plan. The errors are those of `BatchedDataDict.shard`."""
-        lengths = width = None
-        if plan.args is not None:
-            width = self.widths.get(plan.args.input_key)
-            lengths = self.rows["length"] if plan.args.input_lengths_key == self.lengths_key else None
-        plan.check(self.size, lengths, width)
+    def _split(self, plan: ShardPlan) -> list[RemoteBatch]:
         return list(map(self._take, self.rows.shard(plan)))
 
     @classmethod
