@@ -15,13 +15,14 @@ from ._leaves.operations import IntArray
 from ._packing import algorithms
 from ._packing.algorithms import Costs, exchange_shards, fill_evenly, put_at, split_evenly
 from ._packing.packer import get_packer
-from ._plan import ShardPlan, check_lengths, round_up
+from ._plan import Cuts, Lengths, ShardPlan, check_lengths, round_up
 
 # Beyond this number of samples x bins, the bins of a shard are not evened out.
 _MOST_WORK = 1 << 29
 # Splits are equally good if their most expensive shard costs at most this many means.
 _BALANCED = 1.01
 ShardBins = list[algorithms.Bins]  # for each shard, its bins of samples
+Parts = tuple[tuple[IntArray, ...], list[Cuts], list[Lengths]]  # for each shard, its samples and microbatches
 
 
 def plan_shards(
@@ -66,9 +67,24 @@ def plan_shards(
     if numbers is None:
         raise ValueError(f"Microbatches are planned from the length of each sample; found only their number, {size}.")
     check_lengths(numbers, width, args.input_key, args.input_lengths_key)
-    if isinstance(args, DynamicBatchingArgs):
-        return _plan_dynamic(numbers, width, group, shards, args)
-    return _plan_packed(numbers, group, shards, args)
+    if isinstance(args, SequencePackingArgs):
+        holder, padded = "a bin of ", round_up(numbers, args.sequence_length_pad_multiple)
+    else:
+        holder, padded = "", round_up(numbers, args.sequence_length_round)
+        if width is not None:
+            padded = np.minimum(padded, width)
+    if (longest := int(padded.max())) > args.max_tokens_per_microbatch:
+        index = int(padded.argmax())
+        raise ValueError(
+            f"Sample {index} of {args.input_key!r} has {numbers[index]} tokens by {args.input_lengths_key!r}, padded "
+            f"{longest}, more than {holder}max_tokens_per_microbatch={args.max_tokens_per_microbatch}."
+        )
+    costs = _compute_costs(numbers, args)
+    if isinstance(args, SequencePackingArgs):
+        parts = _plan_packed(padded, costs, group, shards, args)
+    else:
+        parts = _plan_dynamic(numbers, padded, costs, group, shards, args.max_tokens_per_microbatch)
+    return ShardPlan(*parts, args, numbers, costs)
 
 
 def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_shards: bool) -> int:
@@ -87,17 +103,6 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
         advice = f"pad_to_multiple({shards})" if batch_size is None else f"a batch_size that is a multiple of {shards}"
         raise ValueError(f"{what} not a multiple of shards={shards}: use {advice}, or allow_uneven_shards=True.")
     return group
-
-
-def _check_longest(
-    lengths: IntArray, padded: IntArray, args: DynamicBatchingArgs | SequencePackingArgs, holder: str
-) -> None:
-    if (longest := int(padded.max())) > args.max_tokens_per_microbatch:
-        index = int(padded.argmax())
-        raise ValueError(
-            f"Sample {index} of {args.input_key!r} has {lengths[index]} tokens by {args.input_lengths_key!r}, padded "
-            f"{longest}, more than {holder}max_tokens_per_microbatch={args.max_tokens_per_microbatch}."
-        )
 
 
 def _compute_costs(lengths: IntArray, args: DynamicBatchingArgs | SequencePackingArgs) -> Costs | None:
@@ -126,14 +131,9 @@ def _compute_costs(lengths: IntArray, args: DynamicBatchingArgs | SequencePackin
 
 
 def _plan_dynamic(
-    lengths: IntArray, width: int | None, group: int, shards: int, args: DynamicBatchingArgs
-) -> ShardPlan:
+    lengths: IntArray, padded: IntArray, costs: Costs | None, group: int, shards: int, limit: int
+) -> Parts:
     """Sort each group by length, deal it to the shards in rows, and cut all shards at the same positions."""
-    limit = args.max_tokens_per_microbatch
-    padded = round_up(lengths, args.sequence_length_round)
-    if width is not None:
-        padded = np.minimum(padded, width)
-    _check_longest(lengths, padded, args, "")
     if group < shards:
         raise ValueError(
             f"{group} samples cannot give each of {shards} shards a microbatch: pad_to_multiple({shards})."
@@ -145,21 +145,17 @@ def _plan_dynamic(
     # Lengths ascend, so the longest sample of all shards at a position is the last one dealt for it.
     last = np.minimum(np.arange(shards - 1, group + shards - 1, shards), group - 1)
     longest_at = padded[ranked[:, last]].tolist()
-    costs = _compute_costs(lengths, args)
     if costs is not None:
         deals = (_exchange_in_rows(ranked, costs, shards), ranked)
         ranked = min(deals, key=lambda deal: max(math.fsum(costs[deal[:, n::shards].ravel()]) for n in range(shards)))
     dealt = [ranked[:, shard::shards] for shard in range(shards)]
     starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
     widths = [[at[end - 1] for end in [*own, len(at)]] for own, at in zip(starts, longest_at, strict=True)]
-    return ShardPlan(
-        samples=tuple(piece.ravel() for piece in dealt),
+    return (
+        tuple(piece.ravel() for piece in dealt),
         # A shard may lack the last position.
-        micro_batch_indices=[[_pair([*own, piece.shape[1]]) for own in starts] for piece in dealt],
-        micro_batch_lengths=[[list(own) for own in widths] for _ in dealt],
-        args=args,
-        lengths=lengths,
-        costs=costs,
+        [[_pair([*own, piece.shape[1]]) for own in starts] for piece in dealt],
+        [[list(own) for own in widths] for _ in dealt],
     )
 
 
@@ -196,11 +192,8 @@ def _find_cuts(longest_at: list[int], limit: int, only_some_have_last: bool) -> 
     return starts[1:]
 
 
-def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePackingArgs) -> ShardPlan:
+def _plan_packed(padded: IntArray, costs: Costs | None, group: int, shards: int, args: SequencePackingArgs) -> Parts:
     """Pack each group into a multiple of ``shards`` bins, and give each shard as many of them."""
-    padded = round_up(lengths, args.sequence_length_pad_multiple)
-    _check_longest(lengths, padded, args, "a bin of ")
-    costs = _compute_costs(lengths, args)
     if costs is not None:
         groups = _deal_by_cost(padded.reshape(-1, group), costs.reshape(-1, group), shards, args)
     else:
@@ -212,15 +205,10 @@ def _plan_packed(lengths: IntArray, group: int, shards: int, args: SequencePacki
     ]
     dealt = list(zip(*of_groups, strict=True))  # the same for each shard, and then for each group
     tokens = padded.tolist()
-    return ShardPlan(
-        samples=tuple(np.array([index for bins in mine for bin_ in bins for index in bin_]) for mine in dealt),
-        micro_batch_indices=[[_pair(accumulate(map(len, bins))) for bins in mine] for mine in dealt],
-        micro_batch_lengths=[
-            [[sum(map(tokens.__getitem__, bin_)) for bin_ in bins] for bins in mine] for mine in dealt
-        ],
-        args=args,
-        lengths=lengths,
-        costs=costs,
+    return (
+        tuple(np.array([index for bins in mine for bin_ in bins for index in bin_]) for mine in dealt),
+        [[_pair(accumulate(map(len, bins))) for bins in mine] for mine in dealt],
+        [[[sum(map(tokens.__getitem__, bin_)) for bin_ in bins] for bins in mine] for mine in dealt],
     )
 
 
