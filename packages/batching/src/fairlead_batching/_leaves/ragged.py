@@ -56,7 +56,6 @@ class RaggedLeaf:
     def __setstate__(self, state: tuple[Any, IntArray, IntArray]) -> None:
         buffer, shapes, rows = state
         if isinstance(buffer, np.ndarray):
-            buffer = buffer.view()
             buffer.flags.writeable = False
         self.buffer: Any = buffer
         self.shapes: IntArray = shapes
@@ -122,13 +121,11 @@ class RaggedLeaf:
         leaves = [leaf for leaf in leaves if len(leaf)] or list(leaves[:1])
         for leaf in leaves[1:]:
             _check_row(0, leaf[0], leaves[0][0])
-        # Parts of one leaf have its buffer and its shapes. Empty buffers of different leaves may have one address.
-        identities = [(_address(leaf.buffer), id(leaf.shapes)) for leaf in leaves]
-        distinct = dict(zip(identities, leaves, strict=True))
+        distinct = {id(leaf.buffer): leaf for leaf in leaves}  # parts of one leaf have its buffer
         owners = list(distinct.values())
         first = dict(zip(distinct, accumulate((len(owner.shapes) for owner in owners), initial=0), strict=False))
         buffer = owners[0].buffer if len(owners) == 1 else _concatenate([owner.buffer for owner in owners])
-        rows = np.concatenate([leaf.rows + first[identity] for leaf, identity in zip(leaves, identities, strict=True)])
+        rows = np.concatenate([leaf.rows + first[id(leaf.buffer)] for leaf in leaves])
         return cls._make(buffer, np.concatenate([owner.shapes for owner in owners]), rows)
 
     def to(self, device: Any, /) -> Self:
@@ -178,8 +175,3 @@ def _check_row(number: int, row: Any, first: Any) -> None:
 
 def _concatenate(flat: Sequence[Any]) -> Any:
     return np.concatenate(flat) if isinstance(flat[0], np.ndarray) else interop.require_torch().cat(list(flat))
-
-
-def _address(buffer: Any) -> int:
-    """Return where the memory of the buffer starts; parts of one leaf have the same memory."""
-    return int(buffer.__array_interface__["data"][0] if isinstance(buffer, np.ndarray) else buffer.data_ptr())
