@@ -100,9 +100,7 @@ class SequencePackingArgs:
       Where this needs more bins than without a cost, or a more expensive shard, the bins are those without a cost.
 
     Raises:
-        TypeError: a number is not whole.
-        ValueError: a number is less than 1, the algorithm or the order is unknown, or ``cost`` is neither a function
-            nor two numbers of at least 0.
+        TypeError, ValueError: as in `DynamicBatchingArgs`; or the algorithm or the order is unknown.
     """
 
     max_tokens_per_microbatch: int
@@ -120,9 +118,12 @@ class SequencePackingArgs:
         check_cost(self.cost)
 
 
+MicrobatchArgs = DynamicBatchingArgs | SequencePackingArgs
+
+
 def read_args(
     dynamic: DynamicBatchingArgs | Mapping[str, Any] | None, packing: SequencePackingArgs | Mapping[str, Any] | None
-) -> DynamicBatchingArgs | SequencePackingArgs | None:
+) -> MicrobatchArgs | None:
     """Return the arguments that were given, also if they are a mapping with the names of the fields."""
     if dynamic is not None and packing is not None:
         raise ValueError("dynamic_batching_args and sequence_packing_args were both given: choose one.")

@@ -10,11 +10,11 @@ from typing import Any, Generic, Self, TypeVar, overload
 import numpy as np
 
 from . import _gathering, _packed
-from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
+from ._args import DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import interop, operations
-from ._leaves.operations import IntArray, is_registered
+from ._leaves.operations import is_registered
 from ._packed import PackedBatch
-from ._plan import PartPlan, ShardPlan, Span
+from ._plan import PartPlan, ShardPlan, Sizes, Span
 from ._planner import plan_shards
 from ._samples import Content, Samples
 
@@ -24,10 +24,8 @@ Part = TypeVar("Part")
 class Shardable(Generic[Part]):
     """The base of what can be sharded: a batch, or a handle to one."""
 
-    def _read_sizes(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None, needed: bool = False
-    ) -> tuple[int, IntArray | None, int | None]:
-        """Return the number of samples, their lengths, and the width of the sequences, or None if unknown."""
+    def _read_sizes(self, args: MicrobatchArgs | None, needed: bool = False) -> Sizes:
+        """Return what a plan of the samples depends on; ValueError if anything that is needed is unknown."""
         raise NotImplementedError
 
     def _split(self, plan: ShardPlan) -> list[Part]:
@@ -35,9 +33,7 @@ class Shardable(Generic[Part]):
         raise NotImplementedError
 
     def shard(self, plan: ShardPlan) -> list[Part]:
-        """Return one batch for each shard of a plan that `plan_shards` made. Leaves are copied, each in one gather.
-
-        Handles move no leaf: they return one handle for each shard.
+        """Return the shards of a plan that `plan_shards` made. A batch copies each leaf in one gather; a handle, none.
 
         Raises:
             ValueError: the plan is of another batch: of another number of samples, or of other lengths; or a length is
@@ -178,7 +174,6 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         """Return batches of ``size`` samples for the optimizer's steps, without the plan of this batch.
 
         Args:
-            size: the number of samples in each.
             epochs: how often each sample occurs.
             seed: shuffles the samples in each epoch, differently in each. By default their order is kept.
 
@@ -228,9 +223,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         ends = pairwise(accumulate(map(len, plan.samples), initial=0))
         return [_cut(gathered, start, end, plan.part(number)) for number, (start, end) in enumerate(ends)]
 
-    def _read_sizes(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None, needed: bool = False
-    ) -> tuple[int, IntArray | None, int | None]:
+    def _read_sizes(self, args: MicrobatchArgs | None, needed: bool = False) -> Sizes:
         size = self.size
         if args is None or (needed and not size):
             return size, None, None
@@ -438,9 +431,6 @@ class SlicedDataDict(BatchedDataDict[Content]):
     """A part of a batch: a shard, a slice, a microbatch. It may share memory with the batch it was cut from.
 
     Its attributes are those of a `BatchedDataDict`.
-
-    >>> BatchedDataDict(x=[1, 2, 3]).slice(1, 3)
-    SlicedDataDict(size=2, x: list[2])
     """
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
+from ._args import MicrobatchArgs, SequencePackingArgs, as_int
 from ._leaves.operations import IntArray
 from ._packing.algorithms import Costs
 
@@ -18,6 +18,7 @@ Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within t
 Lengths = list[list[int]]  # per group, per microbatch: padded length, or tokens of the bin
 PlannedBy = Literal["dynamic_batching_args", "sequence_packing_args"]
 Span = tuple[int, int, int]  # start, end, and padded length or tokens
+Sizes = tuple[int, IntArray | None, int | None]  # samples, their lengths, width of sequences; None if unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class ShardPlan:
     samples: tuple[IntArray, ...]
     micro_batch_indices: list[Cuts] | None = None
     micro_batch_lengths: list[Lengths] | None = None
-    args: DynamicBatchingArgs | SequencePackingArgs | None = None
+    args: MicrobatchArgs | None = None
     lengths: IntArray | None = None
     costs: Costs | None = None
 
@@ -84,12 +85,7 @@ class ShardPlan:
         return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
 
     def check(self, size: int, lengths: IntArray | None, width: int | None = None) -> None:
-        """Refuse a batch that this plan was not made for.
-
-        Args:
-            size: the number of samples of the batch.
-            lengths: its lengths; None if they are unknown.
-            width: the width of its sequences; None if it is unknown.
+        """Refuse a batch that this plan was not made for. The lengths, and the width of sequences, are None if unknown.
 
         Raises:
             ValueError: it has another number of samples, other lengths, or sequences narrower than a length.
@@ -117,17 +113,14 @@ class ShardPlan:
         return PartPlan(args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
 
     def _table(self) -> list[list[str]]:
-        columns = [
-            ["shard", *map(str, range(len(self.samples)))],
-            ["samples", *map(str, map(len, self.samples))],
-        ]
+        columns: dict[str, Iterable[Any]] = {"shard": range(len(self.samples)), "samples": map(len, self.samples)}
         if self.micro_batch_indices is not None:
-            columns.append(["microbatches", *(str(sum(map(len, cuts))) for cuts in self.micro_batch_indices)])
+            columns["microbatches"] = [sum(map(len, cuts)) for cuts in self.micro_batch_indices]
         if self.lengths is not None:
-            columns.append(["tokens", *(str(self.lengths[part].sum()) for part in self.samples)])
+            columns["tokens"] = [self.lengths[part].sum() for part in self.samples]
         if self.costs is not None:
-            columns.append(["cost", *(f"{self.costs[part].sum():.4g}" for part in self.samples)])
-        return columns
+            columns["cost"] = [f"{cost:.4g}" for cost in self.total_costs()]
+        return [[name, *map(str, values)] for name, values in columns.items()]
 
     def __str__(self) -> str:
         columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in self._table()]
@@ -145,7 +138,7 @@ class ShardPlan:
 class PartPlan:
     """The plan of a shard. A part of a shard keeps the arguments only, and any other batch has None everywhere."""
 
-    args: DynamicBatchingArgs | SequencePackingArgs | None = None
+    args: MicrobatchArgs | None = None
     micro_batch_indices: Cuts | None = None
     micro_batch_lengths: Lengths | None = None
     shard_sizes: list[int] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int, read_args
+from ._args import DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import operations
 from ._leaves.operations import IntArray
 from ._packing import algorithms
@@ -105,7 +105,7 @@ def _group_size(size: int, shards: int, batch_size: int | None, allow_uneven_sha
     return group
 
 
-def _compute_costs(lengths: IntArray, args: DynamicBatchingArgs | SequencePackingArgs) -> Costs | None:
+def _compute_costs(lengths: IntArray, args: MicrobatchArgs) -> Costs | None:
     """Return the cost of each sample; None if the arguments have no cost."""
     if args.cost is None:
         return None
@@ -221,10 +221,7 @@ def _deal_bins(padded: IntArray, shards: int, args: SequencePackingArgs) -> Shar
 
 
 def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> list[ShardBins]:
-    """Return the bins of each shard, for each group: shards cost the same, and have as many bins.
-
-    No shard has more bins than without a cost, or costs more.
-    """
+    """Return the bins of each shard, for each group: shards cost the same, and no more than without a cost."""
     groups, group = costs.shape
     if group < shards:
         raise ValueError(f"{group} sequences cannot fill {shards} bins without leaving one empty: fewer shards.")
@@ -246,8 +243,8 @@ def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePac
             candidates += [_exchange_bins(plain[number], own), plain[number]]
         measured = [(bins, _sum_costs(bins, own)) for bins in candidates]
         if plain:
-            most, limit = len(plain[number][0]), measured[-1][1].max()
-            measured = [one for one in measured if len(one[0][0]) <= most and one[1].max() <= limit]
+            # The plain bins are among them, so no shard gets more bins than without a cost.
+            measured = [one for one in measured if one[1].max() <= measured[-1][1].max()]
         chosen.append(min(measured, key=lambda one: (len(one[0][0]), max(one[1].max(), _BALANCED * one[1].mean()))))
     sums: Costs = np.stack([each for _, each in chosen])
     orders = np.argsort(exchange_shards(sums), axis=1)

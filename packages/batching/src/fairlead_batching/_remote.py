@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ._args import DynamicBatchingArgs, SequencePackingArgs, as_int
+from ._args import MicrobatchArgs, as_int
 from ._batch import BatchedDataDict, Shardable, SlicedDataDict
-from ._leaves import interop, operations
+from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
 from ._leaves.ragged import RaggedLeaf
-from ._plan import ShardPlan, table_html
+from ._plan import ShardPlan, Sizes, table_html
 
 
 class BatchLostError(RuntimeError):
@@ -132,11 +132,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         return self._take(self.rows.shuffle(seed))
 
     def reorder_data(self, indices: Iterable[int]) -> RemoteBatch:
-        """Return the handle with sample i at position ``indices[i]``, which undoes a sort. A plan is dropped.
-
-        Raises:
-            ValueError: ``indices`` is not a permutation of all samples.
-        """
+        """Return the handle with samples moved as by `BatchedDataDict.reorder_data`, and with its errors."""
         return self._take(self.rows.copy().reorder_data(indices))
 
     def select(self, keys: str | Iterable[str]) -> RemoteBatch:
@@ -148,11 +144,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         return self._change_names(lambda names: names.drop(keys))
 
     def rename(self, names: Mapping[str, str]) -> RemoteBatch:
-        """Return the handle to leaves with the new names, by the old ones. A plan follows them, as in a batch.
-
-        Raises:
-            ValueError: there is no such leaf, or two leaves would have the same name.
-        """
+        """Return the handle to leaves with new names, as `BatchedDataDict.rename` does, and with its errors."""
         return self._change_names(lambda present: present.rename(names))
 
     def _change_names(self, change: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]]) -> RemoteBatch:
@@ -169,9 +161,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             {new: self.widths[old] for new, old in present.items() if old in self.widths},
         )
 
-    def _read_sizes(
-        self, args: DynamicBatchingArgs | SequencePackingArgs | None, needed: bool = False
-    ) -> tuple[int, IntArray | None, int | None]:
+    def _read_sizes(self, args: MicrobatchArgs | None, needed: bool = False) -> Sizes:
         if args is None:
             return self.size, None, None
         has_lengths = self.lengths_key == args.input_lengths_key
@@ -199,8 +189,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         for number, batch in enumerate(given):
             if not isinstance(batch, RemoteBatch):
                 raise TypeError(f"Batch {number} must be a RemoteBatch, found {type(batch).__name__}: put() it first.")
-            if different := set(batch.keys()) ^ set(given[0].keys()):
-                raise ValueError(f"Batches 0 and {number} differ in keys: only one of them has {sorted(different)}.")
+        joining.check_keys([batch.stored[0] for batch in given], [1] * len(given))
         keys = {batch.lengths_key for batch in given}
         known = ["piece", "row", "length"] if len(keys) == 1 and None not in keys else ["piece", "row"]
         stored: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}  # each piece once, by its references
@@ -253,8 +242,7 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     def _get(self, refs: Sequence[tuple[int, str, Any]], timeout_s: float) -> list[Any]:
         ray = _require_ray()
         try:
-            values: list[Any] = ray.get([ref for _, _, ref in refs], timeout=timeout_s)
-            return values
+            return list(ray.get([ref for _, _, ref in refs], timeout=timeout_s))
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(
                 f"Leaves {sorted({key for _, key, _ in refs})} of {self.size} rows did not arrive in {timeout_s} s. "

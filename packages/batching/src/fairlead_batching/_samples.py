@@ -165,10 +165,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return new
 
     def select(self, keys: str | Iterable[str]) -> Self:
-        """Return a batch of the named leaves only, which are not copied. The plan of microbatches is kept.
-
-        Raises:
-            ValueError: there is no such leaf.
+        """Return a batch of the named leaves, not copied, with the plan; ValueError if there is no such leaf.
 
         >>> list(BatchedDataDict(x=[1], y=[2], z=[3]).select(["x", "z"]))
         ['x', 'z']
@@ -176,19 +173,12 @@ class Samples(UserDict[str, Any], Generic[Content]):
         return self._replace({key: self.data[key] for key in find_keys(list(self.data), keys)})
 
     def drop(self, keys: str | Iterable[str]) -> Self:
-        """Return a batch without the named leaves; the others are not copied. The plan of microbatches is kept.
-
-        Raises:
-            ValueError: there is no such leaf.
-        """
+        """Return a batch of the other leaves, not copied, with the plan; ValueError if there is no such leaf."""
         dropped = set(find_keys(list(self.data), keys))
         return self._replace({key: leaf for key, leaf in self.data.items() if key not in dropped})
 
     def rename(self, names: Mapping[str, str]) -> Self:
-        """Return a batch whose leaves have the new names, in the same order. The plan of microbatches follows them.
-
-        Args:
-            names: the new names, by the old ones.
+        """Return a batch whose leaves have new names, given by the old ones. Their order stays; the plan follows them.
 
         Raises:
             ValueError: there is no such leaf, or two leaves would have the same name.
@@ -208,8 +198,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
     def union(self, other: Mapping[str, Any]) -> Self:
         """Return a batch with the leaves of both, which are not copied. The plan is that of this batch.
 
-        Args:
-            other: a batch, or a mapping of leaves, of the same samples in the same order.
+        Both have the same samples in the same order; the other may be a mapping of leaves.
 
         Raises:
             ValueError: the numbers of samples or the records of padding differ, or both have a key with different

@@ -12,7 +12,7 @@ from .operations import BoolArray, is_registered
 
 def join(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int], pad_values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of all batches, given their numbers of samples; for errors see `from_batches`."""
-    _check_keys(batches, sizes)
+    check_keys(batches, sizes)
     keys = dict.fromkeys(key for batch in batches for key in batch)
     if unknown := set(pad_values) - set(keys):
         raise ValueError(f"Unknown keys in pad_value_dict: {sorted(unknown)}; batches have {sorted(keys)}.")
@@ -43,13 +43,13 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for key, (_, value) in first.items()}
 
 
-def _check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+def check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+    """Refuse batches with different keys; one without samples may lack any key."""
     first = next((number for number, size in enumerate(sizes) if size), None)
     if first is None:
         return
     expected = set(batches[first])
     for number, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
-        # A batch without samples may lack any key.
         different = set(batch) ^ expected if size else set(batch) - expected
         if different:
             one, other = sorted((first, number))

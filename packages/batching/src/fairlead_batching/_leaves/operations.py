@@ -44,12 +44,9 @@ class Leaf(Protocol):
 
 
 def register_leaf(kind: Kind) -> Kind:
-    """Make instances of a class, and of its subclasses, leaves of a batch. It can be used as a decorator.
+    """Make instances of a class with the methods of `Leaf`, and of its subclasses, leaves. It can be a decorator.
 
     The class has to be imported, or pickled by value, in every process that uses such a batch.
-
-    Args:
-        kind: a class with the methods of `Leaf`.
 
     Returns:
         The class itself.

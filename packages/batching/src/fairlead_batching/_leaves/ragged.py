@@ -133,11 +133,7 @@ class RaggedLeaf:
         return self._make(operations.move(self.buffer, device), self.shapes, self.rows)
 
     def compact(self, *, copy: bool = False) -> Self:
-        """Return a leaf whose buffer holds only the rows that occur in it.
-
-        Args:
-            copy: whether the buffer is copied even if it holds only these. By default the leaf itself is returned then.
-        """
+        """Return a leaf whose buffer holds only the rows that occur in it: itself if it does, unless ``copy``."""
         used, rows = np.unique(self.rows, return_inverse=True)
         if len(used) == len(self.shapes) and not copy:
             return self

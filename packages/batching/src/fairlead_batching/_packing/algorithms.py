@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ Bins = list[list[int]]
 Costs = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-Number = TypeVar("Number", int, float)
 
 # Differencing with many bins can merge long lists for every item: beyond this number of items x bins it is not tried.
 _MOST_WORK = 1 << 21
@@ -128,7 +127,7 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
     return bins
 
 
-def _deal(descending: Sequence[int], count: int) -> tuple[int, list[int]]:
+def _deal(descending: Sequence[int], count: int) -> tuple[float, list[int]]:
     """Return the total length of the fullest of ``count`` bins without a capacity, and the bin of each item."""
     # Longest-first (Graham 1969), or differencing (Karmarkar and Karp 1982, in its form for many bins) if it is better.
     best = deal_longest_first(descending, count)
@@ -143,9 +142,9 @@ def find_largest(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
     return max(sum(map(lengths.__getitem__, bin_)) for bin_ in bins)
 
 
-def deal_longest_first(descending: Sequence[Number], count: int) -> tuple[Number, list[int]]:
+def deal_longest_first(descending: Sequence[float], count: int) -> tuple[float, list[int]]:
     """Deal each item to the bin that is the emptiest so far; of equal bins to the one with the fewest items."""
-    emptiest: list[tuple[Any, int, int]] = [(length, 1, number) for number, length in enumerate(descending[:count])]
+    emptiest: list[tuple[float, int, int]] = [(length, 1, number) for number, length in enumerate(descending[:count])]
     heapq.heapify(emptiest)
     numbers = list(range(len(emptiest)))
     for length in descending[count:]:

@@ -59,9 +59,6 @@ class Packer:
 
     - algorithm, bin_capacity, min_bin_count, bin_count_multiple, seed: the arguments of `get_packer`, which also lists
       the errors.
-
-    >>> Packer("concatenative", bin_capacity=10)
-    Packer(algorithm='concatenative', bin_capacity=10, min_bin_count=None, bin_count_multiple=None, seed=0)
     """
 
     algorithm: Algorithm
@@ -78,10 +75,7 @@ class Packer:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}.")
 
     def pack(self, lengths: Iterable[int]) -> Bins:
-        """Return bins as lists of indices into ``lengths``: every index once, no bin empty or over its capacity.
-
-        Args:
-            lengths: the lengths of the sequences in tokens.
+        """Return bins as lists of indices into the lengths: every index once, no bin empty or over its capacity.
 
         Raises:
             ValueError: there are no lengths, a length is negative or larger than a bin, or there are fewer sequences
