@@ -18,7 +18,15 @@ from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.ray import base
 
-from fairlead_workergroup import GroupHandle, PerWorker, RayWorkerBuilder, Timeouts, WorkerFailureError, attach
+from fairlead_workergroup import (
+    GroupHandle,
+    PerWorker,
+    RayWorkerBuilder,
+    Timeouts,
+    WorkerFailureError,
+    WorkerOptions,
+    attach,
+)
 from fairlead_workergroup import RayWorkerGroup as Group
 
 from ._pools import read_seconds, refuse, refuse_detached, slots_of
@@ -136,8 +144,8 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
     ) -> None:
         if detached:
             refuse_detached("detached worker groups")
-        if self._master_addr or self._master_port or self._ray_master_port_range:
-            refuse("leases the master port, so master_addr, master_port and master_port_range cannot be given")
+        if self._master_addr or self._master_port:  # verl 0.9.1 itself forgets them
+            refuse("leases a port on the node of rank 0 (of master_port_range), so neither can be given")
         if self.use_gpu and not resource_pool.use_gpu:
             raise ValueError("use_gpu is True but resource_pool.use_gpu is False")
         if taken := {*PROTECTED} & {*(worker_env or {})}:
@@ -149,6 +157,7 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
         if not self.use_gpu:
             slots = [replace(slot, accelerators={}, worker_resources={"CPU": 1.0}) for slot in slots]
         profiled = self.profile_steps and self.device_name == "cuda"
+        ports = self._ray_master_port_range  # without its end
         builder = make_builder(ray_cls_with_init, {"nsight": self.worker_nsight_options} if profiled else None)
         group = Group(
             slots,
@@ -160,6 +169,7 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
                 "WG_BACKEND": "ray",
                 "RAY_LOCAL_WORLD_SIZE": str(resource_pool.store[0]),
             },
+            worker=WorkerOptions(master_port=(ports[0], ports[1] - 1) if ports else None),
             async_communication="auto",
             timeouts=Timeouts(start_s=read_seconds("FAIRLEAD_VERL_START_TIMEOUT_S", 600.0)),
         )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """With verl installed: whose classes are in use, in the driver and in a worker, and what they do about failures."""
 
+import contextlib
 import copy
 import gc
 import importlib.util
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -208,11 +210,20 @@ def test_pickled(make_group):
 
 
 @only_on
-@pytest.mark.parametrize("option", [{"detached": True}, {"master_port_range": [1, 2]}], ids=repr)
-def test_refused(make_group, option):
-    """Options that cannot be honoured are refused with the way back."""
+def test_refused(make_group):
+    """A detached group, which cannot be honoured, is refused with the way back."""
     with pytest.raises(NotImplementedError, match=r"FAIRLEAD_VERL=0.*in Ray's runtime_env"):
-        make_group(**option)
+        make_group(detached=True)
+
+
+@only_on
+def test_master_port_range(make_group):
+    """The master port is one of a given range, whose end verl leaves out."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    group = make_group(master_port_range=[port, port + 1])
+    assert group.master_port == str(port)
 
 
 @only_on
