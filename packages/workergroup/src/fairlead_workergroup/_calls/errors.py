@@ -2,8 +2,8 @@
 """The errors of calls: the exception that is raised, and errors that no caller asks for."""
 
 import logging
-import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -154,25 +154,6 @@ class _LateErrors:
         return not self._refs and not self._generators
 
 
-class _Retriever:
-    """Retrieves late errors as long as there may be any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._late: list[_LateErrors] = []
-        self._rounds = Rounds(LOOK_EVERY_S, self._retrieve_once, lambda: bool(self._late), exit_s=EXIT_S)
-
-    def add(self, late: _LateErrors) -> None:
-        with self._lock:
-            self._late.append(late)
-        self._rounds.start()
-
-    def _retrieve_once(self) -> None:
-        ended = [late for late in list(self._late) if _retrieve(late)]
-        with self._lock:
-            self._late = [late for late in self._late if late not in ended]
-
-
 def _retrieve(late: _LateErrors) -> bool:
     try:
         with block_shutdown():  # it waits for nothing
@@ -182,7 +163,15 @@ def _retrieve(late: _LateErrors) -> bool:
         return True
 
 
-_retriever = _Retriever()
+def _retrieve_all() -> None:
+    for _ in range(len(_late)):
+        if not _retrieve(one := _late.popleft()):
+            _late.append(one)
+
+
+# What may have failed and has not been retrieved. Other threads add to it.
+_late: deque[_LateErrors] = deque()
+_rounds = Rounds(LOOK_EVERY_S, _retrieve_all, lambda: bool(_late), exit_s=EXIT_S)
 
 
 def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
@@ -193,4 +182,5 @@ def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: obje
     """
     late = _LateErrors(list(futures), owner)
     if not late.retrieve():
-        _retriever.add(late)
+        _late.append(late)
+        _rounds.start()

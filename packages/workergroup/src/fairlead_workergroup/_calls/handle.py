@@ -118,6 +118,7 @@ class GroupHandle(TypedCalls):
 
     def __init__(self, identity: GroupIdentity) -> None:
         self._identity = identity
+        # It protects the sender: a process connects once.
         self._lock = threading.Lock()
         self._sender: _ClientSender | None = None
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from fairlead_placement.spi import run_in_thread
+from fairlead_placement.spi import Rounds
 from fairlead_sharding import NamedSharding
 
 from .. import _world
@@ -101,42 +100,37 @@ class Sent(NamedTuple):
 
 
 class _Queue:
-    """Runs functions in order on a background thread, which exists only while there is work."""
+    """Runs functions in order in the background."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.busy: bool = False
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # the first one runs
+        self._rounds = Rounds(0.0, self._serve, lambda: self.busy, exit_s=0.0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a function runs or waits."""
+        return bool(self._waiting)
 
     def add(self, work: Callable[[], Any]) -> Future[Any]:
         """Queue a function; return a future of its result, which can be cancelled until the function starts."""
         future: Future[Any] = Future()
-        with self._lock:
-            self._waiting.append((future, work))
-            is_first, self.busy = not self.busy, True
-        if is_first:
-            run_in_thread(self._serve)
+        self._waiting.append((future, work))
+        self._rounds.start()
         return future
 
     def _serve(self) -> None:
-        while (item := self._take_next()) is not None:
-            future, work = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001  raised by the thread that waits for the future
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del item, future, work  # so that their values do not stay alive until the next item
-
-    def _take_next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self.busy = False
-            return None
+        while self._waiting:
+            future, work = self._waiting[0]
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:  # noqa: BLE001  raised by the thread that waits for the future
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del future, work  # so that their values do not stay alive until the next one
+            self._waiting.popleft()
 
 
 @dataclass(eq=False, repr=False)

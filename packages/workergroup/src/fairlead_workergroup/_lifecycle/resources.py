@@ -65,6 +65,7 @@ class Resources:
     closed: bool = False  # whether the release has begun
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _claims: dict[tuple[str, int], SlotClaim] = field(default_factory=dict)
+    # It protects the end: one thread gives back, and others wait until it has. A signal handler may end the group too.
     _ending: threading.RLock = field(default_factory=threading.RLock)
     _threads: dict[Future[Any], str] = field(default_factory=dict)
     _rounds: dict[str, Rounds] = field(default_factory=dict)

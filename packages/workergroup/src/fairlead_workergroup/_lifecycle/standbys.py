@@ -55,6 +55,7 @@ class Standbys:
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
+        # It protects these: each slot is in one of the lists, and one thread fills.
         self._lock = _world.current.lock()
         self._warm: list[Standby] = []
         # Slots without a process, and those in which one is starting.

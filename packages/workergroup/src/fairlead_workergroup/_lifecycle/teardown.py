@@ -3,6 +3,7 @@
 
 import logging
 import threading
+from collections import deque
 
 from .. import _world
 from .._membership.gate import wait_for_event
@@ -29,7 +30,7 @@ class Teardown:
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
         self._membership = membership
-        self._begun = threading.Lock()
+        self._turn = deque([True])  # of the one thread that ends the group
         # Set when no cleanup is waited for any more, and when everything has ended.
         self._is_forced = threading.Event()
         self._ended = _world.current.event()
@@ -62,11 +63,13 @@ class Teardown:
         return self._succeeded
 
     def _begin(self, cleanup_method: str | None, deadline: Deadline, *, force: bool) -> None:
-        if not self._begun.locked():
+        if self._turn:
             _world.current.spawn("fairlead-change", lambda: self._end(None if force else cleanup_method, deadline))
 
     def _end(self, cleanup_method: str | None, deadline: Deadline) -> None:
-        if not self._begun.acquire(blocking=False):  # which is never released
+        try:
+            self._turn.pop()
+        except IndexError:
             return
         self._membership.gate.wake()
         clean = False

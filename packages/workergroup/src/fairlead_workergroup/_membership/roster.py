@@ -49,6 +49,7 @@ class Roster:
         self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
+        # It protects the members and the actors, which change together.
         self._lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}

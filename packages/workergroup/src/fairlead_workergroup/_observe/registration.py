@@ -11,7 +11,6 @@ import ray
 
 from fairlead_placement.spi import publish, withdraw
 
-from .. import _world
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
 from .._ray_private import actor_id_of
@@ -40,7 +39,6 @@ class Registration:
         # The actors that have another name than their rank: standbys that have taken over one.
         self._names: dict[str, str] = {}
         self._version = 0
-        self._lock = _world.current.lock()
         context = ray.get_runtime_context()
         self._about: dict[str, Any] = {
             "schema": SCHEMA,
