@@ -118,7 +118,7 @@ class GroupHandle(TypedCalls):
 
     def __init__(self, identity: GroupIdentity) -> None:
         self._identity = identity
-        # It protects the sender: a process connects once.
+        # It protects what is known of the group: a process connects once, and one thread at a time reads news.
         self._lock = threading.Lock()
         self._sender: _ClientSender | None = None
 
@@ -172,13 +172,17 @@ class GroupHandle(TypedCalls):
 
     def _connect(self) -> "_ClientSender":
         """Return the sender of this process, which is made at the first use."""
+        if (sender := self._sender) is not None and sender.roster.connected:
+            return sender
         with self._lock:
             if (sender := self._sender) is not None and sender.roster.connected:
-                return sender
+                return sender  # another thread has just made it
             self._identity.connect()
             with head_deadline(HEAD_S):
-                self._sender = sender = _make_sender(self._identity, self._identity.read(within_s=SETTLED_S))
+                group = self._identity.read(within_s=SETTLED_S)
+                sender = _make_sender(self._identity, group, self._lock)
             set_sender(self, sender)
+            self._sender = sender
         extend(self, self.group_id)
         return sender
 
@@ -230,7 +234,7 @@ class _ClientSender(Sender):
     is_owner: ClassVar[bool] = False
     identity: GroupIdentity = field(kw_only=True)  # the group
     group: RegisteredGroup = field(kw_only=True)  # the group as it was read last
-    _renewing: threading.Lock = field(default_factory=threading.Lock)
+    reading: threading.Lock = field(kw_only=True)  # that of the handle
     _complete_until: float = 0.0
 
     def check_retries(self, retries: int) -> None:
@@ -249,7 +253,7 @@ class _ClientSender(Sender):
 
     def _read_newer(self) -> None:
         self.roster.check_connected()
-        with self._renewing, head_deadline(HEAD_S):
+        with self.reading, head_deadline(HEAD_S):
             agent = self.group.agents.get(self.group.driver["node_id"])
             answer: tuple[int, Any] | Exception | None = None
             if agent is not None and (self.group.settled or time.monotonic() < self._complete_until):
@@ -269,7 +273,7 @@ class _ClientSender(Sender):
 
     def read_again(self, within_s: float) -> None:
         """Read the group as it is published now."""
-        with self._renewing:
+        with self.reading:
             self.adopt(self.identity.read(within_s=within_s))
 
     def adopt(self, group: RegisteredGroup) -> None:
@@ -290,7 +294,7 @@ class _ClientSender(Sender):
         self.group = group
 
 
-def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSender:
+def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threading.Lock) -> _ClientSender:
     if not group.methods:
         raise WorkerGroupError(f"{identity}: the agent of its driver's node does not answer. Try again.")
     rows = {row.rank: row for row in group.members}
@@ -307,6 +311,7 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup) -> _ClientSend
         read_group=lambda: identity.read(within_s=SETTLED_S),
         call_timeout_s=None,
         identity=identity,
+        reading=reading,
         group=group,
     )
     sender.adopt(group)
