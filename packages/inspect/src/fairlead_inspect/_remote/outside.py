@@ -29,7 +29,7 @@ def _read_timeline(pid: int, record: dict[str, Any] | None) -> dict[str, Any] | 
         "steps": read_ring(pid, STEPS_FILE, STEP),
         "running": None
         if method is None
-        else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES], record["weights"]),
+        else (record["calls"], method, now - record["running_s"], record["task"][:TASK_BYTES], record.get("weights")),
     }
 
 

@@ -269,12 +269,12 @@ def read_record(file: int) -> dict[str, Any]:
         "running_s": 0.0 if method == IDLE else now - started,
         "since_progress_s": now - progressed,
         "step": None if step == NO_STEP else step,
-        "weights": None if weights == NO_WEIGHTS else weights,
-        "weights_age_s": 0.0 if weights == NO_WEIGHTS else now - weights_at,
         "message": message,
         "calls": calls,
         "task": b"" if method == IDLE else task,
         "waiting": bool(waiting),
+        # Most workers have none, and the answers of all nodes meet in one process.
+        **({} if weights == NO_WEIGHTS else {"weights": weights, "weights_age_s": now - weights_at}),
         **about,
     }
 
