@@ -169,13 +169,13 @@ def test_errors_of_the_function_during_an_outage(stop_head):
         raise ray.exceptions.RayTaskError("f", "", ray.exceptions.GetTimeoutError("mine"))
 
     with pytest.raises(ray.exceptions.RayTaskError):
-        head.result(spi.run_in_thread("fails", fails))
+        head.result(spi.run_in_thread(fails))
 
     def times_out():
         raise ray.exceptions.GetTimeoutError("Ray's own deadline for the removal of a placement group")
 
     with pytest.raises(HeadUnreachableError) as caught:
-        head.result(spi.run_in_thread("times_out", times_out))
+        head.result(spi.run_in_thread(times_out))
     assert isinstance(caught.value.__cause__, ray.exceptions.GetTimeoutError)
 
 
