@@ -129,7 +129,8 @@ class CallResults(PassedOn, Generic[Result]):
 
     _execution: Any  # an `Execution`, or several that are waited for together
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -227,8 +228,11 @@ class Call(MultiWorkerFuture, CallResults[Result]):
     def __init__(self, execution: Execution) -> None:
         self._execution: Execution = execution
 
-    __hash__ = object.__hash__
-    __eq__ = CallResults.__eq__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:  # not that of a `MultiWorkerFuture`
+        return self is other
 
     def __repr__(self) -> str:
         execution = self._execution
