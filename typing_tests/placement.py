@@ -299,7 +299,7 @@ def wait() -> None:
     rounds = Rounds(0.5, lambda: None, lambda: False, first_s=0.0, exit_s=5)
     assert_type(rounds.start(), None)
     assert_type(rounds.note(), None)
-    assert_type((rounds.close(1.0), rounds.closed), tuple[bool, bool])
+    assert_type((rounds.close(1.0), rounds.closed, rounds.is_here()), tuple[bool, bool, bool])
     assert_type(never_connect(), None)
     with block_shutdown():
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives by their numbers: what is read of torch's flight recorder, and whom the verdict blames for it.
+"""The numbers of collectives in dumps of torch's flight recorder, and the rank that the verdict blames.
 
 The dumps are made by hand, with the fields that torch 2.13 writes (version 2.10 of the format). The planted hang
 "skipped" in integration-tests/inspect reads dumps that torch has written.

@@ -67,7 +67,11 @@ class Rounds:
     def close(self, timeout_s: float = math.inf) -> bool:
         """Begin no more rounds, and wait for one that is under way on another thread; return whether it is over."""
         self.closed = True
-        return self._thread == threading.get_ident() or self._over.wait(min(timeout_s, threading.TIMEOUT_MAX))
+        return self.is_here() or self._over.wait(min(timeout_s, threading.TIMEOUT_MAX))
+
+    def is_here(self) -> bool:
+        """Return whether this thread is in a round."""
+        return self._thread == threading.get_ident()
 
     def _run(self) -> None:
         # Whoever closes this sees the new event, or this sees that it is closed.
@@ -98,7 +102,7 @@ class _Monitor:
     Attributes:
         inbox: rounds to begin, each with the seconds until then. Callbacks of the garbage collector put some in, which
             Python allows for this class of queue only.
-        active: what is to begin or under way, with a list of its `exit_s`.
+        active: the rounds that are to begin or under way, each with the seconds that the exit waits for them.
         exiting: whether the interpreter is ending.
     """
 

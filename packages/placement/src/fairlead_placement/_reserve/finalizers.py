@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 _Dropped = tuple[Callable[[], str], Callable[[], object]]
 # Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
-_thread = 0  # that returns what is in the queue
 
 
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
@@ -42,7 +41,7 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
 
 def wait_for_dropped(timeout_s: float) -> bool:
     """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
-    if _thread == threading.get_ident():
+    if _rounds.is_here():
         return True
     returned = threading.Event()
     _queue.put(returned)
@@ -56,20 +55,15 @@ def _put(dropped: _Dropped) -> None:
 
 
 def _return_all() -> None:
-    global _thread
-    _thread = threading.get_ident()
-    try:
-        while not (_rounds.closed or _queue.empty()):
-            # A list, so that the resources are freed here and not with a frame.
-            one = [_queue.get()]
-            if isinstance(one[0], threading.Event):
-                one[0].set()
-            else:
-                _return(*one[0])
-            with block_shutdown():
-                one.clear()
-    finally:
-        _thread = 0
+    while not (_rounds.closed or _queue.empty()):
+        # A list, so that the resources are freed here and not with a frame.
+        one = [_queue.get()]
+        if isinstance(one[0], threading.Event):
+            one[0].set()
+        else:
+            _return(*one[0])
+        with block_shutdown():
+            one.clear()
 
 
 def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
