@@ -13,7 +13,7 @@ import sys
 
 import ray
 
-LOOK_AFTER_S = 8.0
+LOOK_AFTER_S, DEADLINE_S = 8.0, 180.0
 
 
 @ray.remote(num_cpus=0)
@@ -61,10 +61,11 @@ def main() -> None:
     # Until all ranks but one wait in the collective of the fourth step.
     ended, _ = ray.wait(running, timeout=LOOK_AFTER_S + 2 * chosen.ranks)
     assert not ended, ray.get(ended)
-    why = [sys.executable, "-m", "fairlead_inspect", "why", "--after", "5"]
+    # On a busy machine the first look may come before the job hangs.
+    why = [sys.executable, "-m", "fairlead_inspect", "why", "--after", "5", "--watch", "5"]
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     print("python -m fairlead_inspect why", flush=True)
-    found = subprocess.run(why, env={**os.environ, **address}).returncode
+    found = subprocess.run(why, env={**os.environ, **address}, timeout=DEADLINE_S).returncode
     sys.exit(0 if found == 1 else f"why found no cause: its exit status was {found}, and 1 was expected")
 
 

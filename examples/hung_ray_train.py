@@ -20,7 +20,7 @@ import ray.train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-RANKS, LOOK_AFTER_S = 4, 15.0
+RANKS, LOOK_AFTER_S, DEADLINE_S = 4, 15.0, 180.0
 
 
 def next_batch(batches: queue.Queue[float]) -> float:
@@ -45,14 +45,18 @@ def fit(config: dict[str, str]) -> None:
 
 def look(hangs: Path) -> None:
     """Look at the job once it hangs, and end it."""
-    while not hangs.exists():
-        time.sleep(0.5)
-    time.sleep(LOOK_AFTER_S)
-    why = [sys.executable, "-m", "fairlead_inspect", "why", "--after", "5"]
-    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    print("python -m fairlead_inspect why", flush=True)
-    found = subprocess.run(why, env={**os.environ, **address}).returncode
-    os._exit(0 if found == 1 else 1)
+    found, deadline = None, time.monotonic() + DEADLINE_S
+    try:
+        while not hangs.exists() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        time.sleep(LOOK_AFTER_S)
+        # On a busy machine the first look may come before the other ranks wait.
+        why = [sys.executable, "-m", "fairlead_inspect", "why", "--after", "5", "--watch", "5"]
+        address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        print("python -m fairlead_inspect why", flush=True)
+        found = subprocess.run(why, env={**os.environ, **address}, timeout=DEADLINE_S).returncode
+    finally:
+        os._exit(0 if found == 1 else 1)
 
 
 def main() -> None:
