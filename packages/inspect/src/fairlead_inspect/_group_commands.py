@@ -2,24 +2,21 @@
 """The source for Fairlead's groups, and the commands that look at these alone."""
 
 import argparse
-import itertools
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import Output, add_command, head_deadline
+from fairlead_placement.spi import Output, add_command
 from fairlead_workergroup import WorkerGroupError
 from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group, find_groups
 
 from ._diagnosis import Finding, diagnose
 from ._groups import SeenGroup, look_at_groups
-from ._source import Report, new_file, seconds
+from ._live import Picture, View
+from ._source import Report, new_file
 from ._stacks import fold_stacks
 from ._stragglers import find_stragglers
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
@@ -32,7 +29,14 @@ SCHEMA = 1
 LOOKS = 2
 
 
-def add_commands(commands: Any, *, why: argparse.ArgumentParser, stacks: argparse.ArgumentParser, epilog: str) -> None:
+def add_commands(
+    commands: Any,
+    *,
+    why: argparse.ArgumentParser,
+    stacks: argparse.ArgumentParser,
+    top: argparse.ArgumentParser,
+    epilog: str,
+) -> None:
     """Add the commands that look at groups, and the options for groups of those that look at any job."""
 
     def add(name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
@@ -46,18 +50,14 @@ def add_commands(commands: Any, *, why: argparse.ArgumentParser, stacks: argpars
     status = add("status", "show what each worker of a group is doing")
     _add_rows(status)
     status.set_defaults(run=_status)
-    top = add("top", "show what each worker of a group is doing, again and again until Ctrl-C", json=False)
-    _add_rows(top)
-    top.add_argument("-n", type=_positive, default=None, metavar="N", help="print so many times, then end")
-    top.add_argument("--interval", type=seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
-    top.set_defaults(run=_top)
     trace = add("trace", "write the latest calls of a group as a Chrome trace, which Perfetto opens", json=False)
     trace.add_argument(
         "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
     )
     trace.set_defaults(run=_trace)
-    for parser in (why, stacks):
+    for parser in (why, stacks, top):
         _add_group(parser)
+    _add_rows(top)
     stacks.add_argument("--threads", action="store_true", help="of a group: all threads, not only the method's")
 
 
@@ -78,12 +78,6 @@ def _coords(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"must be like 'dp=1,tp=0', got {text!r}")
         coords[axis.strip()] = int(at)
     return coords
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def _choose_ranks(group: RegisteredGroup, coords: dict[str, int]) -> list[int] | None:
@@ -139,38 +133,17 @@ def _status(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _top(options: argparse.Namespace, output: Output) -> int:
-    console = output.make_console()
-    latest: list[RenderableType] = []
+def look_live(options: argparse.Namespace) -> tuple[frozenset[str], Picture]:
+    """Look at one group, or at all; return the ids of their actors, and what draws them."""
+    groups = find_groups() if options.group is None and not options.at else [find_group(options.group)]
+    ranks = _choose_ranks(groups[0], options.at) if options.at else None
+    seen = look_at_groups(groups, stuck_after_s=STUCK_AFTER_S, ranks=ranks) if groups else []
 
-    def draw() -> RenderableType:
-        try:
-            with head_deadline(2 * options.interval if latest else None):
-                seen = _look(options)
-        except HeadTimeoutError as error:
-            if not latest:
-                raise
-            return Group(*latest, Text(f"Not refreshed since then: {error}", style="bold red"))
-        rows = max(1, console.height - 8) if console.is_terminal and not options.n else 40
-        now = Text(time.strftime("%H:%M:%S"), style="dim")
-        latest[:] = [now, draw_status(seen, every=options.all, most_rows=rows)]
-        return Group(*latest)
+    def draw(view: View) -> RenderableType:
+        most = max(1, view.rows // max(1, len(seen)))
+        return Group(*(draw_status(one, every=options.all, most_rows=most) for one in seen))
 
-    if options.n or not console.is_terminal:
-        for number in itertools.count(1):
-            output.print(draw())
-            output.flush()
-            if number == options.n:
-                return 0
-            time.sleep(options.interval)
-    live = Live(draw(), console=console, screen=True, auto_refresh=False)
-    try:
-        live.start(refresh=True)
-        while True:
-            time.sleep(options.interval)
-            live.update(draw(), refresh=True)
-    finally:
-        live.stop()  # also after Ctrl-C in the middle of the first picture
+    return frozenset(member.actor_id for group in groups for member in group.members), draw
 
 
 def print_stacks(options: argparse.Namespace, output: Output) -> int:

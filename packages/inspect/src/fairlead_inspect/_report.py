@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from ._model import Finding, Snapshot
-from ._show import draw_findings, draw_processes, draw_stacks, fold_stacks, to_json
+from ._show import draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes, to_json
 
 # Wide enough that few lines are broken.
 WIDTH = 160
@@ -60,7 +60,7 @@ def draw_report(snapshot: Snapshot, findings: Sequence[Finding], *more: Renderab
     """Return the page, with more verdicts below that about the findings."""
     parts = [
         ("Verdict", [draw_findings(snapshot, findings, verbose=True), *more]),
-        ("Processes", [draw_processes(snapshot)]),
+        ("Processes", [draw_processes(list_processes(snapshot))]),
         ("Where they stand", [draw_stacks(fold_stacks(snapshot))]),
     ]
     moment = datetime.datetime.fromtimestamp(snapshot.looked_at, datetime.UTC)

@@ -27,6 +27,9 @@ _SECRETS = (
 )
 _HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
 MOST_ROWS = 200
+NO_JOB = "No job runs on this cluster."
+# In which processes are shown: as `list_processes` has them, or by a field, the largest first.
+ORDERS = {"fleet": "", "cpu": "cpu", "memory": "memory_bytes", "last run": "last_ran_s"}
 PTRACE = (
     "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
     "the workers, or set kernel.yama.ptrace_scope to 0."
@@ -141,16 +144,20 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
         parts += [Text(clean(head), style="bold"), *(_draw_finding(one, verbose) for one in here)]
         if not here:
             parts.append(Text("Nothing waits for a process that does not move.", style="green"))
+    parts.append(draw_gaps(snapshot))
+    return Group(*parts) if snapshot.jobs else Text(NO_JOB)
+
+
+def draw_gaps(snapshot: Snapshot) -> RenderableType:
+    """Return what a look could not read, and why."""
     silent = [one for one in snapshot.nodes if one.answer == "silent"]
-    parts += [Text(clean(f"Node {one.address}: {one.note}"), style="yellow") for one in silent[:8]]
-    unread = [one for one in snapshot.processes if one.note]
-    if unread:
+    lines = [f"Node {one.address}: {one.note}" for one in silent[:8]]
+    if unread := [one for one in snapshot.processes if one.note]:
         nodes = len({one.node_id for one in unread})
         notes = "; ".join(sorted({one.note for one in unread})[:3])
         text = f"Stacks of {len(unread)} processes on {nodes} nodes are unreadable: {notes}."
-        parts.append(Text(clean(text + (f" {PTRACE}" if is_refused(notes) else "")), style="yellow"))
-    parts += [Text(clean(one), style="yellow") for one in snapshot.notes[:8]]
-    return Group(*parts) if snapshot.jobs else Text("No job runs on this cluster.")
+        lines.append(text + (f" {PTRACE}" if is_refused(notes) else ""))
+    return Group(*(Text(clean(one), style="yellow") for one in (*lines, *snapshot.notes[:8])))
 
 
 def _draw_finding(one: Finding, verbose: bool) -> RenderableType:
@@ -262,18 +269,25 @@ def make_table(*columns: str, flexible: Sequence[str]) -> Table:
     return table
 
 
-def draw_processes(snapshot: Snapshot) -> RenderableType:
-    """Return a table with a line for each process."""
+def draw_processes(
+    rows: Sequence[tuple[dict[str, Any], Position]],
+    *,
+    order: str = "fleet",
+    most_rows: int = MOST_ROWS,
+    one_line: bool = False,
+) -> RenderableType:
+    """Return a table with a line for each process, in one of `ORDERS`; `one_line` cuts what does not fit."""
     table = make_table("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory", flexible=["at"])
-    rows = list_processes(snapshot)
-    for row, at in rows[:MOST_ROWS]:
+    if field := ORDERS[order]:
+        rows = sorted(rows, key=lambda one: one[0][field] or 0.0, reverse=True)
+    for row, at in rows[:most_rows]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
         stack = at.thread.stack if at.thread else at.where
         where = write_stack(stack) or row["note"] or row["title"]
         cells = [row["fleet"] or row["class"], _rank(row), row["node"], str(row["pid"]), row["state"]]
-        cells += [f"{at.kind}, {at.motion}", f"{row['cpu']:.0%}", ran, f"{row['memory_bytes'] / 2**20:.0f} MiB", where]
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    more = [Text(f"{len(rows) - MOST_ROWS} more; --json has all of them.")] if len(rows) > MOST_ROWS else []
+        cells += [f"{at.kind}, {at.motion}", f"{row['cpu']:.0%}", ran, f"{row['memory_bytes'] / 2**20:.0f} MiB"]
+        table.add_row(*(Text(clean(cell)) for cell in cells), Text(clean(where), no_wrap=one_line, overflow="ellipsis"))
+    more = [Text(f"{len(rows) - most_rows} more; `ps --json` has all of them.")] if len(rows) > most_rows else []
     return Group(table, *more)
 
 

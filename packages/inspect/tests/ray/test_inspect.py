@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -218,7 +219,10 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
         done = run("trace", "-o", str(tmp_path / "trace.json"))
         assert (done.returncode, done.stderr) == (0, "")
         check_trace(json.loads((tmp_path / "trace.json").read_text()), running=4)
-        assert run("top", "-n", "2", "--interval", "0.1").stdout.count("4 busy") == 2
+        assert run("top", "-n", "2", "--interval", "0.1", "--group", "policy").stdout.count("4 busy") == 2
+        shown = run("top", "-n", "1").stdout  # the driver, and each group
+        assert re.search(r"^driver ", shown, re.MULTILINE), shown
+        assert ("4 busy" in shown, "Policy" in shown.partition("4 busy")[0]) == (True, False)
 
 
 def test_stopped_worker(driver, stop_process):
@@ -319,7 +323,7 @@ def test_no_cluster(driver):
 
 def test_ended(driver, eventually):
     """A group that was shut down is not listed any more, and ends a `top` that shows it."""
-    command = [sys.executable, "-m", "fairlead_inspect", "top", "--interval", "0.1"]
+    command = [sys.executable, "-m", "fairlead_inspect", "top", "--interval", "0.1", "--group", "policy"]
     top = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "idle" not in top.stdout.readline():
         assert top.poll() is None, top.stderr.read()

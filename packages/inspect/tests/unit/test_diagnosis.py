@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said about groups that were looked at from outside: the diagnosis, folded stacks and tables. Pure."""
 
-import contextlib
 import json
 import math
-import re
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -19,7 +16,6 @@ from fairlead_inspect._groups import SeenGroup, SeenWorker
 from fairlead_inspect._stacks import fold_stacks
 from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks, draw_status
 from fairlead_inspect._timeline import Timeline
-from fairlead_placement import HeadTimeoutError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup.spi import RegisteredGroup
 
@@ -313,33 +309,6 @@ def test_usage(arguments, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert "usage:" in capsys.readouterr().err
-
-
-def test_top_while_the_head_is_silent(monkeypatch, capsys):
-    """`top` shows the latest table, since when it is old, and why, until the head answers (seams: looks and clock)."""
-    silent, seen = HeadTimeoutError("no answer"), group([busy(rank, WAITING) for rank in range(4)])
-    looks, times = iter([silent, seen, silent, seen]), iter(["10:00:00", "10:00:09"])
-
-    def look(options):
-        if (one := next(looks)) is silent:
-            raise silent
-        return one
-
-    monkeypatch.setattr(command, "_look", look)
-    monkeypatch.setattr("fairlead_inspect._command.attach", lambda address, **_: contextlib.nullcontext())
-    clock = SimpleNamespace(strftime=lambda _: next(times), sleep=lambda _: None)
-    monkeypatch.setattr(command, "time", clock)
-    assert main(["top"]) == 3  # there is nothing to show yet
-    assert capsys.readouterr() == ("", "no answer\n")
-    assert main(["top", "-n", "3"]) == 0
-    shown = capsys.readouterr().out
-    assert re.findall(r"10:00:0\d|Not refreshed .*", shown) == [
-        "10:00:00",
-        "10:00:00",
-        "Not refreshed since then: no answer",
-        "10:00:09",
-    ]
-    assert shown.count("4 busy") == 3
 
 
 @pytest.mark.parametrize("command", ["", "groups", "status", "top", "stacks", "why"])

@@ -14,7 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, QUEUE, fleet_of
 
 from fairlead_inspect import _command
-from fairlead_inspect._show import clean, draw_findings, draw_processes, draw_stacks, fold_stacks, to_json
+from fairlead_inspect._show import (
+    clean,
+    draw_findings,
+    draw_processes,
+    draw_stacks,
+    fold_stacks,
+    list_processes,
+    to_json,
+)
 from fairlead_inspect._verdict.rules import diagnose
 
 EVIL = "w\x1b[31m\x1b]0;x\x07<script>"
@@ -44,7 +52,7 @@ def test_text(snapshot):
     assert "data.py:33 next_batch  ->  Condition.wait (threading.py:327)" in shown
     assert "2 wait (ranks 0-1) at step.py:118 train  ->  all_reduce" in shown
     assert "driver  ->  Worker rank 2" in shown
-    for text in (shown, drawn(draw_processes(snapshot)), drawn(draw_stacks(fold_stacks(snapshot)))):
+    for text in (shown, drawn(draw_processes(list_processes(snapshot))), drawn(draw_stacks(fold_stacks(snapshot)))):
         assert "hunter2" not in text
         assert "\x1b" not in text
         assert "\x07" not in text
