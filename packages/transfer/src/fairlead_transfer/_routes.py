@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way tensors go: layouts, plan, orders and transports, made again only when something has changed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -151,24 +151,49 @@ class Router:
     def _route(
         self, source: Side, held: Tensors, wanted: Tensors, sources: Collection[int], targets: Collection[int]
     ) -> Route:
-        if wrong := check_dtypes(held, wanted, self.selection, cast=not self._in_place):
-            others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
-            raise LayoutMismatchError((*wrong.values(), *others))
-        plan = reshard(
-            held.layouts,
-            wanted.layouts,
-            source_nodes=source.nodes,
-            target_nodes=self._target.nodes,
-            same_processes=source.name == "source" and source.group is self._target.group,
-        )
-        dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
         self._numbers += 1
 
         def choose(*pair: int) -> str:
             return self._choose(source, *pair)[0]
 
-        orders = make_orders(self._numbers, plan, held, wanted, dtypes, choose, relays=self.relays)
+        plan, orders = plan_orders(
+            self._numbers,
+            held,
+            wanted,
+            self.selection,
+            (source.nodes, self._target.nodes),
+            choose,
+            cast=not self._in_place,
+            same_processes=source.name == "source" and source.group is self._target.group,
+            relays=self.relays,
+        )
         return Route(plan, orders, frozenset(sources), frozenset(targets))
+
+
+def plan_orders(
+    number: int,
+    held: Tensors,
+    wanted: Tensors,
+    selection: Selection,
+    nodes: tuple[Sequence[str], Sequence[str]],
+    choose: Callable[[int, int], str],
+    *,
+    cast: bool = True,
+    same_processes: bool = False,
+    relays: bool = False,
+) -> tuple[TransferPlan, Orders]:
+    """Return the plan from the nodes of the source to those of the target, and the orders with this number.
+
+    `choose` returns the transport of a pair of ranks; `cast` says whether the target can cast what travels.
+    """
+    if wrong := check_dtypes(held, wanted, selection, cast=cast):
+        others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
+        raise LayoutMismatchError((*wrong.values(), *others))
+    plan = reshard(
+        held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
+    )
+    dtypes = {name: selection.travelling(dtype) for name, dtype in held.dtypes.items()}
+    return plan, make_orders(number, plan, held, wanted, dtypes, choose, relays=relays)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:
