@@ -300,12 +300,13 @@ def interop(session: nox.Session) -> None:
     requirements = [*test_requirements("placement"), *test_requirements("batching"), "torch", "scikit-learn"]
     install(session, *map(package, ["sharding", "batching", "venvs", "transfer", "lane"]), *extras, *requirements)
     pure = [f"batching/tests/unit/test_{name}.py" for name in ("torch", "leaves", "packed")]
-    pure += [f"transfer/tests/unit/test_{name}.py" for name in ("torch", "ends")]
+    pure += [f"transfer/tests/unit/test_{name}.py" for name in ("torch", "ends", "adapters")]
     pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "describe")] + [
         "inspect/tests/unit/test_otel.py"
     ]
     session.run("pytest", package("sharding/tests/interop"), *map(package, pure), *session.posargs, env=RAY_ENV)
-    whole = "workergroup/tests/ray/test_torch.py", "batching/tests/ray", "transfer/tests/ray/test_torch_groups.py"
+    whole = ["workergroup/tests/ray/test_torch.py", "batching/tests/ray"]
+    whole += [f"transfer/tests/ray/test_{name}.py" for name in ("torch_groups", "adapters")]
     session.run("pytest", *map(package, whole), *session.posargs, env=RAY_ENV)
     parts = [f"placement/tests/ray/test_{name}.py" for name in ("ports",)]
     parts += ["inspect/tests/ray/test_watch.py", "transfer/tests/ray/test_environments.py"]
@@ -474,7 +475,7 @@ def read_outcomes(log: Path) -> dict[str, str]:
 
 @nox.session
 def seams(session: nox.Session) -> None:
-    """Test the adapters of fairlead-rollouts against the frameworks' own classes, without the rest of the frameworks.
+    """Test the adapters for other frameworks against the frameworks' own classes, without the rest of the frameworks.
 
     verl comes from the package index. `nox -s seams -- --source FOLDER` tests those of the checkouts in a folder too.
     """
@@ -482,11 +483,13 @@ def seams(session: nox.Session) -> None:
     options.add_argument("--source", type=Path, help="a folder with checkouts named nemo_rl, miles and slime")
     given, more = options.parse_known_args(session.posargs)
     session.install("--no-deps", "-c", "constraints-verl.txt", "verl", env=UV_ENV)
-    paths = map(package, ["placement", "rollouts"])  # the first one for conftest.py
+    paths = map(package, [*SIBLINGS["transfer"], "transfer", "rollouts"])
     needed = "dill", "msgspec", "omegaconf", "ray", "tensordict", "torch", "transferqueue", "transformers"
     session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
     env = {**RAY_ENV, **({"FAIRLEAD_SEAM_SOURCES": str(given.source.resolve())} if given.source else {})}
-    session.run("pytest", package("rollouts", "/tests/seams"), *more, env=env)
+    # Each imports other parts of verl.
+    for name in ("rollouts", "transfer"):
+        session.run("pytest", package(name, "/tests/seams"), *more, env=env)
 
 
 @nox.session

@@ -14,6 +14,10 @@ import numpy.typing as npt
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import (
     DeltaReport,
+    Endpoint,
+    EndpointDescription,
+    EndpointOrders,
+    EndpointPlan,
     Layout,
     LayoutMismatchError,
     Link,
@@ -21,14 +25,17 @@ from fairlead_transfer import (
     Mismatch,
     PieceTable,
     RankFailure,
+    StagedPieces,
     StaleWeightsError,
     TensorSet,
     TransferError,
     TransferExplanation,
     TransferPlan,
     TransferReport,
+    plan_endpoints,
     reshard,
 )
+from fairlead_transfer.adapters import nemo_rl, verl
 from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerGroup
 
@@ -157,3 +164,45 @@ def read_refusal(error: StaleWeightsError) -> None:
     """Read why a call was refused."""
     assert_type((error.method, error.needed), tuple[str, int | None])
     assert_type(error.held, dict[int, int | Literal["torn", "committing"] | None])
+
+
+def carry_messages(tensors: Mapping[str, Any]) -> None:
+    """Move tensors between endpoints."""
+    with Endpoint(tensors) as trainer, Endpoint(lambda: tensors) as engine:
+        described = trainer.describe()
+        assert_type(described, EndpointDescription)
+        assert_type((described.node, described.tensors), tuple[str, tuple[tuple[Any, ...], ...]])
+        assert_type(described.token, bytes)
+        plan = plan_endpoints([described], [engine.describe()], transport="auto", rename={"a": "b"}, exclude=["c"])
+        assert_type(plan, EndpointPlan)
+        assert_type(plan.plan, TransferPlan)
+        assert_type(plan.transports, Mapping[tuple[int, int], str])
+        assert_type(plan.sources, tuple[EndpointOrders, ...])
+        orders = plan.targets[0]
+        assert_type((orders.side, orders.rank), tuple[Literal["source", "target"], int])
+        assert_type((orders.described, orders.content), tuple[tuple[tuple[Any, ...], ...], Mapping[str, Any]])
+        assert_type((orders.secret, orders.membership), tuple[bytes, bytes])
+        staged = trainer.stage(plan.sources[0], 1, verify=True)
+        assert_type(staged, StagedPieces)
+        assert_type((staged.rank, staged.version), tuple[int, int])
+        assert_type((staged.channels, staged.proof), tuple[Sequence[Mapping[str, Any]], bytes])
+        assert_type(engine.fetch(orders, [staged], timeout=1.0), None)
+        assert_type(engine.commit(), int)
+        engine.replace({})
+    plan_endpoints([], [], transport="pigeon")  # type: ignore
+    Endpoint([tensors])  # type: ignore
+
+
+async def update_weights(weights: Sequence[tuple[str, Any]]) -> None:
+    """Use the engines as their frameworks do."""
+    engine = verl.FairleadCheckpointEngine(bucket_size=1 << 20, is_master=True, timeout=1.0)
+    assert_type(engine.prepare(), dict[str, Any])
+    assert_type(engine.build_topology(1, 1, []), tuple[dict[str, list[Any]], dict[str, list[Any]]])
+    await engine.send_weights(iter(weights), global_steps=1)
+    async for one in engine.receive_weights(global_steps=1):
+        assert_type(one, tuple[str, Any])
+    other = nemo_rl.FairleadCheckpointEngine(bucket_size=1 << 20)
+    other.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=[])
+    async for batch in other.receive_weight_batches():
+        assert_type(batch, list[tuple[str, Any]])
+    verl.FairleadCheckpointEngine()  # type: ignore

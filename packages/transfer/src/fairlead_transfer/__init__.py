@@ -10,6 +10,14 @@
 (True, 1048576)
 """
 
+from ._endpoint import (
+    Endpoint,
+    EndpointDescription,
+    EndpointOrders,
+    EndpointPlan,
+    StagedPieces,
+    plan_endpoints,
+)
 from ._layout import Layout
 from ._link import Link
 from ._local import LocalTensor
@@ -22,6 +30,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeltaReport",
+    "Endpoint",
+    "EndpointDescription",
+    "EndpointOrders",
+    "EndpointPlan",
     "Layout",
     "LayoutMismatchError",
     "Link",
@@ -29,11 +41,13 @@ __all__ = [
     "Mismatch",
     "PieceTable",
     "RankFailure",
+    "StagedPieces",
     "StaleWeightsError",
     "TensorSet",
     "TransferError",
     "TransferExplanation",
     "TransferPlan",
     "TransferReport",
+    "plan_endpoints",
     "reshard",
 ]

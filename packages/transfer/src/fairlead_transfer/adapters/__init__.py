@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint engines of other frameworks, whose weights travel between endpoints.
+
+Each module imports its framework when it is imported. This package imports none.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint engine of NeMo RL."""
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from ._stream import WeightStream, make_memberships
+
+__all__ = ["FairleadCheckpointEngine"]
+
+if TYPE_CHECKING:
+
+    class CheckpointEngine:
+        """The base class of NeMo RL's checkpoint engines."""
+
+else:
+    try:
+        from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
+    except ModuleNotFoundError as _error:
+        if _error.name != "nemo_rl":
+            raise
+        CheckpointEngine = object  # The documentation describes this module where NeMo RL is not installed.
+
+
+class FairleadCheckpointEngine(CheckpointEngine):
+    """Bring the weights of NeMo RL's policy workers to its generation workers in buckets, by memory that they share.
+
+    NeMo RL makes it if `policy.generation.refit_transport` is
+    `fairlead_transfer.adapters.nemo_rl:FairleadCheckpointEngine`. All policy workers share the work: each stages its
+    part of every bucket. There may be fewer policy workers than generation workers.
+
+    Args:
+        bucket_size: bytes of a bucket, of which a process holds at most two; a larger tensor is put together in the
+            receivers. NeMo RL computes it.
+        timeout: seconds that a process waits for another one.
+        cleanup_after_load: whether generation workers empty the cache of their GPU after each refit.
+        release_after_refit: accepted because NeMo RL passes it: `finalize` always gives everything back.
+
+    Raises:
+        ValueError: a size or timeout that is not positive.
+
+    >>> FairleadCheckpointEngine(bucket_size=1 << 20).cleanup_after_load
+    True
+    """
+
+    cleanup_after_load: bool = True
+    # Every generation worker gets whole tensors.
+    shard_expert_weights: bool = False
+
+    def __init__(
+        self,
+        bucket_size: int,
+        timeout: float = 600.0,
+        cleanup_after_load: bool = True,
+        release_after_refit: bool = False,
+    ) -> None:
+        self.bucket_size = bucket_size
+        self.cleanup_after_load = cleanup_after_load
+        self._stream = WeightStream(bucket_size, timeout)
+
+    def prepare(self) -> dict[str, Any]:
+        """Begin a transfer.
+
+        Returns:
+            What the other processes have to know of this one. It has a secret of the transfer.
+
+        >>> sorted(FairleadCheckpointEngine(bucket_size=1 << 20).prepare())
+        ['address', 'bucket_bytes', 'description']
+        """
+        return self._stream.prepare()
+
+    def init_policy_process_group(
+        self,
+        *,
+        worker_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take the place of a policy worker in the transfer. This waits for no other process.
+
+        Args:
+            worker_rank: its rank.
+            train_world_size: the policy workers.
+            rollout_world_size: the generation workers.
+            metadata: what `prepare` has returned in each of them, the policy workers first.
+
+        Raises:
+            ValueError: `prepare` was not called before, the bucket is too small, or the processes cannot share memory.
+
+        >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
+        >>> metadata = [engine.prepare() for engine in engines]
+        >>> engines[0].init_policy_process_group(
+        ...     worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
+        ... )
+        """
+        self._stream.join(make_memberships(metadata, train_world_size)[worker_rank])
+
+    def init_rollout_process_group(
+        self,
+        *,
+        rollout_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take the place of a generation worker in the transfer. This waits for no other process.
+
+        Args:
+            rollout_rank: its rank.
+            train_world_size: the policy workers.
+            rollout_world_size: the generation workers.
+            metadata: what `prepare` has returned in each of them, the policy workers first.
+
+        Raises:
+            ValueError: `prepare` was not called before, the bucket is too small, or the processes cannot share memory.
+
+        >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
+        >>> metadata = [engine.prepare() for engine in engines]
+        >>> engines[1].init_rollout_process_group(
+        ...     rollout_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
+        ... )
+        """
+        self._stream.join(make_memberships(metadata, train_world_size)[train_world_size + rollout_rank])
+
+    async def send_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Send weights; return when all generation workers have copied the last bucket.
+
+        Args:
+            weights: names and whole tensors, the same in the same order on all policy workers.
+
+        Raises:
+            TransferError: a process is lost, late, or has failed; names it. `versions` says whether generation workers
+                may hold a mixture ("torn").
+            TypeError: something that is no dense torch tensor.
+            ValueError: this engine has no place in a transfer.
+
+        >>> import asyncio
+        >>> asyncio.run(FairleadCheckpointEngine(bucket_size=1 << 20).send_weights([]))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: This engine takes part in no transfer: it has not joined one, was finalized, or has failed. ...
+        """
+        await self._stream.send(weights, None)
+
+    async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
+        """Receive weights.
+
+        Returns:
+            An iterator over the names and tensors of each bucket, in host memory. They stay valid.
+
+        Raises:
+            TransferError: a process is lost, late, or has failed; names it.
+            ValueError: this engine has no place in a transfer.
+
+        >>> import asyncio
+        >>> engine = FairleadCheckpointEngine(bucket_size=1 << 20)
+        >>> asyncio.run(anext(engine.receive_weight_batches()))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: This engine takes part in no transfer: it has not joined one, was finalized, or has failed. ...
+        """
+        async with aclosing(self._stream.receive(None)) as buckets:
+            async for tensors in buckets:
+                yield tensors
+                del tensors  # no tensor is kept here that the engine has dropped
+
+    def finalize(self) -> None:
+        """Leave the transfer, and give all memory and connections back.
+
+        >>> FairleadCheckpointEngine(bucket_size=1 << 20).finalize()
+        """
+        self._stream.close()

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of weights in this process: buckets, connections, and what each side raises."""
+
+import asyncio
+import pickle
+import socket
+import time
+
+import pytest
+
+from fairlead_transfer import TransferError
+from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
+from fairlead_transfer.adapters._channel import Gone, Late, accept, connect, reserve
+from fairlead_transfer.adapters._stream import make_memberships
+from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
+
+from ..engines import digest, leave_nothing, make_weights
+
+torch = pytest.importorskip("torch")
+SECRET = b"s" * 32
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Check that engines that were finalized or have failed leave nothing."""
+    with leave_nothing():
+        yield
+
+
+def make_engines(senders, receivers, bucket=4096, timeout=10.0):
+    engines = [FairleadCheckpointEngine(bucket, at == 0, timeout) for at in range(senders + receivers)]
+    sides = FairleadCheckpointEngine.build_topology(senders, receivers, [one.prepare() for one in engines])
+    for one, place in zip(engines, [place for side in sides for place in side["membership"]], strict=True):
+        one.init_process_group(pickle.loads(pickle.dumps(place)))
+    return engines
+
+
+async def receive(engine):
+    return [(name, digest(tensor)) async for name, tensor in engine.receive_weights(5)]
+
+
+async def run_all(*coroutines):
+    return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("senders", "receivers", "bucket"), [(1, 1, 64), (2, 3, 4096), (3, 1, 1000), (2, 2, 1 << 24)])
+def test_buckets(senders, receivers, bucket):
+    """Every tensor arrives bit for bit, for any number of processes and size of a bucket."""
+    engines = make_engines(senders, receivers, bucket)
+    weights = make_weights(1, count=14, scale=67)
+    sent = [one.send_weights(iter(weights), 5) for one in engines[:senders]]
+    results = asyncio.run(run_all(*sent, *map(receive, engines[senders:])))
+    assert results[:senders] == [None] * senders
+    assert results[senders:] == [[(name, digest(tensor)) for name, tensor in weights]] * receivers
+    for one in engines:
+        one.finalize()
+
+
+def test_memory_of_a_bucket_is_used_again():
+    """The memory of a bucket is used again as soon as no tensor is in it, and never before."""
+    shape = BucketShape.fit(4096, 2)
+    unpacker = Unpacker(shape)
+    first = unpacker.make(1)
+    address, tensor = first.data_ptr(), first.view(-1)[3:5]
+    del first
+    second = unpacker.make(1)
+    assert second.data_ptr() != address
+    del tensor
+    assert unpacker.make(1).data_ptr() == address
+
+
+def test_shapes():
+    """A bucket fits into its bytes, senders hold equal shares, and a bucket that is not full has fewer rows."""
+    shape = BucketShape.fit(10 << 20, 3)
+    assert (shape.stripe, shape.rows, shape.capacity) == (1 << 20, 3, 9 << 20)
+    assert [shape.count_rows(length) for length in (0, 3 << 20, (3 << 20) + 1, 9 << 20)] == [1, 1, 2, 3]
+    with pytest.raises(ValueError, match="A bucket of 100 bytes is too small for 2 senders: give at least 128 bytes"):
+        BucketShape.fit(100, 2)
+    with pytest.raises(TypeError, match="'w' is a list: yield whole, dense torch tensors"):
+        list(Packer(shape, 0).add("w", [1.0]))
+
+
+def test_senders_that_differ():
+    """Senders with other tensors are an error everywhere, which names the sender and the tensors."""
+    engines = make_engines(2, 1)
+    other = [(name, tensor) for name, tensor in make_weights(1) if name != "scalar"]
+    sent = [engines[0].send_weights(iter(make_weights(1)), 5), engines[1].send_weights(iter(other), 5)]
+    for error in asyncio.run(run_all(*sent, receive(engines[2]))):
+        assert isinstance(error, TransferError)
+        assert "source rank 1 on node" in str(error)
+        assert "is not that of source rank 0" in str(error)
+        assert (error.phase, error.version) == ("move", 5)
+
+
+def test_sender_that_fails():
+    """An error of the generator is raised in its process, and all others get a TransferError with it."""
+
+    def fail():
+        yield from make_weights(1)[:9]
+        raise RuntimeError("no weights")
+
+    engines = make_engines(2, 1)
+    sent = [engines[0].send_weights(iter(make_weights(1)), 5), engines[1].send_weights(fail(), 5)]
+    results = asyncio.run(run_all(*sent, receive(engines[2])))
+    assert str(results[1]) == "no weights"
+    assert all("source rank 1 on node" in str(one) and "RuntimeError: no weights" in str(one) for one in results[::2])
+    with pytest.raises(ValueError, match="This engine takes part in no transfer"):
+        asyncio.run(receive(engines[2]))
+
+
+@pytest.mark.parametrize("late", ["connects", "copies"])
+def test_receiver_that_is_late(late):
+    """A receiver that does not connect, or does not copy a bucket, is named by the deadline."""
+    engines = make_engines(1, 2, timeout=0.5)
+
+    async def wait():
+        if late == "copies":
+            async for _ in engines[2].receive_weights(5):
+                await asyncio.sleep(2.0)
+                break
+
+    began = time.monotonic()
+    sent = engines[0].send_weights(iter(make_weights(1)), 5)
+    results = asyncio.run(run_all(sent, receive(engines[1]), wait()))
+    doing = "connect to source rank 0" if late == "connects" else "copy bucket"
+    for error in results[:2]:
+        assert isinstance(error, TransferError)
+        assert f"it did not {doing}" in str(error)
+        assert "target rank 1 on node" in str(error)
+        assert "longer timeout than 0.5 s" in str(error)
+    assert time.monotonic() - began < 5
+    for one in engines:
+        one.finalize()
+
+
+def test_other_hosts():
+    """Processes that cannot share memory, or have other buckets, are refused before they connect."""
+    engines = [FairleadCheckpointEngine(size) for size in (4096, 8192)]
+    metadata = [one.prepare() for one in engines]
+    with pytest.raises(ValueError, match=r"buckets of \[4096, 8192\] bytes: configure one size"):
+        make_memberships(metadata, 1)
+    metadata[1] |= {"bucket_bytes": 4096}
+    object.__setattr__(metadata[1]["description"], "node", "another host")
+    with pytest.raises(ValueError, match="processes that can share memory, and these are on another host, "):
+        make_memberships(metadata, 1)
+    with pytest.raises(ValueError, match="a sender and a receiver, got 2 of 2 that send"):
+        make_memberships(metadata, 2)
+    for one in engines:
+        one.finalize()
+
+
+def test_strangers():
+    """A port refuses connections until it is needed; a stranger is turned away unread; a wrong address is noticed."""
+    listener = reserve()
+    address = listener.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, 1).close()
+    with pytest.raises(Late):
+        connect(address, SECRET, 1, time.monotonic() + 0.2)
+    listener.listen(4)
+    deadline = time.monotonic() + 10
+    with socket.create_connection(address, 1) as stranger:
+        stranger.sendall(b"x" * 200)
+        assert accept(listener, SECRET, deadline) is None
+        stranger.settimeout(5)
+        assert len(stranger.recv(100)) <= 32  # the question, and no answer
+    results = asyncio.run(
+        run_all(
+            asyncio.to_thread(connect, address, b"w" * 32, 1, deadline),
+            asyncio.to_thread(accept, listener, SECRET, deadline),
+        )
+    )
+    assert isinstance(results[0], Gone)
+    assert results[1] is None
+    listener.close()
