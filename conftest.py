@@ -291,6 +291,24 @@ def raylets() -> Callable[..., contextlib.AbstractContextManager[Any]]:
     return start_raylets
 
 
+@pytest.fixture(scope="module")
+def only_head() -> Iterator[Any]:
+    """Start a head without room, for all tests of a module."""
+    with start_raylets({"num_cpus": 0}, quick_deaths=True, logging_level="error", log_to_driver=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def joining(only_head: Any, eventually: Callable[..., bool]) -> Iterator[Any]:
+    """Return a head without room. The nodes that a test adds are removed after it."""
+    import ray
+
+    yield only_head
+    for node in list(only_head.worker_nodes):
+        only_head.remove_node(node, allow_graceful=False)
+    assert eventually(lambda: sum(row["Alive"] for row in ray.nodes()) == 1, 60)
+
+
 @pytest.fixture(scope="session")
 def coordinator_port() -> Iterator[str]:
     """Set `COORD_PORT`, the port of the coordinator of several TPU slices, to one that no other test run uses."""

@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -30,11 +29,11 @@ class Worker:
 
 
 @pytest.fixture
-def three_nodes(raylets: Callable[..., AbstractContextManager[Cluster]]) -> Iterator[Cluster]:
-    """Start a head without CPUs, and two nodes with four CPUs each."""
-    quiet = {"logging_level": "error", "log_to_driver": False}
-    with raylets({"num_cpus": 0}, [{"num_cpus": 4}] * 2, quick_deaths=True, **quiet) as made:
-        yield made
+def three_nodes(joining: Cluster) -> Cluster:
+    """Return a head without CPUs with two nodes of four CPUs each."""
+    for _ in range(2):
+        joining.add_node(num_cpus=4)
+    return joining
 
 
 def is_running(pid: int) -> bool:
@@ -54,14 +53,14 @@ def test_group_over_two_nodes(three_nodes):
 
     The group publishes there who its workers are. The node of the driver has an agent too, for the calls that it makes.
     """
-    axes = NamedSharding.from_shape(dp=2, tp=3)
-    with RayVirtualCluster([3, 3], use_gpus=False) as cluster:
+    axes = NamedSharding.from_shape(dp=2, tp=2)
+    with RayVirtualCluster([2, 2], use_gpus=False) as cluster:
         slots = cluster.slots()
         assert len({slot.node_id for slot in slots}) == 2
         with RayWorkerGroup(cluster, Worker, sharding_annotations=axes) as group:
             found = call_where(group)
             assert [node_id for _, node_id, *_ in found] == [slot.node_id for slot in slots]
-            assert [ranks for *_, ranks, _ in found] == ["0:0:3", "0:1:3", "0:2:3", "1:0:3", "1:1:3", "1:2:3"]
+            assert [ranks for *_, ranks, _ in found] == ["0:0:2", "0:1:2", "1:0:2", "1:1:2"]
             assert {master for *_, master in found} == {slots[0].node_ip}
             agents = [
                 row["Address"]["NodeID"]
@@ -72,14 +71,16 @@ def test_group_over_two_nodes(three_nodes):
             assert sorted(agents) == sorted({slot.node_id for slot in slots} | {driver})
 
 
-def test_restart_without_free_slots(three_nodes):
+def test_restart_without_free_slots(joining):
     """A restart that finds no slots fails and does not count as a restart. Once a node joins, a restart succeeds."""
+    for _ in range(2):
+        joining.add_node(num_cpus=2)
     with (
-        RayVirtualCluster([4, 4], use_gpus=False) as cluster,
+        RayVirtualCluster([2, 2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, restart=Restart(max_restarts=1)) as group,
     ):
-        gone = next(node for node in three_nodes.worker_nodes if node.node_id == group.worker_metadata[-1]["node_id"])
-        three_nodes.remove_node(gone, allow_graceful=False)
+        gone = next(node for node in joining.worker_nodes if node.node_id == group.worker_metadata[-1]["node_id"])
+        joining.remove_node(gone, allow_graceful=False)
         patient = group._launcher.spec
         # Do not wait for minutes until slots become free.
         group._launcher.spec = dataclasses.replace(patient, start_timeout_s=1.0)
@@ -91,26 +92,26 @@ def test_restart_without_free_slots(three_nodes):
             with pytest.raises(WorkerFailureError, match="other nodes have no room for them"):
                 group.restart_failed_workers()
         group._launcher.spec = patient
-        three_nodes.add_node(num_cpus=4)
-        three_nodes.wait_for_nodes()
-        assert group.restart_failed_workers() == [4, 5, 6, 7]
-        assert [status.restarts for status in group.get_worker_status()] == [0] * 4 + [1] * 4
+        joining.add_node(num_cpus=2)
+        joining.wait_for_nodes()
+        assert group.restart_failed_workers() == [2, 3]
+        assert [status.restarts for status in group.get_worker_status()] == [0, 0, 1, 1]
 
 
 def test_node_dies(three_nodes, eventually):
     """The workers of a dead node fail as node-lost, the others still work, and shutdown skips the dead workers."""
-    with RayVirtualCluster([3, 3], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+    with RayVirtualCluster([2, 2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         slots = cluster.slots()
-        gone = slots[5].node_id
+        gone = slots[3].node_id
         raylet = next(node for node in three_nodes.worker_nodes if node.node_id == gone)
         os.kill(raylet.all_processes["raylet"][0].process.pid, signal.SIGKILL)
         assert eventually(lambda: gone not in alive_nodes(), 60)
         with pytest.raises(WorkerFailureError) as caught:
             call_where(group)
         assert {failure.kind for failure in caught.value.failures} == {"node-lost"}
-        assert {failure.rank for failure in caught.value.failures} <= {3, 4, 5}
-        living = ray.get([group.workers[rank].where.remote() for rank in range(3)])
-        assert [node_id for _, node_id, *_ in living] == [slots[0].node_id] * 3
+        assert {failure.rank for failure in caught.value.failures} <= {2, 3}
+        living = ray.get([group.workers[rank].where.remote() for rank in range(2)])
+        assert [node_id for _, node_id, *_ in living] == [slots[0].node_id] * 2
         assert group.shutdown() is True
         assert not any(is_running(pid) for pid, *_ in living)
 

@@ -119,24 +119,6 @@ def start_extension():
     return Extension
 
 
-@pytest.fixture(scope="module")
-def only_head(raylets):
-    """Start a head without room, for all tests of a module."""
-    with raylets({"num_cpus": 0}, quick_deaths=True, logging_level="error", log_to_driver=False) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def joining(only_head, eventually):
-    """Return a head without room. The nodes that a test adds are removed after it."""
-    import ray
-
-    yield only_head
-    for node in list(only_head.worker_nodes):
-        only_head.remove_node(node, allow_graceful=False)
-    assert eventually(lambda: sum(row["Alive"] for row in ray.nodes()) == 1, 60)
-
-
 @pytest.fixture
 def nodes(joining):
     """Return a head without room with two nodes of 2 CPUs."""
