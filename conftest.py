@@ -47,8 +47,17 @@ QUICK_DEATHS = {
     "health_check_failure_threshold": 2,
     "health_check_timeout_ms": 5000,
 }
-# Of the processes of a head, each of which imports Ray, these serve no test.
-QUIET_HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+# Each of these processes of a head imports Ray, and serves no test.
+NEEDLESS = "start_log_monitor", "start_api_server"
+# What the dashboard agent of a node does if the packages for the dashboard are missing, without importing Ray for that.
+DASHBOARD_AGENT = """
+for port in metrics_agent_port metrics_export_port dashboard_agent_listen_port
+do printf %d -1 > "$1/own_$2" && mv "$1/own_$2" "$1/${port}_$2"
+done
+while read -r _ _ _ parent _ < /proc/$$/stat && [ "$parent" = "$RAY_RAYLET_PID" ]
+do sleep 1
+done
+"""
 BLOCK = """
 import sys
 class Block:
@@ -133,6 +142,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for tests in sorted(modules.values(), key=place) for item in tests]
 
 
+def start_less_of_ray(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the nodes that this process starts start no process that serves no test; a folder holds a script for them."""
+    from ray._private import node, services
+
+    agent, start, option = folder / "dashboard_agent.sh", services.start_ray_process, "--dashboard_agent_command="
+    agent.write_text(DASHBOARD_AGENT)
+
+    def replace_agent(argument: str) -> str:
+        if not argument.startswith(option) or "--minimal" not in argument:
+            return argument
+        own = dict(re.findall(r"--(session-dir|node-id)=(\S+)", argument))
+        return f"{option}sh {agent} {own['session-dir']} {own['node-id']}"
+
+    def start_with_agent(command: list[str], *args: Any, **options: Any) -> Any:
+        return start(list(map(replace_agent, command)), *args, **options)
+
+    patch.setattr(services, "start_ray_process", start_with_agent)
+    for name in NEEDLESS:
+        patch.setattr(node.Node, name, lambda node, **_: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start less of Ray, if any test of this run has imported it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "ray" in sys.modules:
+            start_less_of_ray(patch, tmp_path_factory.mktemp("ray"))
+        yield
+
+
 class LocalRay:
     """The local Ray that test modules share. Starting Ray occupies all processors for several seconds."""
 
@@ -154,10 +193,7 @@ class LocalRay:
             return
         import ray
 
-        with pytest.MonkeyPatch.context() as patch:
-            # It reads what all workers print, again and again. No test looks at that, and `ray.init` always starts it.
-            patch.setattr("ray._private.node.Node.start_log_monitor", lambda node: None)
-            ray.init(address="local", num_cpus=16, num_gpus=4, include_dashboard=False, logging_level="warning")
+        ray.init(address="local", num_cpus=16, num_gpus=4, include_dashboard=False, logging_level="warning")
         self._session = ray.get_runtime_context().get_session_name()
 
     def end(self) -> None:
@@ -272,7 +308,7 @@ def start_raylets(
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
-        cluster = Cluster(initialize_head=True, head_node_args={**head, **system, **QUIET_HEAD})
+        cluster = Cluster(initialize_head=True, head_node_args={"no_monitor": True, **head, **system})
         try:
             for worker in workers:  # One after the other: several at once time out on a small machine.
                 cluster.add_node(**worker)
