@@ -134,6 +134,8 @@ def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
         assert_type(other, Link)
     fail_at(policy, 0, "source", "stage", "stop", timeout_s=3.0)
     Link(policy, generation, source="weights", target="weights", transport="nixl", commit="in_place")
+    Link(policy, generation, source="weights", target="weights", commit="in_place", max_bytes_in_flight=1 << 27)
+    Link(policy, generation, source="weights", target="weights", max_bytes_in_flight="1 GiB")  # type: ignore
     Link(policy, generation, source="weights", target="weights", transport="pigeon")  # type: ignore
     Link(policy, generation, source="weights", target="weights", commit="never")  # type: ignore
     link.send("1")  # type: ignore

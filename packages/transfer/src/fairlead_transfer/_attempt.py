@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from fairlead_workergroup.spi import wait_for_turn
+from fairlead_workergroup.spi import Reply, wait_for_turn
 
 from ._descriptions import check_replicas
 from ._orders import CommitOptions
@@ -46,6 +46,9 @@ class Attempt:
     `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs. `delta` is as for
     `Base.follow`, with the epoch -1 if some targets hold another version than the last one; `stale` has these.
     """
+
+    # Whether source ranks stage all of a version at a time, and keep it until the next one.
+    _keeps = True
 
     def __init__(
         self,
@@ -115,7 +118,9 @@ class Attempt:
     def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
         """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
         self._look(ranks)
-        if self._in_place or staged is None or staged.version != self._version or not self._is_kept(staged, ranks):
+        if self._in_place or not self._keeps or staged is None or staged.version != self._version:
+            return False
+        if not staged.is_kept(self._source, ranks):
             return False
         with self._releasing(ranks):
             self._collect_targets(ranks)
@@ -176,7 +181,7 @@ class Attempt:
         releases = self._source.name == "source"
         if releases and not self._in_place:
             self._source.release(self._live_sources(), self.epoch)
-        replies = self._target.wait(requests, self._left(), all_of_them=True)
+        replies = self._wait_for_commits(requests)
         if releases and self._in_place:
             self._source.release(self._live_sources(), self.epoch)
         # In place a late rank still reads from the sources, which may change from now on: that is no version.
@@ -195,6 +200,9 @@ class Attempt:
             raise self._error("commit", "target", failures, text) from first_error(replies)
         if self._verified and self._route is self._router.kept:
             self._router.verified = self._route
+
+    def _wait_for_commits(self, requests: Requests) -> dict[int, Reply]:
+        return self._target.wait(requests, self._left(), all_of_them=True)
 
     def staged(self) -> Staged | None:
         """Return what the source ranks keep."""
@@ -248,8 +256,8 @@ class Attempt:
 
     def _move(self, lost: Mapping[int, str]) -> Route:
         self._replies = {}
-        self._describe(lost, stage=True)
-        route = self._router.kept
+        self._describe(lost, stage=self._keeps)
+        route = kept = self._router.kept
         if route is None or lost:
             try:
                 route = self._router.make(lost)
@@ -266,7 +274,8 @@ class Attempt:
             if not self._in_place:
                 self._fetch(route, route.targets, self._replies)
         else:
-            self._verified = self._verify != "never"
+            if self._keeps or route is not kept:
+                self._verified = self._verify != "never"
             self._stage_and_fetch(route)
         channels = ((rank, one) for rank, value in self._replies.items() for one in value["staged"]["channels"])
         if self._in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
@@ -375,7 +384,7 @@ class Attempt:
         mine, number = route.orders.target[rank], route.orders.number
         replies = {source: staged[source] for source in mine["sources"]}
         sent = None if self._target.ends[rank].order_id == number else mine
-        return sent, number, replies, self._verified, self._left_alone()
+        return sent, number, replies, self._verified, self._left_alone(), None
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self._target, fetches)
@@ -445,25 +454,6 @@ class Attempt:
 
     def _live_sources(self) -> list[int]:
         return [one.rank for one in self._source.members if one.failure is None]
-
-    def _is_kept(self, staged: Staged, ranks: Collection[int]) -> bool:
-        """Return whether the source ranks still have what some target ranks need."""
-        orders = staged.route.orders.target
-        if not staged.route.targets.issuperset(ranks):
-            return False
-        needed = {source for rank in ranks for source in orders[rank]["sources"] if source >= 0}
-        same = all(
-            rank in self._source.ends
-            and self._source.ends[rank].process == staged.processes.get(rank)
-            and rank not in self._source.lost
-            for rank in needed
-        )
-        # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
-        read = {kind for (_, rank), kind in staged.route.orders.transports.items() if rank in ranks}
-        patched = any(
-            one["kind"] == "patch" for reply in staged.replies.values() for one in reply["staged"]["channels"]
-        )
-        return same and not patched and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
 
     def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
         """Wait for the replies of a round; return their values. `others` are cancelled if one of these fails."""

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ._buckets import ALIGNED, bucket_bytes, split_pieces
 from ._descriptions import Tensors
 from ._layout import Layout
 from ._plan import TransferPlan
-
-ALIGNED = 64
 
 
 class CommitOptions(NamedTuple):
@@ -65,10 +64,12 @@ def make_orders(
     transport: Callable[[int, int], str],
     *,
     relays: bool = True,
+    most: int | None = None,
 ) -> Orders:
     """Return the orders that carry a plan out.
 
-    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node.
+    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node. With `most`,
+    each channel is a bucket of at most so many bytes, and a source rank stages them one after the other.
     """
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
@@ -80,7 +81,7 @@ def make_orders(
     nixl: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
     sizes_of: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     for same in plan.tensor_sets:
-        pieces = same.pieces
+        pieces = same.pieces if most is None else split_pieces(same.pieces, same.source.itemsize, most)
         receivers = pieces.receivers.tolist()
         starts = list(map(tuple, pieces.starts.tolist()))
         sizes = list(map(tuple, pieces.sizes.tolist()))
@@ -112,20 +113,24 @@ def make_orders(
     place: dict[tuple[int, str, int, tuple[int, ...]], tuple[int, int, _Block]] = {}
     channels: dict[tuple[int, str, frozenset[int]], int] = {}
     # What the same ranks read is next to each other, so that it is one read where it is packed.
-    read = sorted(nixl, key=lambda key: sorted(nixl[key]))
+    read = sorted(nixl, key=lambda key: sorted(nixl[key])) if most is None else nixl
     groups = [
         (key, kind, frozenset[int]()) for kind, keys in (("shared_memory", shared), ("nixl", read)) for key in keys
     ]
     groups += [(key, "object_store", frozenset(nodes)) for key, nodes in nodes_of_piece.items()]
-    whole = _find_whole(shared, sizes_of, [source.layouts[name] for name in names])
+    whole = _find_whole(shared if most is None else (), sizes_of, [source.layouts[name] for name in names])
     for (sender, at, start), kind, nodes in groups:
         orders = made.setdefault(sender, {"channels": []})
         channel_key = sender, kind, nodes
+        layout, size = source.layouts[names[at]], sizes_of[at, start]
+        if channel_key in channels and most is not None:
+            reached = orders["channels"][channels[channel_key]]["size"] + _aligned(size, layout)
+            if reached > bucket_bytes(kind, most):
+                del channels[channel_key]
         if channel_key not in channels:
             channels[channel_key] = len(orders["channels"])
             orders["channels"].append({"kind": kind, "blocks": [], "pieces": [], "size": 0, "whole": {}})
         channel = orders["channels"][channels[channel_key]]
-        layout, size = source.layouts[names[at]], sizes_of[at, start]
         begin = tuple(one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True))
         box = _box(begin, size)
         if kind == "shared_memory" and (sender, at) in whole:
@@ -140,8 +145,11 @@ def make_orders(
         place[sender, kind, at, start] = channels[channel_key], len(channel["pieces"]), block
         channel["pieces"].append((at, box))
     for orders in made.values():
+        largest = max(channel["size"] for channel in orders["channels"])
         for channel in orders["channels"]:
             del channel["whole"]
+            if most is not None:  # they share the memory of the largest
+                channel.update(size=largest, readers=[])
 
     source_orders = {
         rank: {
@@ -161,7 +169,10 @@ def make_orders(
         length = 0
         for at, begin, size, start, sender in fetches.get(rank, ()):
             channel, piece, block = place[sender, transports[sender, rank], at, start]
-            sources.setdefault(sender, {}).setdefault(channel, []).append((at, _box(begin, size), piece, block))
+            ordered = sources.setdefault(sender, {}).setdefault(channel, [])
+            if most is not None and not ordered:
+                made[sender]["channels"][channel]["readers"].append(rank)
+            ordered.append((at, _box(begin, size), piece, block))
             length += math.prod(size) * target.layouts[names[at]].itemsize
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
@@ -251,8 +262,13 @@ def _add_block(
     """Add a block to a channel; return its number, offset and sizes."""
     added = len(channel["blocks"]), channel["size"], size
     channel["blocks"].append((at, box, size, channel["size"]))
-    channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
+    channel["size"] += _aligned(size, layout)
     return added
+
+
+def _aligned(size: tuple[int, ...], layout: Layout) -> int:
+    """Return the bytes that a block takes in a channel."""
+    return -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
 
 
 def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

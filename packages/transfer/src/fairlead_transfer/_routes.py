@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ._buckets import Exchange
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
 from ._orders import Orders, make_orders
@@ -42,31 +43,54 @@ class Staged:
     processes: Mapping[int, tuple[int, int]]  # of the source ranks
     described: Mapping[int, Any]  # the descriptions by the target ranks at that time
 
+    def is_kept(self, source: Side, ranks: Collection[int]) -> bool:
+        """Return whether the source ranks still have what some target ranks need."""
+        orders = self.route.orders.target
+        if not self.route.targets.issuperset(ranks):
+            return False
+        needed = {one for rank in ranks for one in orders[rank]["sources"] if one >= 0}
+        same = all(
+            rank in source.ends and source.ends[rank].process == self.processes.get(rank) and rank not in source.lost
+            for rank in needed
+        )
+        # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
+        read = {kind for (_, rank), kind in self.route.orders.transports.items() if rank in ranks}
+        patched = any(one["kind"] == "patch" for reply in self.replies.values() for one in reply["staged"]["channels"])
+        return same and not patched and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
+
 
 class Router:
     """Makes the routes of a link.
 
     Attributes:
-        selection, transport: as given.
+        selection, transport, exchange: as given; with an exchange, orders are in buckets.
         kept: the route of the last transfer, if nothing has changed since.
         relays: whether a rank may relay what others of its node read by NIXL; patches are not relayed.
         verified: the route by which digests were compared last.
     """
 
     def __init__(
-        self, source: Side, target: Side, selection: Selection, transport: Transport, *, in_place: bool = False
+        self,
+        source: Side,
+        target: Side,
+        selection: Selection,
+        transport: Transport,
+        *,
+        in_place: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         self._source = source
         self._target = target
         self.selection = selection
         self.transport: Transport = transport
+        self.exchange = exchange
         self._in_place = in_place
         self._numbers = 0
         # By the process that sends, the one that receives, and transport: why they cannot use it.
         self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
         self.kept: Route | None = None
-        # In place each rank reads during its own commit, so none has anything to relay before.
-        self.relays = not in_place
+        # In place each rank reads during its own commit, so none has anything to relay before; buckets come in turn.
+        self.relays = not in_place and exchange is None
         self.verified: Route | None = None
 
     def block(self, side: Side, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
@@ -166,6 +190,7 @@ class Router:
             cast=not self._in_place,
             same_processes=source.name == "source" and source.group is self._target.group,
             relays=self.relays,
+            most=None if self.exchange is None else self.exchange.most,
         )
         return Route(plan, orders, frozenset(sources), frozenset(targets))
 
@@ -181,10 +206,12 @@ def plan_orders(
     cast: bool = True,
     same_processes: bool = False,
     relays: bool = False,
+    most: int | None = None,
 ) -> tuple[TransferPlan, Orders]:
     """Return the plan from the nodes of the source to those of the target, and the orders with this number.
 
-    `choose` returns the transport of a pair of ranks; `cast` says whether the target can cast what travels.
+    `choose` returns the transport of a pair of ranks; `cast` says whether the target can cast what travels. `most` is
+    as for `make_orders`.
     """
     if wrong := check_dtypes(held, wanted, selection, cast=cast):
         others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
@@ -193,7 +220,7 @@ def plan_orders(
         held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
     )
     dtypes = {name: selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-    return plan, make_orders(number, plan, held, wanted, dtypes, choose, relays=relays)
+    return plan, make_orders(number, plan, held, wanted, dtypes, choose, relays=relays, most=most)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:

@@ -6,36 +6,28 @@ that a later attempt has superseded: a worker that was stopped and continues lat
 """
 
 import asyncio
-import inspect
 import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ray
-
-from .agent import explain_missing
+from .buckets import Place, Reader, offer_buckets
 from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
 from .entry import SHARED, note_weights
 from .faults import commit_fault
+from .holder import Holder
 from .nixl import Nixl
 from .segment import SharedMemory
 from .staging import find_digest, stage_whole
 from .store import ObjectStore
 from .tensors import (
-    check_tensors,
     check_writable,
-    describe,
     find_differing,
     finish,
     join_pieces,
-    library,
-    look,
-    overlap,
     part,
     resolve,
-    span,
 )
 from .transport import (
     Blocked,
@@ -50,18 +42,11 @@ from .transport import (
 )
 
 
-class End:
+class End(Holder):
     """One side of a link in one worker; its key is the link's id and the side."""
 
     def __init__(self, key: tuple[str, str]) -> None:
-        self._key = key
-        self._epoch = -1
-        self._values: Mapping[str, Any] = {}
-        self._marks: list[Any] = []
-        self._number = 0
-        self._described: list[tuple[Any, ...]] = []
-        self._orders: dict[str, Any] = {}
-        self._method: str | None = None  # returns the tensors of a target
+        super().__init__(key)
         # By source rank and channel, what this target rank wants.
         self._wanted: dict[tuple[int, int], list[Wanted]] = {}
         self._nixl = Nixl()
@@ -77,10 +62,8 @@ class End:
         # A method of the user's has run since the patches were compared with the tensors that they are for.
         self._prepared = False
         self._staged: tuple[int, int] | None = None
-        self._committed: tuple[int, int] | None = None
         self._torn = False
-        # The memory of the committed version, until another link overwrites it.
-        self._claimed: list[tuple[str, int, int]] = []
+        self._writing = False
         self._concurrent = False
 
     @property
@@ -107,12 +90,14 @@ class End:
         verify: bool,
         fresh: bool,
         delta: tuple[int, bool, bool] | None = None,
+        offer: tuple[Any, int, float] | None = None,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
         number `known`. Without orders, those that were given before hold; the number 0 stages nothing. `fresh` stages
-        into new memory, because a target may still read the old one. `delta` is as for `Base.follow`.
+        into new memory, because a target may still read the old one. `delta` is as for `Base.follow`. `offer` has the
+        board, the rank and the seconds for a transfer in buckets, which ends when the targets have read them.
         """
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
@@ -124,11 +109,13 @@ class End:
         if orders is not None:
             self._orders = orders
             for kind, transport in self._transports.items():
-                transport.keep_only([at for at, one in enumerate(orders["channels"]) if one["kind"] == kind])
+                kinds = [one["kind"] for one in orders["channels"]]
+                used = [at for at, one in enumerate(kinds) if one == kind]
+                transport.keep_only(used if offer is None else [0] * (kind in kinds))
         if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, epoch, verify, fresh, delta)
+            reply["staged"] = await self._in_thread(self._stage, epoch, verify, fresh, delta, offer)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -155,17 +142,45 @@ class End:
         staged: Mapping[int, Any],
         verify: bool,
         within_s: float,
+        take: tuple[Any, int, bool] | None = None,
     ) -> dict[str, Any]:
         """Map what the orders say, or get it from Ray's object store, and compare digests.
 
         Without orders, those that were given before hold. `staged` is the reply of each source rank, or a reference to
-        it, which is waited for.
+        it, which is waited for. `take` has the board and the rank for a transfer in buckets, and whether the tensors of
+        the target are read into later: then nothing is copied here.
         """
         if (late := self._enter(epoch)) is not None:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        return await self._in_thread(self._fetch_all, epoch, version, staged, verify, time.monotonic() + within_s)
+        args = epoch, version, staged, verify, time.monotonic() + within_s
+        return await self._in_thread(*((self._fetch_all, *args) if take is None else (self._take_all, *args, take)))
+
+    def _take_all(
+        self,
+        epoch: int,
+        version: int,
+        tasks: Mapping[int, Any],
+        verify: bool,
+        deadline: float,
+        take: tuple[Any, int, bool],
+    ) -> dict[str, Any]:
+        """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
+        self._staged, in_place = None, take[2]
+        reader = self._make_reader(epoch, tasks, verify, deadline, *take[:2])
+        if in_place:
+            return reader.look()
+        reply, pieces = reader.copy()
+        if "bytes" in reply and epoch == self._epoch:
+            self._pieces, self._changes, self._staged = pieces, [], (epoch, version)
+        return reply
+
+    def _make_reader(
+        self, epoch: int, tasks: Mapping[int, Any], verify: bool, deadline: float, board: Any, rank: int
+    ) -> Reader:
+        args = self._tools(), self._orders, self._wanted, self._transports, tasks, verify, deadline
+        return Reader(Place(board, epoch, rank), *args)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
@@ -173,7 +188,16 @@ class End:
             self._prepared = True
             await self._call(worker, method)
 
-    async def _commit(
+    async def _commit(self, worker: Any, epoch: int, version: int, *args: Any) -> dict[str, Any]:
+        """Put the version into place; then no source rank waits for this one any more."""
+        try:
+            return await self._put_version(worker, epoch, version, *args)
+        finally:
+            if (reading := args[-1]) is not None and reading[-1] is not None:
+                board, rank, _ = reading[-1]
+                board.leave.remote(epoch, rank)
+
+    async def _put_version(
         self,
         worker: Any,
         epoch: int,
@@ -204,7 +228,12 @@ class End:
             there = bool(self._values or not self._marks) and self._has_orders(*reading[:2])
         if not there:
             return {"missing": True}
-        began, writing, reply = time.monotonic(), False, dict[str, Any]()
+        began, self._writing, reply = time.monotonic(), False, dict[str, Any]()
+
+        def begin() -> None:
+            self._writing, self._committed = True, None
+            reply["overwritten"] = self._claim(apply)
+
         try:
             commit_fault(self._key[1], "commit")
             await self._call(worker, before)
@@ -212,19 +241,19 @@ class End:
             finish(self._values.values())
             if self._prepared or before is not None:
                 check_changes(self._tools(), self._orders, self._tensors(), self._changes)
-            writing, self._committed = True, None
-            reply["overwritten"] = self._claim(apply)
             if reading is None:
+                begin()
                 await self._put(apply, worker, chunk_bytes)
             else:
-                reply |= await self._in_thread(self._read_in_place, epoch, version, *reading[2:])
+                reply |= await self._in_thread(self._read_in_place, epoch, version, begin, *reading[2:])
             finish(self._values.values())
-            writing = False
+            self._writing = False
             self._torn, self._committed = False, (epoch, version)
             await self._call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
-            self._torn = self._torn or writing
-            return {**reply, **describe_error(error), "torn": writing, "done": self._committed == (epoch, version)}
+            self._torn = self._torn or self._writing
+            done = self._committed == (epoch, version)
+            return {**reply, **describe_error(error), "torn": self._writing, "done": done}
         finally:
             note_weights(self.held)
             self._drop()
@@ -247,100 +276,28 @@ class End:
         shared: Any = sys.modules[SHARED]
         shared.ends.pop(self._key, None)
 
-    def _enter(self, epoch: int) -> dict[str, Any] | None:
-        """Note the attempt; return the reply to a superseded one."""
-        if epoch < self._epoch:
-            return {"superseded": self._epoch}
-        self._epoch = epoch
-        return None
-
     async def _in_thread(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run what blocks: in a thread where other methods may run beside it."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
-    async def _call(self, worker: Any, method: str | None, *args: Any) -> Any:
-        """Call a method of the user's, of any kind; nothing if there is no name."""
-        result = getattr(worker, method)(*args) if method is not None else None
-        while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
-            result = await result
-        return result
-
-    async def _collect(self, worker: Any, epoch: int, method: str, known: int) -> dict[str, Any]:
-        commit_fault(self._key[1], "collect")
-        values = await self._call(worker, method)
-        if epoch < self._epoch:  # the method has let another attempt pass
-            return {"superseded": self._epoch}
-        if wrong := self._look(values, method):
-            return {"number": self._number, "refused": wrong}
-        if self._number == known:
-            return {"number": known, "tensors": None}
-        return {"number": self._number, "tensors": self._described, "lacks": {"nixl": explain_missing()}}
-
-    def _look(self, values: Any, method: str) -> list[tuple[str, str]]:
-        """Note the tensors that a method has returned; if some are refused, return their names and the reasons."""
-        try:
-            looked = {name: look(value) for name, value in values.items()}
-        except (AttributeError, TypeError, ValueError):
-            looked = {}  # `check_tensors` says what is wrong
-        marks = [(name, mark) for name, (mark, _) in looked.items()]
-        if not marks or marks != self._marks:
-            if wrong := check_tensors(values, method):
-                return wrong
-            # Only the storage may have changed, of which the driver knows nothing.
-            described = [(name, *describe(value)) for name, value in values.items()]
-            if described != self._described or not self._number:
-                self._number, self._described = self._number + 1, described
-            self._marks = marks
-        self._values = {name: local for name, (_, local) in looked.items()}
-        return []
-
-    async def _look_again(self, worker: Any) -> None:
-        """Note the tensors that the target holds now; `before` may have replaced those that were collected.
-
-        Raises:
-            ValueError: what has been staged does not fit them.
-        """
-        if self._method is None:
-            return
-        names = self._orders["names"]
-        expected = {one[0]: one[1:-1] for one in self._described if one[0] in names}  # on any device
-        wrong = dict(self._look(await self._call(worker, self._method), self._method))
-        wrong = wrong or {name: why for name, why in check_writable(self._values) if name in names}
-        found = {one[0]: one[1:-1] for one in self._described}
-        wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
-        if wrong:
-            raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
-
-    def _claim(self, apply: str | None) -> list[str]:
-        """Note what this end overwrites; return the ids of the links whose tensors are among that.
-
-        What a method of the user's takes is known by its name and the names of the tensors.
-        """
-        names = self._orders["names"]
-        if apply is not None:
-            self._claimed = [(f"{apply} {name}", 0, 1) for name in names]
-        else:
-            own = (one for one in map(self._values.get, names) if one is not None and 0 not in one.shape)
-            self._claimed = [span(self._tools(), one) for one in own]
-        lost = []
-        shared: Any = sys.modules[SHARED]
-        for (link, _), end in shared.ends.items():
-            if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
-                end._claimed, end._committed = [], None  # noqa: SLF001
-                lost.append(link)
-        return lost
-
-    def _tools(self) -> Any:
-        return library(self._orders["library"])
-
-    def _tensors(self) -> list[Any]:
-        """Return the tensors by their numbers in the orders; None for those that this rank does not hold."""
-        return [self._values.get(name) for name in self._orders["names"]]
-
-    def _stage(self, epoch: int, verify: bool, fresh: bool, delta: tuple[int, bool, bool] | None) -> dict[str, Any]:
+    def _stage(
+        self,
+        epoch: int,
+        verify: bool,
+        fresh: bool,
+        delta: tuple[int, bool, bool] | None,
+        offer: tuple[Any, int, float] | None,
+    ) -> dict[str, Any]:
         """Make what others need available to them: whole tensors, or what has changed in them."""
         tools, orders, tensors = self._tools(), self._orders, self._tensors()
         finish(self._values.values())
+        pieces = orders["held"] if verify else ()
+        held = {key: find_digest(tools, orders, tensors, at, box) for key, at, box, _ in pieces}
+        if offer is not None:
+            board, rank, within_s = offer
+            place, deadline = Place(board, epoch, rank), time.monotonic() + within_s
+            args = place, tools, orders, tensors, self._transports, held, verify, deadline
+            return {"channels": offer_buckets(*args)}
         reason, channels = self._base.follow(tools, orders, tensors, epoch, delta, verify)
         if channels:
             for transport in self._transports.values():
@@ -348,9 +305,7 @@ class End:
         else:
             channels = stage_whole(tools, orders, tensors, self._transports, verify, fresh)
         reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}
-        if verify:
-            reply["held"] = {key: find_digest(tools, orders, tensors, at, box) for key, at, box, _ in orders["held"]}
-        return reply
+        return {**reply, "held": held} if verify else reply
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
@@ -368,11 +323,22 @@ class End:
         return bool(orders["id"] == order_id)
 
     def _read_in_place(
-        self, epoch: int, version: int, staged: Mapping[int, Any], verify: bool, within_s: float
+        self,
+        epoch: int,
+        version: int,
+        begin: Callable[[], None],
+        staged: Mapping[int, Any],
+        verify: bool,
+        within_s: float,
+        take: tuple[Any, int, bool] | None,
     ) -> dict[str, Any]:
-        """Read what the orders say into the tensors of the target; if this raises, some may be overwritten."""
-        tools, tensors = self._tools(), self._tensors()
-        reply = self._fetch_all(epoch, version, staged, verify, time.monotonic() + within_s, tensors)
+        """Read what the orders say into the tensors of the target, and call `begin` before some are overwritten."""
+        tools, tensors, deadline = self._tools(), self._tensors(), time.monotonic() + within_s
+        if take is None:
+            begin()
+            reply = self._fetch_all(epoch, version, staged, verify, deadline, tensors)
+        else:
+            reply = self._make_reader(epoch, staged, verify, deadline, *take[:2]).read_into(tensors, begin)
         if "bytes" not in reply:
             raise RuntimeError(explain_failure(reply))
         tools.copy_all((part(tensors[at], box), value) for at, box, value in self._local)

@@ -17,6 +17,9 @@ from typing import Any
 
 from .transport import Wanted
 
+# Bytes of a tensor that are copied at a time where only its digest is wanted.
+SLAB_BYTES = 1 << 20
+
 
 class NumpyLibrary:
     """Operations on numpy arrays."""
@@ -328,7 +331,22 @@ def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
 
 def digest(tools: Any, tensor: Any, dtype: str) -> int:
     """Return the crc32 of a tensor's bytes, in order, as they travel."""
-    return zlib.crc32(as_bytes(tools, tensor, dtype))
+    found = 0
+    for slab in _find_slabs(tools, tensor, dtype):
+        found = zlib.crc32(as_bytes(tools, slab, dtype), found)
+    return found
+
+
+def _find_slabs(tools: Any, tensor: Any, dtype: str) -> Iterator[Any]:
+    """Yield a tensor in parts that follow each other, of which a copy takes little memory."""
+    length, rows = nbytes(tools, tensor.shape, dtype), tensor.shape[0] if tensor.ndim else 1
+    if length <= SLAB_BYTES or (tools.dtype_name(tensor) == dtype and tools.as_buffer(tensor) is not None):
+        yield tensor
+        return
+    step = rows * SLAB_BYTES // length
+    for begin in range(0, rows, max(1, step)):
+        slab = tensor[begin : begin + max(1, step)]
+        yield from [slab] if step else _find_slabs(tools, slab[0], dtype)
 
 
 def find_differing(
