@@ -220,7 +220,7 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
         assert (done.returncode, done.stderr) == (0, "")
         check_trace(json.loads((tmp_path / "trace.json").read_text()), running=4)
         assert run("top", "-n", "2", "--interval", "0.1", "--group", "policy").stdout.count("4 busy") == 2
-        shown = run("top", "-n", "1").stdout  # the driver, and each group
+        shown = run("top", "-n", "1", "--timeout", "60").stdout  # the driver, and each group
         assert re.search(r"^driver ", shown, re.MULTILINE), shown
         assert ("4 busy" in shown, "Policy" in shown.partition("4 busy")[0]) == (True, False)
 
