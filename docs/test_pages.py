@@ -113,6 +113,8 @@ TEXTS = {
     "from nemo_rl.distributed.named_sharding import NamedSharding": "a program of NeMo RL",
     "PlacementTimeoutError: Waited 1.0 s:": "the refusal in placement's README",
     "TPU slices": "the output of a command line, in tpu-executor's README",
+    "actor_rollout_ref.rollout.checkpoint_engine:": "the configuration of verl, as in packages/transfer/tests/seams",
+    "policy.generation.refit_transport:": "the configuration of NeMo RL, as in packages/transfer/tests/seams",
     "HANGS     rank 2 of WorkerDict": "what `why` says of the job like_verl, which integration-tests/inspect runs",
     "HANGS     rank 2 of Trainer": "what `why` says of the job skipped, which integration-tests/inspect runs",
 }
