@@ -18,12 +18,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 
 import fairlead_venvs
+from fairlead_placement import init_ray
 
 DOCS = Path(__file__).parent
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -53,13 +56,20 @@ def names(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(DOCS)) for page in pages]
 
 
-RUNNABLE = [page for page in PAGES if any(block.why_not is None for block in blocks(page))]
+# Each of its blocks raises an error.
+ERRORS = DOCS / "troubleshooting.md"
+RUNNABLE = [page for page in PAGES if page != ERRORS and any(block.why_not is None for block in blocks(page))]
 
 
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("page", RUNNABLE, ids=names(RUNNABLE))
 def test_examples(page, tmp_path):
     """The python blocks of a page run, one after the other, and what the page promises holds."""
+    run_alone(page, tmp_path)
+
+
+def run_alone(page: Path, tmp_path: Path) -> None:
+    """Run the blocks of a page in a process of their own."""
     with socket.create_server(("", 0)) as free:
         port = str(free.getsockname()[1])
     own = {"RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(tmp_path / "venvs"), "COORD_PORT": port}
@@ -244,8 +254,7 @@ def texts_of(folder: Path) -> list[str]:
 
 def test_every_error_has_an_entry():
     """Troubleshooting has an entry for each public error, with a cause, a remedy, and messages that the code has."""
-    page, errors = read("troubleshooting.md"), public_errors()
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    page, errors, sections = read(ERRORS.name), public_errors(), sections_of_errors()
     assert list(sections) == sorted(errors)
     assert re.findall(r"^\[(\w+)\]\(#", page, re.MULTILINE) == sorted(errors)
     for name, section in sections.items():
@@ -256,6 +265,21 @@ def test_every_error_has_an_entry():
             # A package above may raise the error too.
             texts = (text for folder in (errors[name], *PACKAGES) for text in texts_of(folder))
             assert any(has_message(text, message) for text in texts), f"{name}: {message}"
+
+
+@pytest.mark.timeout(330)
+def test_every_error_is_raised(tmp_path):
+    """The example of each entry of Troubleshooting raises its error, at the line that says so; else a test does."""
+    for name, section in sections_of_errors().items():
+        reason = re.search(r"^<!-- no example: (.+) -->$", section, re.MULTILINE)
+        assert bool(reason) is not ("```python" in section), name
+        if reason is not None and (needs := reason[1]) != "it is a base class":
+            assert name in (DOCS.parent / needs.rpartition("; ")[2]).read_text(encoding="utf-8"), name
+    run_alone(ERRORS, tmp_path)
+
+
+def sections_of_errors() -> dict[str, str]:
+    return dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", read(ERRORS.name), re.MULTILINE | re.DOTALL))
 
 
 def test_every_variable_is_listed():
@@ -353,5 +377,31 @@ def run(page: Path) -> None:
         compare(block.shown, printed.getvalue())
 
 
+def run_errors() -> None:
+    """Run each example of Troubleshooting; those that need a Ray share one."""
+    examples = {re.findall(r"# raises (\w+)$", block.code, re.MULTILINE)[0]: block for block in blocks(ERRORS)}
+    needs_ray = {name: bool(re.search(r"init_ray\(\)|launch\(", block.code)) for name, block in examples.items()}
+    for name in sorted(examples, key=lambda name: needs_ray[name]):
+        block, before = examples[name], dict(os.environ)
+        if needs_ray[name] and not ray.is_initialized():
+            init_ray(address="local", num_cpus=4)
+        (line,) = [at for at, text in enumerate(block.code.splitlines(), 1) if text.endswith(f"# raises {name}")]
+        try:
+            exec(compile(block.code, name, "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+            if (type(error).__name__, at[:1]) != (name, [line]):
+                raise AssertionError(f"the example of {name} raises {type(error).__name__} in line {at}") from error
+        else:
+            raise AssertionError(f"the example of {name} raises nothing")
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    chosen = Path(sys.argv[1])
+    if chosen == ERRORS:
+        run_errors()
+    else:
+        run(chosen)
