@@ -281,7 +281,8 @@ def soak(session: nox.Session) -> None:
         with contextlib.suppress(CommandFailed):  # without a wheel of NIXL, the tests that need it are skipped
             install(session, package("transfer", "[nixl]"))
         faults = {**RAY_ENV, "FAIRLEAD_FAULTS": "20"}
-        tests = "packages/transfer/tests/ray/test_faults.py", f"{MULTIHOST}/test_transfer.py"
+        tests = [f"packages/transfer/tests/ray/test_{name}.py" for name in ("faults", "bounded")]
+        tests.append(f"{MULTIHOST}/test_transfer.py")
         session.run("pytest", *tests, "-s", "--timeout=1200", env=faults)
 
 
@@ -309,7 +310,8 @@ def interop(session: nox.Session) -> None:
     whole += [f"transfer/tests/ray/test_{name}.py" for name in ("torch_groups", "adapters")]
     session.run("pytest", *map(package, whole), *session.posargs, env=RAY_ENV)
     parts = [f"placement/tests/ray/test_{name}.py" for name in ("ports",)]
-    parts += ["inspect/tests/ray/test_watch.py", "transfer/tests/ray/test_environments.py"]
+    parts += ["inspect/tests/ray/test_watch.py"]
+    parts += [f"transfer/tests/ray/test_{name}.py" for name in ("environments", "bounded")]
     env = {**RAY_ENV, **UV_ENV}
     session.run("pytest", *map(package, parts), "-k", "torch", *session.posargs, env=env)
     session.run(

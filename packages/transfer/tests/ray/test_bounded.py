@@ -86,6 +86,7 @@ class Model:
 )
 def test_every_bit(slots, library, ranks, cases):
     """Each tensor arrives bit by bit, also one larger than the bound, strided, cast, or split unevenly."""
+    pytest.importorskip(library)
     train, serve = (NamedSharding.from_shape(tp=count) for count in ranks)
     taken = slots[4 : 4 + ranks[0]], slots[6 : 6 + ranks[1]]
     with (

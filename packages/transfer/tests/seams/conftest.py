@@ -14,6 +14,8 @@ SHARED = Path(__file__).parents[3] / "rollouts/tests/seams/conftest.py"
 @pytest.fixture(scope="session")
 def seams():
     """The functions that import one module of a framework, which the tests of fairlead-rollouts have."""
+    if not SHARED.is_file():
+        pytest.skip("the tests of fairlead-rollouts are not here: `nox -s seams` runs both")
     spec = importlib.util.spec_from_file_location("fairlead_seams", SHARED)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
