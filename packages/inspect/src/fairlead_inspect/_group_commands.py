@@ -143,7 +143,7 @@ def look_live(options: argparse.Namespace) -> tuple[frozenset[str], Picture]:
         most = max(1, view.rows // max(1, len(seen)))
         return Group(*(draw_status(one, every=options.all, most_rows=most) for one in seen))
 
-    return frozenset(member.actor_id for group in groups for member in group.members), draw
+    return _actors_of(groups), draw
 
 
 def print_stacks(options: argparse.Namespace, output: Output) -> int:
@@ -187,7 +187,11 @@ def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[fl
 
 def find_actors() -> frozenset[str]:
     """Return the ids of the actors of all groups, which this source judges by what their workers record."""
-    return frozenset(one.actor_id for group in find_groups() for one in group.members)
+    return _actors_of(find_groups())
+
+
+def _actors_of(groups: Sequence[RegisteredGroup]) -> frozenset[str]:
+    return frozenset(one.actor_id for group in groups for one in group.members)
 
 
 def report(options: argparse.Namespace) -> Report:

@@ -295,7 +295,7 @@ class Endpoint:
 
         Args:
             orders: those of this target.
-            staged: what the sources have staged; all of one version.
+            staged: the pieces that the sources have staged, all of one version.
             timeout: seconds until pieces in Ray's object store must have arrived.
 
         Raises:
