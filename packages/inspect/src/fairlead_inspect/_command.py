@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import ray
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -24,7 +23,7 @@ from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._job_trace import make_job_trace
 from ._live import Picture, View, show_live
 from ._model import Snapshot
-from ._ray_private import find_token, read_spans
+from ._ray_private import read_spans
 from ._report import draw_report
 from ._show import (
     NO_JOB,
@@ -85,15 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _attach(address: str, timeout_s: float | None) -> Iterator[None]:
-    """Attach to a cluster. If it wants a token, try again with that of the user, as Ray does where it finds one."""
     with contextlib.ExitStack() as stack:
         with _show_wait("Attaching to the cluster"):
-            try:
-                stack.enter_context(attach(address, timeout_s=timeout_s))
-            except PlacementError as error:
-                if not isinstance(error.__cause__, ray.exceptions.AuthenticationError) or not find_token():
-                    raise
-                stack.enter_context(attach(address, timeout_s=timeout_s))
+            stack.enter_context(attach(address, timeout_s=timeout_s))
         yield
 
 

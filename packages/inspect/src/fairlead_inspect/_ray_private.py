@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -277,21 +276,6 @@ def write_bundles(bundles: Iterable[Mapping[str, float]]) -> str:
     """
     texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(one.items())) for one in bundles]
     return "; ".join(f"{count} x {text}" for text, count in Counter(texts).items())
-
-
-def find_token() -> bool:
-    """Turn token authentication on if the user has a token and has not configured the authentication; return whether.
-
-    Reason: with a named address Ray needs RAY_AUTH_MODE, and reads it only once, when it is imported.
-    Fallback: False, and the user has to set that variable.
-    """
-    if "RAY_AUTH_MODE" in os.environ:
-        return False
-    try:
-        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-    except ImportError:
-        return False
-    return bool(maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 
 
 def _accessor() -> Any:

@@ -121,15 +121,26 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`.
+    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`. With
+    `private`, for commands, it may be the Ray of another program, and if a cluster that was named wants a token, that
+    of the user is taken, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     target = find_target(named, private=private)
     if target is None:
         return None
     address = target.address
+
+    def connect(*, find_token: bool) -> None:
+        start(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
+
     try:
-        start(functools.partial(connect_to_head, address, find_token=not target.is_named)).result(within_s)
+        try:
+            connect(find_token=not target.is_named)
+        except ray.exceptions.AuthenticationError:
+            if not (private and target.is_named):
+                raise
+            connect(find_token=True)
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(

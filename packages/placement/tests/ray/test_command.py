@@ -95,7 +95,7 @@ def test_wrong_address(address):
 
 
 def test_token(start_script, tmp_path):
-    """Without the cluster's token, or with another one, the error says what to set."""
+    """The user's token is found for a named address. Without it, or with another one, the error says what to set."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
     server = start_script(
         """
@@ -106,11 +106,23 @@ def test_token(start_script, tmp_path):
         **token,
     )
     address = server.line()
-    for env in ({}, {"RAY_AUTH_TOKEN": "fedcba9876543210" * 4}):
-        done = run("nodes", "--address", address, RAY_AUTH_MODE="token", HOME=str(tmp_path), **env)
+    command = [sys.executable, "-m", "fairlead_placement", "nodes", "--address", address]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+
+    def nodes(**env):
+        env = {**clean, "HOME": str(tmp_path), **env}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    for env in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "fedcba9876543210" * 4}):
+        done = nodes(**env)
         assert (done.returncode, done.stdout) == (3, "")
         assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in done.stderr
         assert "Traceback" not in done.stderr
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(token["RAY_AUTH_TOKEN"])
+    done = nodes()
+    assert done.returncode == 0, done.stderr
+    assert nodes(RAY_AUTH_MODE="disabled").returncode == 3
 
 
 def test_interrupt(address):

@@ -14,6 +14,7 @@ import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
 from fairlead_placement._discovery import Target, find_target, local_tag
+from fairlead_placement._init import attach_to
 from fairlead_placement._ray_private import Raylet
 
 
@@ -193,6 +194,33 @@ def test_terminal(monkeypatch, listening):
     logging.getLogger("fairlead_placement._init").manager._clear_cache()
     init_ray(address=listening[0])
     assert terminal.getvalue().count("Attached") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "private", "tries"),
+    [("argument", True, [False, True]), ("argument", False, [False]), ("file", True, [True])],
+    ids=["a command", "a program", "found"],
+)
+def test_the_token_of_the_user(monkeypatch, listening, announce, how, private, tries):
+    """A command takes the user's token for a named cluster that wants one. A program says so by RAY_AUTH_MODE."""
+    tried = []
+
+    def connect(address, find_token):
+        tried.append(find_token)
+        if not find_token:
+            raise ray.exceptions.AuthenticationError("no token")
+
+    monkeypatch.setattr(ray, "init", lambda **options: "context")
+    monkeypatch.setattr("fairlead_placement._init.connect_to_head", connect)
+    if how == "file":
+        announce(listening[0])
+    named = listening[0] if how == "argument" else "auto"
+    if tries[-1]:
+        assert attach_to(named, private=private) == "context"
+    else:
+        with pytest.raises(PlacementError, match="wants a token"):
+            attach_to(named, private=private)
+    assert tried == tries
 
 
 @pytest.fixture
