@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fairlead_transfer._remote import delta
 from fairlead_transfer._remote.delta import Base, Unpatched, fetch_patches
+from fairlead_transfer._remote.staging import Context
 from fairlead_transfer._remote.tensors import library
 
 DTYPES = "uint8", "bool", "float16", "float32", "int64", "complex64", "complex128"
@@ -43,14 +44,18 @@ class Pair:
         self.sent = {**self.orders, "channels": [{"pieces": pieces}]}
         self.ordered = [(at, box, at, None) for at, box in pieces]
         self.base, self.epoch, self.in_blocks = Base(), 0, in_blocks
-        self.base.keep(self.tools, self.sent, tensors, 0, in_blocks)
+        self.base.keep(self.read(), 0, in_blocks)
+
+    def read(self):
+        return Context(self.tools, self.sent, self.tensors, {})
 
     def send(self, verify=False):
         """Bring the changes to the target; return the bytes that travelled, and the part that has changed."""
         assert not self.base.explain_whole(self.sent, self.epoch, self.in_blocks)
         self.epoch += 1
-        (channel,) = self.base.stage(self.tools, self.sent, self.tensors, self.epoch, verify)
-        saved, pieces, changes = fetch_patches(self.tools, self.orders, channel, self.ordered, self.target, 0.0)
+        (channel,) = self.base.stage(self.read(), self.epoch, verify)
+        context = Context(self.tools, self.orders, self.target, {})
+        saved, pieces, changes = fetch_patches(context, channel, self.ordered, 0.0)
         for at, box, value in pieces:
             self.tools.copy(self.target[at][box] if self.target[at].ndim else self.target[at].reshape(1), value)
         for at, box, where, values, _ in changes:
@@ -158,7 +163,7 @@ def test_reasons_for_whole_tensors():
     assert not pair.base.explain_whole({**same, "id": 2}, 0, False)
     for orders, since, in_blocks in ((other, 0, False), (same, 1, False), (same, 0, True), (same, -1, False)):
         assert "keeps no copy" in pair.base.explain_whole(orders, since, in_blocks)
-    assert pair.base.follow(pair.tools, same, pair.tensors, 1, None, False) == ("", [])
+    assert pair.base.follow(pair.read(), 1, None, False) == ("", [])
     assert "keeps no copy" in pair.base.explain_whole(same, 0, False)
 
 

@@ -320,7 +320,8 @@ def reader(values):
     ends = Ends(sources, zeros(sources), transport="nixl")
     ends.send(0)
     staged = ends.stage()[0]["staged"]["channels"][0]["staged"]
-    (wanted,) = vars(ends.ends["target", 0])["_wanted"].values()
+    ((ordered,),) = (one.values() for one in vars(ends.ends["target", 0])["_orders"]["sources"].values())
+    wanted = [one for *_, one in ordered]
     nixl = Nixl()
     arguments = library("numpy"), 0, 0, staged, wanted, 1
     nixl.fetch(*arguments, time.monotonic() + 30)

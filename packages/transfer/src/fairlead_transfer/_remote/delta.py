@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import ray
 
-from .staging import find_digest
-from .tensors import as_bytes, digest, nbytes, part, span
+from .staging import Context
+from .tensors import as_bytes, digest, nbytes, span
 from .transport import fetch_stored
 
 # Elements in a row that may travel as one: the choice is what takes the fewest bytes.
@@ -130,31 +130,19 @@ class Base:
         self._kept: list[list[_Copy | _Digests]] = []  # by channel and piece
 
     def follow(
-        self,
-        tools: Any,
-        orders: Mapping[str, Any],
-        tensors: Sequence[Any],
-        epoch: int,
-        delta: tuple[int, bool, bool] | None,
-        verify: bool,
+        self, context: Context, epoch: int, delta: tuple[int, bool, bool] | None, verify: bool
     ) -> tuple[str, list[dict[str, Any]]]:
         """Keep what is sent now; return why it has to travel as a whole, or the channels of what has changed.
 
-        Args:
-            tools: the library of the tensors.
-            orders: of this source rank.
-            tensors: all that this rank holds, by the numbers in the orders.
-            epoch: of this attempt.
-            delta: the epoch of the version that all targets hold; whether digests of blocks are kept and no copy; and
-                whether targets compare the digests of pieces that have not changed, too. None keeps nothing.
-            verify: the same as the last one.
+        `delta` has the epoch of the version that all targets hold; whether digests of blocks are kept and no copy; and
+        whether targets compare the digests of pieces that have not changed, too, as with `verify`. None keeps nothing.
         """
-        reason = "" if delta is None else self.explain_whole(orders, *delta[:2])
+        reason = "" if delta is None else self.explain_whole(context.orders, *delta[:2])
         if delta is not None and not reason:
-            return "", self.stage(tools, orders, tensors, epoch, verify or delta[2])
+            return "", self.stage(context, epoch, verify or delta[2])
         self.epoch, self._kept = -1, []
         if delta is not None and not lacks_numpy():
-            self.keep(tools, orders, tensors, epoch, delta[1])
+            self.keep(context, epoch, delta[1])
         return reason, []
 
     def explain_whole(self, orders: Mapping[str, Any], since: int, in_blocks: bool) -> str:
@@ -165,27 +153,23 @@ class Base:
             return "it keeps no copy of the version that the targets hold"
         return ""
 
-    def keep(self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, in_blocks: bool) -> None:
+    def keep(self, context: Context, epoch: int, in_blocks: bool) -> None:
         """Keep what is sent as a whole now."""
-        self.epoch, self._pieces, self._in_blocks = epoch, _find_pieces(orders), in_blocks
+        self.epoch, self._pieces, self._in_blocks = epoch, _find_pieces(context.orders), in_blocks
         kind = _Digests if in_blocks else _Copy
-        self._kept = [
-            [kind(_read(tools, tensors[at], box, orders["dtypes"][at])) for at, box in channel["pieces"]]
-            for channel in orders["channels"]
-        ]
+        channels = context.orders["channels"]
+        self._kept = [[kind(_read(context, *piece)) for piece in channel["pieces"]] for channel in channels]
 
-    def stage(
-        self, tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], epoch: int, verify: bool
-    ) -> list[dict[str, Any]]:
+    def stage(self, context: Context, epoch: int, verify: bool) -> list[dict[str, Any]]:
         """Store what has changed in each channel, and keep the present state."""
         # Until all is kept: what fails in between leaves nothing to compare with.
         since, self.epoch = self.epoch, -1
         channels = []
-        for channel, pieces in zip(orders["channels"], self._kept, strict=True):
+        for channel, pieces in zip(context.orders["channels"], self._kept, strict=True):
             patches: list[Patch | None] = []
             gaps, values, changed, elements = bytearray(), bytearray(), 0, 0
-            for kept, (at, box) in zip(pieces, channel["pieces"], strict=True):
-                now = _read(tools, tensors[at], box, orders["dtypes"][at])
+            for kept, piece in zip(pieces, channel["pieces"], strict=True):
+                now = _read(context, *piece)
                 where = kept.find_changed(now)
                 elements += now.size
                 changed += min(now.size, len(where) * kept.least)
@@ -211,10 +195,10 @@ def _find_pieces(orders: Mapping[str, Any]) -> Any:
     return orders["names"], orders["dtypes"], [channel["pieces"] for channel in orders["channels"]]
 
 
-def _read(tools: Any, tensor: Any, box: tuple[slice, ...], dtype: str) -> Any:
+def _read(context: Context, at: int, box: tuple[slice, ...]) -> Any:
     """Return the elements of a piece as they travel, as whole numbers: equal means equal in each bit."""
-    np = _numpy()
-    value, itemsize = part(tensor, box), nbytes(tools, (), dtype)
+    np, tools, dtype = _numpy(), context.tools, context.orders["dtypes"][at]
+    value, itemsize = context.part(at, box), nbytes(tools, (), dtype)
     kind = f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
     address, strides, device = tools.memory(value)
     if device != "cpu" or tools.dtype_name(value) != dtype or 0 in value.shape:
@@ -278,12 +262,7 @@ class Unpatched(Exception):
 
 
 def fetch_patches(
-    tools: Any,
-    orders: Mapping[str, Any],
-    channel: Mapping[str, Any],
-    ordered: Sequence[Any],
-    tensors: Sequence[Any],
-    deadline: float,
+    context: Context, channel: Mapping[str, Any], ordered: Sequence[Any], deadline: float
 ) -> tuple[int, list[Any], list[Change]]:
     """Get the patches of a channel, and compare what this target rank holds with what they are for.
 
@@ -294,7 +273,8 @@ def fetch_patches(
         Unpatched: the tensors are not what they were when the version was committed.
         Late, Lost: the patches did not come.
     """
-    parts = [(at, box, patch, part(tensors[at], box)) for at, box, patch, _ in ordered]
+    tools, orders = context.tools, context.orders
+    parts = [(at, box, patch, context.part(at, box)) for at, box, patch, _ in ordered]
     saved = sum(nbytes(tools, value.shape, orders["dtypes"][at]) for at, _, _, value in parts)
     if channel["patch"] is None:
         return saved, [], []
@@ -325,19 +305,19 @@ def fetch_patches(
     return saved, pieces, changes
 
 
-def check_changes(tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], changes: Sequence[Change]) -> None:
+def check_changes(context: Context, changes: Sequence[Change]) -> None:
     """Refuse patches of tensors that a method of the user's has changed since they were fetched.
 
     Raises:
         ValueError: one is not what its patch is for.
     """
     for at, box, _, _, before in changes:
-        if find_digest(tools, orders, tensors, at, box) != before:
-            name = orders["names"][at]
+        if context.digest(at, box) != before:
+            name = context.orders["names"][at]
             raise ValueError(f"before_commit has changed {name!r}; send the version again without delta=")
 
 
-def apply_changes(tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], changes: Sequence[Change]) -> None:
+def apply_changes(context: Context, changes: Sequence[Change]) -> None:
     """Overwrite what has changed in the tensors of a target."""
     for at, box, where, values, _ in changes:
-        tools.scatter(part(tensors[at], box), where, values, orders["dtypes"][at])
+        context.tools.scatter(context.part(at, box), where, values, context.orders["dtypes"][at])

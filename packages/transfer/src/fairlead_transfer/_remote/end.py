@@ -9,26 +9,20 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .buckets import Place, Reader, offer_buckets
+from .collection import Collection, call
 from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
 from .entry import SHARED, note_weights
 from .faults import commit_fault
-from .holder import Holder
 from .nixl import Nixl
+from .reading import explain, fetch_channel, find_differing
 from .segment import SharedMemory
-from .staging import find_digest, stage_whole
+from .staging import Context, stage_channel
 from .store import ObjectStore
-from .tensors import (
-    check_writable,
-    find_differing,
-    finish,
-    join_pieces,
-    part,
-    resolve,
-)
+from .tensors import check_writable, finish, join_pieces, library, overlap, part, span
 from .transport import (
     Blocked,
     Late,
@@ -42,13 +36,18 @@ from .transport import (
 )
 
 
-class End(Holder):
+class End:
     """One side of a link in one worker; its key is the link's id and the side."""
 
     def __init__(self, key: tuple[str, str]) -> None:
-        super().__init__(key)
-        # By source rank and channel, what this target rank wants.
-        self._wanted: dict[tuple[int, int], list[Wanted]] = {}
+        self._key = key
+        self._epoch = -1
+        self._collection = Collection()
+        self._orders: dict[str, Any] = {}
+        self._method: str | None = None  # returns the tensors of a target
+        self._committed: tuple[int, int] | None = None
+        # The memory of the committed version, until another link overwrites it.
+        self._claimed: list[tuple[str, int, int]] = []
         self._nixl = Nixl()
         self._transports: dict[str, Transport] = {
             "shared_memory": SharedMemory(),
@@ -79,6 +78,24 @@ class End(Holder):
             return self._close()
         return getattr(self, f"_{operation}")(worker, *args)
 
+    def _enter(self, epoch: int) -> dict[str, Any] | None:
+        """Note the attempt; return the reply to a superseded one."""
+        if epoch < self._epoch:
+            return {"superseded": self._epoch}
+        self._epoch = epoch
+        return None
+
+    async def _collect(self, worker: Any, epoch: int, method: str, known: int) -> dict[str, Any]:
+        commit_fault(self._key[1], "collect")
+        values = await call(worker, method)
+        # The method may have let another attempt pass.
+        return self._enter(epoch) or self._collection.note(values, method, known)
+
+    def _context(self) -> Context:
+        """Return the tensors by their numbers in the orders; None for those that this rank does not hold."""
+        values, orders = self._collection.values, self._orders
+        return Context(library(orders["library"]), orders, list(map(values.get, orders["names"])), self._transports)
+
     async def _source(
         self,
         worker: Any,
@@ -102,9 +119,9 @@ class End(Holder):
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
             return late
-        reply: dict[str, Any] = {"number": self._number}
+        reply: dict[str, Any] = {"number": self._collection.number}
         reply |= {} if method is None else await self._collect(worker, epoch, method, known)
-        self._values = {name: resolve(local) for name, local in self._values.items()}
+        self._collection.resolve()
         reply["collect_s"] = time.monotonic() - began
         if orders is not None:
             self._orders = orders
@@ -112,7 +129,8 @@ class End(Holder):
                 kinds = [one["kind"] for one in orders["channels"]]
                 used = [at for at, one in enumerate(kinds) if one == kind]
                 transport.keep_only(used if offer is None else [0] * (kind in kinds))
-        if order_id and self._orders.get("id") == order_id and self._number == known and "refused" not in reply:
+        there = order_id and self._orders.get("id") == order_id and self._collection.number == known
+        if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
             reply["staged"] = await self._in_thread(self._stage, epoch, verify, fresh, delta, offer)
@@ -128,7 +146,7 @@ class End(Holder):
             return {"number": 0, "torn": True}
         self._method = method
         reply = await self._collect(worker, epoch, method, known)
-        if "tensors" in reply and (refused := check_writable(self._values)):
+        if "tensors" in reply and (refused := check_writable(self._collection.values)):
             reply["refused"] = refused  # with the description, because the link may exclude these
         return {**reply, "collect_s": time.monotonic() - began}
 
@@ -167,26 +185,21 @@ class End(Holder):
         take: tuple[Any, int, bool],
     ) -> dict[str, Any]:
         """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
-        self._staged, in_place = None, take[2]
-        reader = self._make_reader(epoch, tasks, verify, deadline, *take[:2])
+        self._staged, (board, rank, in_place) = None, take
+        reader = Reader(Place(board, epoch, rank), self._context(), tasks, verify, deadline)
         if in_place:
             return reader.look()
-        reply, pieces = reader.copy()
+        pieces: list[tuple[int, Any, Any]] = []
+        reply = reader.read(lambda: None, pieces)
         if "bytes" in reply and epoch == self._epoch:
             self._pieces, self._changes, self._staged = pieces, [], (epoch, version)
         return reply
-
-    def _make_reader(
-        self, epoch: int, tasks: Mapping[int, Any], verify: bool, deadline: float, board: Any, rank: int
-    ) -> Reader:
-        args = self._tools(), self._orders, self._wanted, self._transports, tasks, verify, deadline
-        return Reader(Place(board, epoch, rank), *args)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
         if epoch >= self._epoch:  # otherwise nothing will be committed
             self._prepared = True
-            await self._call(worker, method)
+            await call(worker, method)
 
     async def _commit(self, worker: Any, epoch: int, version: int, *args: Any) -> dict[str, Any]:
         """Put the version into place; then no source rank waits for this one any more."""
@@ -224,32 +237,34 @@ class End(Holder):
         if reading is None:
             there = self._staged == (epoch, version) and all(one.is_unchanged() for one in self._transports.values())
         else:
-            # A rank may hold no tensor at all.
-            there = bool(self._values or not self._marks) and self._has_orders(*reading[:2])
+            there = self._collection.is_complete and self._has_orders(*reading[:2])
         if not there:
             return {"missing": True}
         began, self._writing, reply = time.monotonic(), False, dict[str, Any]()
 
         def begin() -> None:
-            self._writing, self._committed = True, None
-            reply["overwritten"] = self._claim(apply)
+            if not self._writing:
+                self._writing, self._committed = True, None
+                reply["overwritten"] = self._claim(apply)
 
         try:
             commit_fault(self._key[1], "commit")
-            await self._call(worker, before)
-            await self._look_again(worker)
-            finish(self._values.values())
+            await call(worker, before)
+            if self._method is not None:
+                values = await call(worker, self._method)
+                self._collection.note_again(values, self._method, self._orders["names"])
+            finish(self._collection.values.values())
             if self._prepared or before is not None:
-                check_changes(self._tools(), self._orders, self._tensors(), self._changes)
+                check_changes(self._context(), self._changes)
             if reading is None:
                 begin()
                 await self._put(apply, worker, chunk_bytes)
             else:
                 reply |= await self._in_thread(self._read_in_place, epoch, version, begin, *reading[2:])
-            finish(self._values.values())
+            finish(self._collection.values.values())
             self._writing = False
             self._torn, self._committed = False, (epoch, version)
-            await self._call(worker, after)
+            await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             self._torn = self._torn or self._writing
             done = self._committed == (epoch, version)
@@ -266,7 +281,8 @@ class End(Holder):
             self._staged = None
 
     def _drop(self) -> None:
-        self._values, self._pieces, self._local, self._changes, self._prepared = {}, [], [], [], False
+        self._collection.values = {}
+        self._pieces, self._local, self._changes, self._prepared = [], [], [], False
         for transport in self._transports.values():
             transport.release()
 
@@ -289,21 +305,22 @@ class End(Holder):
         offer: tuple[Any, int, float] | None,
     ) -> dict[str, Any]:
         """Make what others need available to them: whole tensors, or what has changed in them."""
-        tools, orders, tensors = self._tools(), self._orders, self._tensors()
-        finish(self._values.values())
-        pieces = orders["held"] if verify else ()
-        held = {key: find_digest(tools, orders, tensors, at, box) for key, at, box, _ in pieces}
+        context, orders = self._context(), self._orders
+        finish(self._collection.values.values())
+        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
         if offer is not None:
             board, rank, within_s = offer
             place, deadline = Place(board, epoch, rank), time.monotonic() + within_s
-            args = place, tools, orders, tensors, self._transports, held, verify, deadline
-            return {"channels": offer_buckets(*args)}
-        reason, channels = self._base.follow(tools, orders, tensors, epoch, delta, verify)
+            return {"channels": offer_buckets(place, context, held, verify, deadline)}
+        reason, channels = self._base.follow(context, epoch, delta, verify)
         if channels:
             for transport in self._transports.values():
                 transport.keep_only(())
         else:
-            channels = stage_whole(tools, orders, tensors, self._transports, verify, fresh)
+            channels = [
+                stage_channel(context, number, channel, orders["id"], verify, fresh)
+                for number, channel in enumerate(orders["channels"])
+            ]
         reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}
         return {**reply, "held": held} if verify else reply
 
@@ -311,15 +328,18 @@ class End(Holder):
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
         if orders is None:
             return bool(self._orders.get("id") == order_id)
-        self._orders = orders
-        self._wanted = {
-            (source, number): [
-                Wanted(block, offset, sizes, orders["dtypes"][at], inside, orders["device"])
-                for at, _, _, (block, offset, sizes, inside) in ordered
-            ]
+        dtypes, device = orders["dtypes"], orders["device"]
+        sources = {
+            source: {
+                number: [
+                    (at, box, piece, Wanted(block, offset, sizes, dtypes[at], inside, device))
+                    for at, box, piece, (block, offset, sizes, inside) in ordered
+                ]
+                for number, ordered in channels.items()
+            }
             for source, channels in orders["sources"].items()
-            for number, ordered in channels.items()
         }
+        self._orders = {**orders, "sources": sources}
         return bool(orders["id"] == order_id)
 
     def _read_in_place(
@@ -333,15 +353,16 @@ class End(Holder):
         take: tuple[Any, int, bool] | None,
     ) -> dict[str, Any]:
         """Read what the orders say into the tensors of the target, and call `begin` before some are overwritten."""
-        tools, tensors, deadline = self._tools(), self._tensors(), time.monotonic() + within_s
+        context, deadline = self._context(), time.monotonic() + within_s
         if take is None:
             begin()
-            reply = self._fetch_all(epoch, version, staged, verify, deadline, tensors)
+            reply = self._fetch_all(epoch, version, staged, verify, deadline, in_place=True)
         else:
-            reply = self._make_reader(epoch, staged, verify, deadline, *take[:2]).read_into(tensors, begin)
+            place = Place(take[0], epoch, take[1])
+            reply = Reader(place, context, staged, verify, deadline).read(begin, None)
         if "bytes" not in reply:
             raise RuntimeError(explain_failure(reply))
-        tools.copy_all((part(tensors[at], box), value) for at, box, value in self._local)
+        context.tools.copy_all((context.part(at, box), value) for at, box, value in self._local)
         return reply
 
     def _fetch_all(
@@ -351,14 +372,15 @@ class End(Holder):
         staged: Mapping[int, Any],
         verify: bool,
         deadline: float,
-        into: Sequence[Any] | None = None,
+        *,
+        in_place: bool = False,
     ) -> dict[str, Any]:
         began = time.monotonic()
-        tools, orders, tensors = self._tools(), self._orders, self._tensors()
+        context, orders = self._context(), self._orders
         self._staged, self._changes = None, []
         for transport in self._transports.values():
             transport.release()
-        self._local = self._copy_local(tools)
+        self._local = self._copy_local(context)
         pieces = list(self._local)
         replies, trouble = await_replies(staged, orders["sources"], deadline)
         if trouble is not None:
@@ -380,30 +402,26 @@ class End(Holder):
                     if channel["kind"] == "patch":
                         if self._torn or self._committed is None or self._committed[0] < channel["since"]:
                             return {"unpatched": "it does not hold the last version"}
-                        less, whole, found = fetch_patches(tools, orders, channel, ordered, tensors, deadline)
+                        less, whole, found = fetch_patches(context, channel, ordered, deadline)
                         saved, pieces, changes = saved + less, pieces + whole, changes + found
                         continue
-                    places = None if into is None else [part(into[at], box) for at, box, _, _ in ordered]
-                    found = self._fetch_channel(source, number, channel, deadline, places)
-                except Late:
-                    return {"waiting": [source]}
+                    places = [context.part(at, box) for at, box, _, _ in ordered] if in_place else None
+                    wanted = [one for *_, one in ordered]
+                    found = fetch_channel(context, source, number, channel, wanted, deadline, places)
                 except Blocked as error:
-                    blocked[source] = channel["kind"], str(error)
+                    blocked |= explain(source, channel, error)["blocked"]
                     continue
-                except Lost as error:
-                    return {"lost": source, "reason": str(error)}
-                except Overwritten:
-                    return {"overwritten": source}
+                except (Late, Lost, Overwritten) as error:
+                    return explain(source, channel, error)
                 except Unpatched as error:
                     return {"unpatched": str(error)}
-                if into is not None:
+                if in_place:
                     commit_fault(self._key[1], "committing")
                 fetched[source, number] = found, channel, ordered
                 pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
                 if verify:
                     started = time.monotonic()
-                    commit_fault(self._key[1], "verify")
-                    wrong += find_differing(tools, orders, source, channel["digests"], ordered, found)
+                    wrong += find_differing(context, source, channel, ordered, found)
                     verify_s += time.monotonic() - started
         if blocked:
             return {"blocked": blocked}
@@ -416,30 +434,20 @@ class End(Holder):
         reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
         if orders["relays"]:
             relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
-            channel = {"kind": "nixl", "staged": self._nixl.relay(tools, [found[at] for found, _, _, at in relayed])}
+            found = [views[at] for views, _, _, at in relayed]
+            channel = {"kind": "nixl", "staged": self._nixl.relay(context.tools, found)}
             if verify:
                 channel["digests"] = [sent["digests"][ordered[at][2]] for _, sent, ordered, at in relayed]
             reply["staged"] = {"channels": [channel]}
         return {**reply, "verify_s": verify_s} if verify else reply
 
-    def _fetch_channel(
-        self, source: int, number: int, channel: Mapping[str, Any], deadline: float, into: Sequence[Any] | None
-    ) -> list[Any]:
-        if "blocked" in channel:
-            raise Blocked(channel["blocked"])
-        tools, wanted, order = self._tools(), self._wanted[source, number], self._orders["id"]
-        if into is not None:
-            return self._nixl.fetch(tools, source, number, channel["staged"], wanted, order, deadline, into)
-        transport = self._transports[channel["kind"]]
-        return transport.fetch(tools, source, number, channel["staged"], wanted, order, deadline)
-
-    def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any]]:
+    def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""
-        orders = self._orders
+        orders, tools = self._orders, context.tools
         if not orders["local"]:
             return []
         shared: Any = sys.modules[SHARED]
-        own = shared.ends[self._key[0], "source"]._values  # noqa: SLF001  of the same class
+        own = shared.ends[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
         finish(own.values())
         pieces = []
         for at, box, source_box, sizes in orders["local"]:
@@ -448,19 +456,37 @@ class End(Holder):
             pieces.append((at, box, copy))
         return pieces
 
+    def _claim(self, apply: str | None) -> list[str]:
+        """Note what this end overwrites; return the ids of the links whose tensors are among that.
+
+        What a method of the user's takes is known by its name and the names of the tensors.
+        """
+        if apply is not None:
+            self._claimed = [(f"{apply} {name}", 0, 1) for name in self._orders["names"]]
+        else:
+            context = self._context()
+            own = (one for one in context.tensors if one is not None and 0 not in one.shape)
+            self._claimed = [span(context.tools, one) for one in own]
+        lost = []
+        shared: Any = sys.modules[SHARED]
+        for (link, _), end in shared.ends.items():
+            if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
+                end._claimed, end._committed = [], None  # noqa: SLF001
+                lost.append(link)
+        return lost
+
     async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
-        tools = self._tools()
+        context = self._context()
         if apply is not None:
-            for chunk in join_pieces(tools, self._orders, self._pieces, chunk_bytes):
-                await self._call(worker, apply, chunk)
+            for chunk in join_pieces(context.tools, self._orders, self._pieces, chunk_bytes):
+                await call(worker, apply, chunk)
                 commit_fault(self._key[1], "committing")
         else:
-            tensors = self._tensors()
-            pairs = ((part(tensors[at], box), value) for at, box, value in self._pieces)
-            tools.copy_all(itertools.islice(pairs, 1))
+            pairs = ((context.part(at, box), value) for at, box, value in self._pieces)
+            context.tools.copy_all(itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
-            tools.copy_all(pairs)
-            apply_changes(tools, self._orders, tensors, self._changes)
+            context.tools.copy_all(pairs)
+            apply_changes(context, self._changes)
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

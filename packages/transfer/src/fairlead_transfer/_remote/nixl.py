@@ -54,7 +54,7 @@ class Nixl:
         return self._agent
 
     def stage(
-        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
     ) -> dict[str, Any]:
         """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
         agent = self._get_agent()
@@ -119,7 +119,7 @@ class Nixl:
         number: int,
         staged: Mapping[str, Any],
         wanted: Sequence[Wanted],
-        order: int,
+        order: Any,
         deadline: float,
         into: Sequence[Any] | None = None,
     ) -> list[Any]:

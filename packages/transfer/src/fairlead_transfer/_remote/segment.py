@@ -98,13 +98,13 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
-        self._outgoing: dict[int, tuple[int, list[Any]]] = {}
+        self._outgoing: dict[int, tuple[Any, list[Any]]] = {}
         self._mapped: dict[int, Mapping] = {}
-        self._incoming: dict[int, tuple[tuple[int, int], list[Any]]] = {}
+        self._incoming: dict[int, tuple[Any, list[Any]]] = {}
         self._used: list[tuple[Mapping, int]] = []
 
     def stage(
-        self, tools: Any, number: int, channel: abc.Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+        self, tools: Any, number: int, channel: abc.Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
     ) -> tuple[Any, ...]:
         """Copy the blocks into a segment, which is kept from one send to the next."""
         segment, size = self._segments.get(number), channel["size"]
@@ -117,7 +117,7 @@ class SharedMemory:
                 raise Blocked(f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}") from error
             self._outgoing.pop(number, None)
         content = segment.begin()
-        known, views = self._outgoing.get(number, (0, []))
+        known, views = self._outgoing.get(number, (None, []))
         if known != order:
             # The same memory in every send, so its views are made once.
             views = [tools.view(content, block.dtype, block.offset, block.sizes) for block in blocks]
@@ -132,7 +132,7 @@ class SharedMemory:
         number: int,
         staged: tuple[Any, ...],
         wanted: Sequence[Wanted],
-        order: int,
+        order: Any,
         deadline: float,
     ) -> list[Any]:
         """Return views of the source's memory."""
@@ -146,11 +146,11 @@ class SharedMemory:
         if not mapped.holds(staged[4]):
             raise Overwritten
         self._used.append((mapped, staged[4]))
-        known, views = self._incoming.get(source, ((0, 0), []))
-        if known != (order, number):
+        known, views = self._incoming.get(source, (None, []))
+        if known != order:
             # The same memory in every send, so its views are made once.
             views = view_parts(tools, [mapped.content()], wanted, [(0, one.offset) for one in wanted])
-            self._incoming[source] = (order, number), views
+            self._incoming[source] = order, views
         return views
 
     def is_unchanged(self) -> bool:

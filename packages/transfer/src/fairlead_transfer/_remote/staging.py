@@ -1,53 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a source rank makes whole tensors available to those that need them."""
+"""The tensors of an end as its orders number them, and how a source rank makes whole ones available."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .tensors import digest, part
 from .transport import Block, Blocked, Transport
 
 
-def stage_whole(
-    tools: Any,
-    orders: Mapping[str, Any],
-    tensors: Sequence[Any],
-    transports: Mapping[str, Transport],
-    verify: bool,
-    fresh: bool,
-) -> list[dict[str, Any]]:
-    """Stage each channel by its transport; return where it is, or why it cannot be, and digests if they are wanted."""
-    return [
-        stage_channel(tools, orders, tensors, transports, number, channel, orders["id"], verify, fresh)
-        for number, channel in enumerate(orders["channels"])
-    ]
+class Context(NamedTuple):
+    """What all steps of an attempt work with in one process."""
+
+    tools: Any  # the library of the tensors
+    orders: Mapping[str, Any]  # of this end
+    tensors: Sequence[Any]  # all that this process holds, by the numbers in the orders
+    transports: Mapping[str, Transport]  # by name
+
+    def part(self, at: int, box: tuple[slice, ...]) -> Any:
+        """Return a piece of a tensor."""
+        return part(self.tensors[at], box)
+
+    def digest(self, at: int, box: tuple[slice, ...]) -> int:
+        """Return the digest of a piece."""
+        return digest(self.tools, self.part(at, box), self.orders["dtypes"][at])
 
 
 def stage_channel(
-    tools: Any,
-    orders: Mapping[str, Any],
-    tensors: Sequence[Any],
-    transports: Mapping[str, Transport],
-    number: int,
-    channel: Mapping[str, Any],
-    order: Any,
-    verify: bool,
-    fresh: bool,
+    context: Context, number: int, channel: Mapping[str, Any], order: Any, verify: bool, fresh: bool
 ) -> dict[str, Any]:
-    """Stage one channel, under a number of its transport; see `stage_whole`."""
+    """Stage a channel by its transport, under a number there; return where it is, or why it cannot be, and digests."""
+    dtypes = context.orders["dtypes"]
     blocks = [
-        Block(tensors[at], box, orders["dtypes"][at], sizes, offset) for at, box, sizes, offset in channel["blocks"]
+        Block(context.tensors[at], box, dtypes[at], sizes, offset) for at, box, sizes, offset in channel["blocks"]
     ]
     try:
-        staged = transports[channel["kind"]].stage(tools, number, channel, blocks, order, fresh)
+        staged = context.transports[channel["kind"]].stage(context.tools, number, channel, blocks, order, fresh)
     except Blocked as error:
         return {"kind": channel["kind"], "blocked": str(error), "digests": []}
     found = {"kind": channel["kind"], "staged": staged}
     if verify:
-        found["digests"] = [find_digest(tools, orders, tensors, at, box) for at, box in channel["pieces"]]
+        found["digests"] = [context.digest(at, box) for at, box in channel["pieces"]]
     return found
-
-
-def find_digest(tools: Any, orders: Mapping[str, Any], tensors: Sequence[Any], at: int, box: Any) -> int:
-    """Return the digest of a piece, by the number of its tensor in the orders."""
-    return digest(tools, part(tensors[at], box), orders["dtypes"][at])

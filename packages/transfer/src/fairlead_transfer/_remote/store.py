@@ -22,7 +22,7 @@ class ObjectStore:
         self._packed: dict[int, bytearray] = {}
 
     def stage(
-        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
     ) -> Any:
         """Store one value: where each block is, and the buffers."""
         buffers: list[Any] = [None]
@@ -47,7 +47,7 @@ class ObjectStore:
         return ray.put([index, *buffers])
 
     def fetch(
-        self, tools: Any, source: int, number: int, staged: Any, wanted: Sequence[Wanted], order: int, deadline: float
+        self, tools: Any, source: int, number: int, staged: Any, wanted: Sequence[Wanted], order: Any, deadline: float
     ) -> list[Any]:
         """Return views of the value in the object store of this node."""
         index, *buffers = fetch_stored(staged, deadline)

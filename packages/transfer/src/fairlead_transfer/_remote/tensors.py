@@ -349,15 +349,6 @@ def _find_slabs(tools: Any, tensor: Any, dtype: str) -> Iterator[Any]:
         yield from [slab] if step else _find_slabs(tools, slab[0], dtype)
 
 
-def find_differing(
-    tools: Any, orders: Mapping[str, Any], source: int, sent: Sequence[int], ordered: Any, pieces: Sequence[Any]
-) -> Iterator[tuple[str, int]]:
-    """Yield the name and the source of each piece whose bytes are not those that were sent."""
-    for (at, _, piece, _), value in zip(ordered, pieces, strict=True):
-        if digest(tools, value, orders["dtypes"][at]) != sent[piece]:
-            yield orders["names"][at], source
-
-
 def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     """Return how many bytes a dense tensor has."""
     count = int(tools.dtype(dtype).itemsize)

@@ -50,7 +50,7 @@ class Transport(Protocol):
     """One way between processes, for one side of a link in one worker."""
 
     def stage(
-        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: int, fresh: bool
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
     ) -> Any:
         """Make the blocks of a channel available; return what a target rank needs to find them.
 
@@ -59,7 +59,7 @@ class Transport(Protocol):
             number: of the channel.
             channel: its orders.
             blocks: what it carries.
-            order: the number of the orders; blocks of one number have the same sizes and offsets.
+            order: what identifies the orders; blocks of the same ones have the same sizes and offsets.
             fresh: use new memory, because a target may still read the old one.
 
         Raises:
@@ -74,7 +74,7 @@ class Transport(Protocol):
         number: int,
         staged: Any,
         wanted: Sequence[Wanted],
-        order: int,
+        order: Any,
         deadline: float,
     ) -> list[Any]:
         """Return a tensor for each wanted part of a channel; they are valid until the next `stage` or `release`.
@@ -85,7 +85,7 @@ class Transport(Protocol):
             number: of the channel.
             staged: what `stage` returned there.
             wanted: the parts.
-            order: the number of the orders; with one number, the same is wanted.
+            order: what identifies the orders and the channel; with the same, the same is wanted.
             deadline: when to give up, in `time.monotonic`.
 
         Raises:

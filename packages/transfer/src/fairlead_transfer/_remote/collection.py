@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that methods of the user's return in one worker."""
+
+import inspect
+from collections.abc import Collection as Names
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from .agent import explain_missing
+from .tensors import check_tensors, check_writable, describe, look, resolve
+
+
+async def call(worker: Any, method: str | None, *args: Any) -> Any:
+    """Call a method of the user's, of any kind; nothing if there is no name."""
+    result = getattr(worker, method)(*args) if method is not None else None
+    while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
+        result = await result
+    return result
+
+
+class Collection:
+    """The tensors of one end, as they were collected last.
+
+    Attributes:
+        values: the part of each tensor that this process holds; empty between two attempts.
+        number: of the description; 0 if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, Any] = {}
+        self.number = 0
+        self._marks: list[Any] = []
+        self._described: list[tuple[Any, ...]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the values are there: they have not been dropped since, or there are none."""
+        return bool(self.values or not self._marks)
+
+    def note(self, values: Any, method: str, known: int) -> dict[str, Any]:
+        """Note what a method has returned; return the reply to a driver that knows the description of a number."""
+        if wrong := self._look(values, method):
+            return {"number": self.number, "refused": wrong}
+        if self.number == known:
+            return {"number": known, "tensors": None}
+        return {"number": self.number, "tensors": self._described, "lacks": {"nixl": explain_missing()}}
+
+    def _look(self, values: Any, method: str) -> list[tuple[str, str]]:
+        """Note the tensors that a method has returned; if some are refused, return their names and the reasons."""
+        try:
+            looked = {name: look(value) for name, value in values.items()}
+        except (AttributeError, TypeError, ValueError):
+            looked = {}  # `check_tensors` says what is wrong
+        marks = [(name, mark) for name, (mark, _) in looked.items()]
+        if not marks or marks != self._marks:
+            if wrong := check_tensors(values, method):
+                return wrong
+            # Only the storage may have changed, of which the driver knows nothing.
+            described = [(name, *describe(value)) for name, value in values.items()]
+            if described != self._described or not self.number:
+                self.number, self._described = self.number + 1, described
+            self._marks = marks
+        self.values = {name: local for name, (_, local) in looked.items()}
+        return []
+
+    def note_again(self, values: Any, method: str, names: Names[str]) -> None:
+        """Note the tensors that the target holds now; `before` may have replaced those that were collected.
+
+        Raises:
+            ValueError: what has been staged does not fit those with these names.
+        """
+        expected = {one[0]: one[1:-1] for one in self._described if one[0] in names}  # on any device
+        wrong = dict(self._look(values, method))
+        wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
+        found = {one[0]: one[1:-1] for one in self._described}
+        wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
+        if wrong:
+            raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
+
+    def resolve(self) -> None:
+        """Have the memory of the values hold them; that of a lazy conjugate or negative does not."""
+        self.values = {name: resolve(local) for name, local in self.values.items()}
