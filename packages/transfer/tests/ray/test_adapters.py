@@ -140,3 +140,23 @@ def test_killed_receiver(members):
     expected = {name: digest(tensor) for name, tensor in make_weights(2)}
     assert all(found == expected for _, found in ray.get(received, timeout=60))
     ray.get([*sent, *(one.call.remote("finalize") for one in members)], timeout=60)
+
+
+def test_receiver_killed_before_it_connects(members):
+    """A receiver that is killed before the first bucket is named long before the deadline, and the next one works."""
+    connect(members, "verl", 256 << 10)
+    ray.kill(members.pop())
+    sent, received = transfer(members, 1)
+    with pytest.raises(TransferError, match=r"target rank 3 on node .*its process has exited") as caught:
+        ray.get(sent[0], timeout=20)
+    assert (caught.value.phase, caught.value.versions) == ("move", {})
+    for ref in [*sent[1:], *received]:
+        with pytest.raises(TransferError):
+            ray.get(ref, timeout=60)
+    assert find_left(members) == []
+    members.append(ray.remote(num_cpus=0)(Member).remote())
+    connect(members, "verl", 256 << 10)
+    sent, received = transfer(members, 2)
+    expected = {name: digest(tensor) for name, tensor in make_weights(2)}
+    assert all(found == expected for _, found in ray.get(received, timeout=60))
+    ray.get([*sent, *(one.call.remote("finalize") for one in members)], timeout=60)

@@ -2,8 +2,11 @@
 """Streams of weights in this process: buckets, connections, and what each side raises."""
 
 import asyncio
+import os
 import pickle
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -27,9 +30,14 @@ def nothing_left():
         yield
 
 
-def make_engines(senders, receivers, bucket=4096, timeout=10.0):
+def make_engines(senders, receivers, bucket=4096, timeout=10.0, exited=None):
+    """Return engines that have joined a transfer; the process of one of them has exited, as the others know it."""
     engines = [FairleadCheckpointEngine(bucket, at == 0, timeout) for at in range(senders + receivers)]
-    sides = FairleadCheckpointEngine.build_topology(senders, receivers, [one.prepare() for one in engines])
+    metadata = [one.prepare() for one in engines]
+    if exited is not None:
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            metadata[exited]["pid"] = process.pid
+    sides = FairleadCheckpointEngine.build_topology(senders, receivers, metadata)
     for one, place in zip(engines, [place for side in sides for place in side["membership"]], strict=True):
         one.init_process_group(pickle.loads(pickle.dumps(place)))
     return engines
@@ -133,6 +141,32 @@ def test_receiver_that_is_late(late):
         one.finalize()
 
 
+def test_receiver_that_exits_before_it_connects():
+    """All others learn of it long before the deadline."""
+    engines = make_engines(1, 2, timeout=30.0, exited=2)
+    began = time.monotonic()
+    results = asyncio.run(run_all(engines[0].send_weights(iter(make_weights(1)), 5), receive(engines[1])))
+    for error in results:
+        assert isinstance(error, TransferError)
+        assert "target rank 1 on node" in str(error)
+        assert "its process has exited" in str(error)
+    assert time.monotonic() - began < 15
+    for one in engines:
+        one.finalize()
+
+
+def test_leader_that_exits_before_others_connect():
+    """A process that cannot connect learns that the first sender has exited long before the deadline."""
+    engines = make_engines(1, 1, timeout=30.0, exited=0)
+    engines[0].finalize()
+    began = time.monotonic()
+    (error,) = asyncio.run(run_all(receive(engines[1])))
+    assert isinstance(error, TransferError)
+    assert "source rank 0 on node" in str(error)
+    assert "its process has exited" in str(error)
+    assert time.monotonic() - began < 15
+
+
 def test_other_hosts():
     """Processes that cannot share memory, or have other buckets, are refused before they connect."""
     engines = [FairleadCheckpointEngine(size) for size in (4096, 8192)]
@@ -156,7 +190,7 @@ def test_strangers():
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 1).close()
     with pytest.raises(Late):
-        connect(address, SECRET, 1, time.monotonic() + 0.2)
+        connect(address, SECRET, 1, time.monotonic() + 0.2, os.getpid())
     listener.listen(4)
     deadline = time.monotonic() + 10
     with socket.create_connection(address, 1) as stranger:
@@ -166,7 +200,7 @@ def test_strangers():
         assert len(stranger.recv(100)) <= 32  # the question, and no answer
     results = asyncio.run(
         run_all(
-            asyncio.to_thread(connect, address, b"w" * 32, 1, deadline),
+            asyncio.to_thread(connect, address, b"w" * 32, 1, deadline, os.getpid()),
             asyncio.to_thread(accept, listener, SECRET, deadline),
         )
     )

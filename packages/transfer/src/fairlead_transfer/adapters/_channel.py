@@ -7,6 +7,8 @@ Both prove that they know the secret of the transfer before either reads a messa
 import contextlib
 import functools
 import hmac
+import multiprocessing.connection
+import os
 import pickle
 import secrets
 import socket
@@ -64,13 +66,29 @@ def reserve() -> socket.socket:
     return reserved
 
 
-def connect(address: tuple[str, int], secret: bytes, number: int, deadline: float) -> Channel:
-    """Connect as the member with this number to the one that listens; wait until it does."""
+def has_exited(pid: int) -> bool:
+    """Return whether a process of this namespace has exited; False also where that cannot be known."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):  # the kernel is too old, or a sandbox forbids it
+        return False
+    try:
+        return bool(multiprocessing.connection.wait([process], 0))
+    finally:
+        os.close(process)
+
+
+def connect(address: tuple[str, int], secret: bytes, number: int, deadline: float, pid: int) -> Channel:
+    """Connect as the member with this number to the one that listens; wait until it does, or its process exits."""
     while True:
         try:
             connection = socket.create_connection(address, max(0.01, deadline - time.monotonic()))
             break
         except OSError as error:
+            if has_exited(pid):
+                raise Gone("it does not listen") from error
             if time.monotonic() > deadline - 0.05:
                 raise Late(f"{type(error).__name__}: {error}") from error
             time.sleep(0.05)

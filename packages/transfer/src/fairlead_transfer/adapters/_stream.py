@@ -9,6 +9,7 @@ the other.
 import asyncio
 import contextlib
 import multiprocessing.connection
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,15 @@ from .._endpoint import (
 )
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
-from ._channel import Channel, Gone, Late, accept, connect, reserve
+from ._channel import Channel, Gone, Late, accept, connect, has_exited, reserve
 
 AGAIN = (
     "Start lost processes again and update the weights again. Engines that have loaded a part hold a mixture of two "
     "versions until then."
 )
+# Seconds between two looks for processes that have exited before they connected, and seconds that the others have to
+# connect and to learn it.
+LOOK_S, GRACE_S = 0.2, 5.0
 Side = Literal["source", "target"]
 
 
@@ -41,6 +45,7 @@ class Membership:
         number: of this process: the senders first, then the receivers.
         senders: the number of processes that send.
         nodes: the node of every process.
+        pids: the id of every process.
         address: where the first sender listens.
         secret: what all processes of the transfer share.
         members: the descriptions of all processes, for the first sender; empty for others.
@@ -49,6 +54,7 @@ class Membership:
     number: int
     senders: int
     nodes: tuple[str, ...]
+    pids: tuple[int, ...]
     address: tuple[str, int]
     secret: bytes = field(repr=False)
     members: tuple[EndpointDescription, ...] = ()
@@ -67,9 +73,9 @@ def make_memberships(metadata: Sequence[Mapping[str, Any]], senders: int) -> lis
         text = f"This engine moves weights between processes that can share memory, and these are on {hosts}."
         raise ValueError(f"{text} Run them as one user on one host, or use an engine of the framework.")
     members = tuple(one["description"] for one in metadata)
-    secret, address = share_secret(members), tuple(metadata[0]["address"])
+    secret, address, pids = share_secret(members), tuple(metadata[0]["address"]), tuple(one["pid"] for one in metadata)
     return [
-        Membership(number, senders, nodes, address, secret, members if number == 0 else ())
+        Membership(number, senders, nodes, pids, address, secret, members if number == 0 else ())
         for number in range(len(metadata))
     ]
 
@@ -99,8 +105,12 @@ class WeightStream:
         self.close()
         self._endpoint = Endpoint({})
         self._reserved = reserve()
-        address = self._reserved.getsockname()
-        return {"description": self._endpoint.describe(), "address": address, "bucket_bytes": self._bucket_bytes}
+        return {
+            "description": self._endpoint.describe(),
+            "address": self._reserved.getsockname(),
+            "bucket_bytes": self._bucket_bytes,
+            "pid": os.getpid(),
+        }
 
     def join(self, membership: Membership) -> None:
         """Take a place in the transfer. Nothing waits for others before the first bucket."""
@@ -256,15 +266,24 @@ class WeightStream:
     def _open(self) -> None:
         """Connect to the first sender, or have all others connect to it, unless they are connected."""
         me = self._joined()
-        deadline = time.monotonic() + self._timeout
+        began = time.monotonic()
+        deadline = began + self._timeout
         if me.number:
             if not self._channels:
                 try:
-                    self._channels[0] = connect(me.address, me.secret, me.number, deadline)
-                except (Late, Gone) as error:
+                    self._channels[0] = connect(me.address, me.secret, me.number, deadline, me.pids[0])
+                except Late as error:
                     raise self._late({0}, f"accept a connection at {me.address}: {error}") from error
+                except Gone as error:
+                    raise self._lost([0], error) from error
             return
         while missing := set(range(1, len(me.nodes))).difference(self._channels):
+            exited = [number for number in missing if has_exited(me.pids[number])]
+            if exited and (len(exited) == len(missing) or time.monotonic() > began + GRACE_S):
+                raise self._lost(exited, Gone("it had not connected"))
+            left = deadline - time.monotonic()
+            if left > LOOK_S and not multiprocessing.connection.wait([self._reserved], LOOK_S):
+                continue
             try:
                 joined = accept(self._reserved, me.secret, deadline)
             except (Late, Gone) as error:
@@ -278,7 +297,7 @@ class WeightStream:
         except Late as error:
             raise self._late({number}, f"read a message about bucket {self._bucket}") from error
         except Gone as error:
-            raise self._lost(number, error) from error
+            raise self._lost([number], error) from error
 
     def _read(self, number: int, kind: str, doing: str, deadline: float) -> Any:
         """Return the content of a message of this kind; raise the error of a process that has failed."""
@@ -287,7 +306,7 @@ class WeightStream:
         except Late as error:
             raise self._late({number}, doing) from error
         except Gone as error:
-            raise self._lost(number, error) from error
+            raise self._lost([number], error) from error
         if found == "failed":
             raise content
         if found != kind:
@@ -327,9 +346,9 @@ class WeightStream:
         text = f"If these processes make progress, give the engine a longer timeout than {self._timeout:g} s. {AGAIN}"
         return self._error(dict.fromkeys(numbers, why), text)
 
-    def _lost(self, number: int, error: Gone) -> TransferError:
+    def _lost(self, numbers: Iterable[int], error: Gone) -> TransferError:
         why = f"it was lost at bucket {self._bucket}: its process has exited, or an error of its own has ended its part"
-        return self._error({number: f"{why} ({error})"}, AGAIN)
+        return self._error(dict.fromkeys(numbers, f"{why} ({error})"), AGAIN)
 
     def _error(self, reasons: Mapping[int, str], remedy: str) -> TransferError:
         me = self._joined()
@@ -352,6 +371,38 @@ class WeightStream:
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
+
+
+class WeightEngine:
+    """The phases of a checkpoint engine that all frameworks call alike.
+
+    Attributes:
+        bucket_size: bytes of a bucket.
+    """
+
+    def __init__(self, bucket_size: int, timeout: float) -> None:
+        self.bucket_size = bucket_size
+        self._stream = WeightStream(bucket_size, timeout)
+
+    def prepare(self) -> dict[str, Any]:
+        """Begin a transfer.
+
+        Returns:
+            What the other processes have to know of this one. It has a secret of the transfer.
+
+        >>> from fairlead_transfer.adapters import verl
+        >>> sorted(verl.FairleadCheckpointEngine(bucket_size=1 << 20).prepare())
+        ['address', 'bucket_bytes', 'description', 'pid']
+        """
+        return self._stream.prepare()
+
+    def finalize(self) -> None:
+        """Leave the transfer, and give all memory and connections back.
+
+        >>> from fairlead_transfer.adapters import verl
+        >>> verl.FairleadCheckpointEngine(bucket_size=1 << 20).finalize()
+        """
+        self._stream.close()
 
 
 async def _iterate(weights: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:

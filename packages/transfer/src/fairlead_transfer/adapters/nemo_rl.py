@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from ._stream import WeightStream, make_memberships
+from ._stream import WeightEngine, make_memberships
 
 __all__ = ["FairleadCheckpointEngine"]
 
@@ -23,7 +23,7 @@ else:
         CheckpointEngine = object  # The documentation describes this module where NeMo RL is not installed.
 
 
-class FairleadCheckpointEngine(CheckpointEngine):
+class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
     """Bring the weights of NeMo RL's policy workers to its generation workers in buckets, by memory that they share.
 
     NeMo RL makes it if `policy.generation.refit_transport` is
@@ -55,20 +55,8 @@ class FairleadCheckpointEngine(CheckpointEngine):
         cleanup_after_load: bool = True,
         release_after_refit: bool = False,
     ) -> None:
-        self.bucket_size = bucket_size
+        super().__init__(bucket_size, timeout)
         self.cleanup_after_load = cleanup_after_load
-        self._stream = WeightStream(bucket_size, timeout)
-
-    def prepare(self) -> dict[str, Any]:
-        """Begin a transfer.
-
-        Returns:
-            What the other processes have to know of this one. It has a secret of the transfer.
-
-        >>> sorted(FairleadCheckpointEngine(bucket_size=1 << 20).prepare())
-        ['address', 'bucket_bytes', 'description']
-        """
-        return self._stream.prepare()
 
     def init_policy_process_group(
         self,
@@ -163,10 +151,3 @@ class FairleadCheckpointEngine(CheckpointEngine):
             async for tensors in buckets:
                 yield tensors
                 del tensors  # no tensor is kept here that the engine has dropped
-
-    def finalize(self) -> None:
-        """Leave the transfer, and give all memory and connections back.
-
-        >>> FairleadCheckpointEngine(bucket_size=1 << 20).finalize()
-        """
-        self._stream.close()

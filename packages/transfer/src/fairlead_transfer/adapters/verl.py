@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from ._stream import WeightStream, make_memberships
+from ._stream import WeightEngine, make_memberships
 
 __all__ = ["FairleadCheckpointEngine"]
 
@@ -25,7 +25,7 @@ else:
         CheckpointEngine, CheckpointEngineRegistry = object, None
 
 
-class FairleadCheckpointEngine(CheckpointEngine):
+class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
     """Bring the weights of verl's trainer to its rollout workers in buckets, by memory that the processes share.
 
     verl makes it if `actor_rollout_ref.rollout.checkpoint_engine` has the `backend` "fairlead" and the
@@ -48,20 +48,8 @@ class FairleadCheckpointEngine(CheckpointEngine):
     wire_format: str = "named_tensors"
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = 600.0) -> None:
-        self.bucket_size = bucket_size
+        super().__init__(bucket_size, timeout)
         self.is_master = is_master
-        self._stream = WeightStream(bucket_size, timeout)
-
-    def prepare(self) -> dict[str, Any]:
-        """Begin a transfer.
-
-        Returns:
-            What `build_topology` has to know of this process. It has a secret of the transfer.
-
-        >>> sorted(FairleadCheckpointEngine(bucket_size=1 << 20).prepare())
-        ['address', 'bucket_bytes', 'description']
-        """
-        return self._stream.prepare()
 
     @classmethod
     def build_topology(
@@ -146,13 +134,6 @@ class FairleadCheckpointEngine(CheckpointEngine):
             async for tensors in buckets:
                 while tensors:  # no tensor is kept here that the engine has dropped
                     yield tensors.pop(0)
-
-    def finalize(self) -> None:
-        """Leave the transfer, and give all memory and connections back.
-
-        >>> FairleadCheckpointEngine(bucket_size=1 << 20).finalize()
-        """
-        self._stream.close()
 
 
 if CheckpointEngineRegistry is not None:
