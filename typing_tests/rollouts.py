@@ -161,12 +161,15 @@ def save(config: LedgerConfig, ledger: Ledger, directory: Path) -> None:
     def exists(ref: Ref) -> bool:
         return ref.durable
 
-    with Journal(directory / "journal") as journal:
+    with Journal(directory / "journal", keep_steps=2) as journal:
         assert_type(journal, Journal)
+        assert_type(journal.keep_steps, int)
+        journal.keep  # noqa: B018  for the snapshots of a ledger only
+        journal.read_step(1)
         assert_type(journal.path, Path)
         assert_type(journal.flush(), None)
         assert_type(journal.close(), None)
-        assert_type(journal.reset("id", []), None)
+        assert_type(journal.reset("id", [], 0), None)
         assert_type(journal.remove(0, 0), None)
         assert_type(journal.settle(0), None)
         journal.load("id")
@@ -175,6 +178,7 @@ def save(config: LedgerConfig, ledger: Ledger, directory: Path) -> None:
             config, ["a"], step=1, version=1, directory="checkpoint", journal=journal, exists=exists, checkpoints=True
         )
         assert_type(later, Ledger)
+        assert_type(Ledger.restore(config, ["a"], step=1, version=1, journal=journal), Ledger)
 
 
 async def wait(ledger: Ledger) -> None:
@@ -220,6 +224,8 @@ async def adapt_nemo(buffer: object) -> None:
 
 def adapt_slime(args: object) -> None:
     data = LedgerDataSource(args)
+    assert_type(data.kept, Path)
+    assert_type(data.release(Ref("groups/0", durable=True), "applied"), None)
     assert_type(data.ledger, Ledger)
     assert_type(data.get_samples(1), list[list[Any]])
     assert_type(data.add_samples([[1]]), None)
@@ -233,6 +239,9 @@ def adapt_slime(args: object) -> None:
 
 async def adapt_miles(args: object, ordinal: int) -> None:
     data = miles.LedgerDataSource(args)
+    assert_type(data.keeps, bool)
+    assert_type(data.kept, Path)
+    assert_type(data.release(Ref("groups/0", durable=True), "applied"), None)
     assert_type(data.latest, miles.LedgerDataSource | None)
     assert_type(data.end(ordinal), Lease | None)
     assert_type(data.dataset, Any)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scripted run with checkpoints, in a process that is killed at its n-th step to the disk.
 
-`python scripted.py FOLDER N` runs until the kill. Each payload is a file, so what was released is gone.
+`python scripted.py FOLDER N SAVER` runs until the kill. Each payload is a file, so what was released is gone. The saver
+is "directory" if the trainer's checkpoints have the ledger's snapshot, and "journal" if the journal keeps it.
 """
 
 import os
@@ -51,7 +52,16 @@ def release(ref, reason):
     Path(ref.value).unlink()
 
 
-def run(folder, ledger, step):
+def open_journal(folder, saver):
+    # The last checkpoint may be two steps old.
+    return Journal(folder / "journal", keep_steps=3 if saver == "journal" else 0)
+
+
+def options(saver):
+    return {"on_release": release, "checkpoints": saver == "directory"}
+
+
+def run(folder, ledger, step, saver):
     """Train to the end, with a checkpoint after each second step, and record the steps of each checkpoint in it."""
     trained = (folder / "trained").read_text().splitlines() if (folder / "trained").exists() else []
     trained = trained[:step]
@@ -77,19 +87,21 @@ def run(folder, ledger, step):
         if step % 2 == 0:
             unfinished, directory = folder / f".step-{step}", folder / f"step-{step}"
             unfinished.mkdir(exist_ok=True)
-            ledger.prepare(step, unfinished)
+            if saver == "directory":
+                ledger.prepare(step, unfinished)
             (unfinished / "trained").write_text("\n".join(trained) + "\n")
             if not directory.exists():
                 unfinished.rename(directory)
-            ledger.commit(step)
+            if saver == "directory":
+                ledger.commit(step)
     return trained
 
 
 def main():
-    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    folder, number, saver = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     kill_at(number)
-    with Journal(folder / "journal") as journal:
-        run(folder, Ledger(CONFIG, source(), journal=journal, on_release=release), 0)
+    with open_journal(folder, saver) as journal:
+        run(folder, Ledger(CONFIG, source(), journal=journal, **options(saver)), 0, saver)
 
 
 if __name__ == "__main__":

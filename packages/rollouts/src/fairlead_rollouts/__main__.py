@@ -33,6 +33,7 @@ def draw_journal(path: Path) -> Picture:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=0)) as database:
             prompts, samples, meta = read_prompts(database), read_samples(database), read_meta(database)
+            steps = [str(step) for (step,) in database.execute("select step from step order by step")]
     except sqlite3.Error as error:
         remedy = "A process that uses a journal locks it. Otherwise the file is damaged, or it is neither a snapshot "
         raise SnapshotError(str(path), str(error), f"{remedy}nor a journal.") from None
@@ -41,7 +42,8 @@ def draw_journal(path: Path) -> Picture:
         ("groups", (("open", len(prompts)),)),
         ("samples by newest version", as_rows(dict(versions))),
     )
-    return Picture(f"Journal of ledger {meta.get('ledger')}", sections)
+    lines = (f"It holds snapshots of these steps: {', '.join(steps)}.",) if steps else ()
+    return Picture(f"Journal of ledger {meta.get('ledger')}", sections, lines)
 
 
 def is_journal(path: Path) -> bool:

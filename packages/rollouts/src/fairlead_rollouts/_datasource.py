@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ._ledger import Ledger
-from ._model import Lease, LedgerConfig
+from ._model import Lease, LedgerConfig, Ref
 
 __all__ = ["LedgerSource"]
 
@@ -35,11 +35,21 @@ class LedgerSource:
         self._config = LedgerConfig(
             group_size=args.n_samples_per_prompt, groups_per_version=args.rollout_batch_size * self._interval, **config
         )
-        self.ledger: Ledger = Ledger(self._config, range(1 << 62))
+        self.ledger: Ledger = Ledger(self._config, range(1 << 62), on_release=self.release)
         self._leases: dict[int, Lease] = {}
         self._returned: dict[int, list[Any]] = {}
         # The worker of a framework may ask from a thread of its own.
         self.lock: AbstractContextManager[Any] = threading.RLock()
+
+    @property
+    def kept(self) -> Path:
+        """The folder of the groups that are kept on disk. A durable reference is the path of such a file."""
+        return Path(self._args.save, "rollout", "groups")
+
+    def release(self, ref: Ref, reason: str) -> None:
+        """Delete the file of a group. Those of another run, whose checkpoint was loaded, stay."""
+        if ref.durable and Path(ref.value).parent == self.kept:
+            Path(ref.value).unlink(missing_ok=True)
 
     @property
     def dataset(self) -> Any:
@@ -95,9 +105,26 @@ class LedgerSource:
             return
         with self.lock:
             step, folder = rollout_id + 1, self._find_folder(self._args.load, rollout_id)
-            version = step // self._interval
-            self.ledger = Ledger.restore(self._config, range(1 << 62), step=step, version=version, directory=folder)
+            there: set[str] = set()
+
+            def exists(ref: Ref) -> bool:
+                there.update([ref.value] if Path(ref.value).exists() else [])
+                return ref.value in there
+
+            self.ledger = Ledger.restore(
+                self._config,
+                range(1 << 62),
+                step=step,
+                version=step // self._interval,
+                directory=folder,
+                exists=exists,
+                on_release=self.release,
+            )
             self._leases, self._returned = {}, {}
+            # What the process that ended has kept since this checkpoint is generated again.
+            for file in self.kept.glob("*") if self._args.load == self._args.save else ():
+                if str(file) not in there:
+                    file.unlink()
 
     @staticmethod
     def _find_folder(root: str, rollout_id: int) -> Path:

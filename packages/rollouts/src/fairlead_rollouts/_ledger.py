@@ -16,7 +16,7 @@ from ._sources import PromptSource
 from ._statistics import Statistics
 from ._store.journal import Journal
 from ._store.restore import restore_book
-from ._store.snapshot import read_snapshot, take_snapshot, write_snapshot
+from ._store.snapshot import Snapshot, read_snapshot, take_snapshot, write_snapshot
 from .exceptions import IllegalTransitionError, SnapshotError
 
 __all__ = ["Ledger"]
@@ -75,15 +75,19 @@ class Ledger(RolloutSide):
         super().__init__(config, source, run, on_release, on_event)
         self._checkpoints, self._prepared = checkpoints, set[int]()
         self._id = uuid.UUID(int=random.SystemRandom().getrandbits(128)).hex
+        self._journal: Journal | None = None
         if journal is not None:
             journal.load(self._id)
             self._use(journal)
 
     def _use(self, journal: Journal | None) -> None:
         """Store what the ledger holds in a journal, and from now on every change."""
+        step = self._book.last_trained or 0
         if journal is not None:
-            journal.reset(self._id, self._book.records.values())
-        self._book.journal = journal
+            journal.reset(self._id, self._book.records.values(), step)
+            if journal.keep_steps:
+                journal.keep(self._take_snapshot(step))
+        self._book.journal = self._journal = journal
 
     # The trainer side.
 
@@ -105,6 +109,7 @@ class Ledger(RolloutSide):
 
     def _train(self, step: int) -> None:
         book = self._book
+        is_new = book.last_trained is None or step > book.last_trained
         for one in sorted(one for one in book.claims if one <= step):
             for record in map(book.records.__getitem__, book.claims[one]):
                 if record.state == "claimed":
@@ -113,6 +118,8 @@ class Ledger(RolloutSide):
         book.forget_targets(book.last_trained)
         if not self._checkpoints:
             book.apply(step)
+        if is_new and self._journal is not None and self._journal.keep_steps:
+            self._journal.keep(self._take_snapshot(step))
 
     def claim(self, step: int, count: int, *, minimum: int | None = None) -> Claim | Shortage:
         """Take finished groups for a step, all or none.
@@ -204,10 +211,13 @@ class Ledger(RolloutSide):
         if not Path(directory).is_dir():
             raise ValueError(f"directory is {str(directory)!r}, which is no directory. Make the checkpoint's first.")
         self.flush()
-        source = b"" if self._source is None else self._source.state()
-        path = write_snapshot(Path(directory), take_snapshot(book, self._id, step, source))
+        path = write_snapshot(Path(directory), self._take_snapshot(step))
         self._prepared.add(step)
         return path
+
+    def _take_snapshot(self, step: int) -> Snapshot:
+        source = b"" if self._source is None else self._source.state()
+        return take_snapshot(self._book, self._id, step, source)
 
     def commit(self, step: int) -> None:
         """Report that the checkpoint of a prepared step is durable: its groups are applied for good."""
@@ -220,8 +230,8 @@ class Ledger(RolloutSide):
 
     def flush(self) -> None:
         """Write the buffered rows of the journal. Call it every second; what a crash takes is generated again."""
-        if self._book.journal is not None:
-            self._book.journal.flush()
+        if self._journal is not None:
+            self._journal.flush()
 
     @classmethod
     def restore(
@@ -231,7 +241,7 @@ class Ledger(RolloutSide):
         *,
         step: int,
         version: int,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None = None,
         journal: Journal | None = None,
         exists: Callable[[Ref], bool] | None = None,
         checkpoints: bool = True,
@@ -249,7 +259,8 @@ class Ledger(RolloutSide):
             source: the same source as before. Its state is restored.
             step: the last step that the checkpoint contains.
             version: the version of its weights.
-            directory: of the checkpoint.
+            directory: of the checkpoint; None for the snapshot of `step` in the journal, which was made with
+                `keep_steps`.
             journal: the journal of the process that ended, or a new one.
             exists: tells whether a durable payload can still be read. Without a journal it is needed if payloads are
                 deleted when they are released, because the snapshot may list some of them.
@@ -258,14 +269,19 @@ class Ledger(RolloutSide):
         Raises:
             SnapshotError: The snapshot is missing or damaged, or it is of another step or group size.
         """
-        snapshot = read_snapshot(Path(directory))
+        if directory is not None:
+            snapshot = read_snapshot(Path(directory))
+        elif journal is not None:
+            snapshot = journal.read_step(step)
+        else:
+            raise ValueError("restore() needs the directory of the checkpoint, or a journal that has kept its step.")
         for name, found, wanted in (
             ("step", snapshot.step, step),
             ("group_size", snapshot.group_size, config.group_size),
         ):
             if found != wanted:
                 remedy = f"Pass {name}={found}, or the directory of another checkpoint."
-                raise SnapshotError(str(directory), f"its {name} is {found}, not {wanted}", remedy)
+                raise SnapshotError(str(directory or "journal"), f"its {name} is {found}, not {wanted}", remedy)
         ledger = cls(config, source, checkpoints=checkpoints, run=run, on_release=on_release, on_event=on_event)
         ledger._id = snapshot.ledger
         ledger._salvage = restore_book(ledger._book, snapshot, journal, version=version, exists=exists)

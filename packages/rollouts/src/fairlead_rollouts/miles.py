@@ -2,11 +2,15 @@
 """The data source and the data buffer of miles, with one ledger. It imports miles only when they are used."""
 
 import asyncio
+import pickle
+import uuid
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ._datasource import LedgerSource
 from ._model import Claim, Completeness, Lease, Ref
 from ._policies import ReadyFirst
+from ._store.snapshot import write_file
 
 __all__ = ["LedgerDataBuffer", "LedgerDataSource"]
 
@@ -17,12 +21,15 @@ class LedgerDataSource(LedgerSource):
     miles makes it if `--data-source-path` is `fairlead_rollouts.miles.LedgerDataSource`, together with
     `--custom-async-data-buffer-path fairlead_rollouts.miles.LedgerDataBuffer`. `--max-weight-staleness` is the bound K.
     `--async-unused-samples-handler retry` generates groups that are aborted or too old again, and `drop` drops them.
+    With `ledger_keep: disk` (`--custom-config-path`) finished groups are files below `--save` until a checkpoint covers
+    them, so that a resume does not generate them again.
 
     Args:
         args: the arguments of miles.
 
     Attributes:
         latest: the data source of this process.
+        keeps: whether finished groups are files.
     """
 
     latest: ClassVar["LedgerDataSource | None"] = None
@@ -31,6 +38,9 @@ class LedgerDataSource(LedgerSource):
         from miles.rollout.data_source import RolloutDataSource
         from miles.utils.types import Sample
 
+        self.keeps: bool = getattr(args, "ledger_keep", None) == "disk"
+        if getattr(args, "ledger_keep", None) not in (None, "disk"):
+            raise ValueError(f"ledger_keep is {args.ledger_keep!r}; it must be 'disk', or left out.")
         bound, retries = args.max_weight_staleness, args.async_unused_samples_handler == "retry"
         if bound == 0:
             raise ValueError(
@@ -93,27 +103,33 @@ class LedgerDataBuffer:
             self._ledger.advance(shifted, trained=rollout - 1 if rollout > 1 else None)
         return shifted
 
-    def _record(self, entry: Any) -> None:
-        samples = [one for item in entry.group for one in (item if isinstance(item, list) else [item])]
+    def _record(self, entry: Any, ref: Ref) -> None:
+        samples = _flatten(entry)
         ordinal = samples[0].group_index
         lease = self._source.end(ordinal)
         if lease is None:
+            self._source.release(ref, "fenced")
             return
-        if any(one.status == type(one).Status.ABORTED for one in samples):
+        if _is_aborted(samples):
             self._ledger.fail(lease, reason="aborted")
             return
         found = [self._follow(one.oldest_weight_version) for one in samples]
         oldest = min((version for version in found if version is not None), default=None)
-        results = [(lease, sibling, Ref(entry)) for sibling in lease.siblings]
+        results = [(lease, sibling, ref) for sibling in lease.siblings]
         kept = self._call(self._filter, self._args, entry.group)
         if all(self._ledger.seal_many(results, oldest_version=oldest)) and not kept.keep:
             self._ledger.drop([ordinal], getattr(kept, "reason", None) or "filtered")
 
     async def put(self, input: Any) -> None:
         """Record a finished group, and wait while more groups are finished than the buffer holds."""
+        ref = Ref(input)
+        if self._source.keeps and not _is_aborted(_flatten(input)):
+            # On another thread, because the disk may be slow and this one serves all groups in generation.
+            ref = Ref(str(self._source.kept / uuid.uuid4().hex), durable=True)
+            await asyncio.to_thread(_write, Path(ref.value), input)
         async with self._condition:
             with self._lock:
-                self._record(input)
+                self._record(input, ref)
             self._condition.notify_all()
             while self._ledger.statistics().sealed > self._capacity:
                 await self._condition.wait()
@@ -129,7 +145,9 @@ class LedgerDataBuffer:
                 if isinstance(claim, Claim):
                     self._taken += 1
                     self._condition.notify_all()
-                    return claim.groups[0].samples[0].ref.value
+                    ref = claim.groups[0].samples[0].ref
+                    # Not on another thread: a group whose reader is cancelled would be lost.
+                    return pickle.loads(Path(ref.value).read_bytes()) if ref.durable else ref.value
                 await self._condition.wait()
 
     def get_metrics(self) -> dict[str, float]:
@@ -139,3 +157,17 @@ class LedgerDataBuffer:
         names = "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped", "regenerated", "fenced"
         metrics = {f"rollout/ledger/{name}": float(getattr(numbers, name)) for name in names}
         return {**metrics, "rollout/ledger/max_staleness": float(max(numbers.staleness, default=0))}
+
+
+def _flatten(entry: Any) -> list[Any]:
+    """Return the samples of a group, each of which may be a list of turns."""
+    return [one for item in entry.group for one in (item if isinstance(item, list) else [item])]
+
+
+def _is_aborted(samples: list[Any]) -> bool:
+    return any(one.status == type(one).Status.ABORTED for one in samples)
+
+
+def _write(path: Path, entry: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, pickle.dumps(entry, protocol=pickle.HIGHEST_PROTOCOL))

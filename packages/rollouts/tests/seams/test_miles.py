@@ -16,7 +16,7 @@ from fairlead_rollouts.miles import LedgerDataBuffer, LedgerDataSource
 class SampleStandIn:
     """In place of miles' `Sample`."""
 
-    Status = enum.Enum("Status", ["COMPLETED", "ABORTED"])
+    Status = enum.Enum("Status", ["COMPLETED", "ABORTED"], module=__name__, qualname="SampleStandIn.Status")
 
     def __init__(self, prompt="", weight_versions=()):
         self.prompt, self.weight_versions, self.status = prompt, list(weight_versions), self.Status.COMPLETED
@@ -197,15 +197,52 @@ def test_bound(make):
         make(max_weight_staleness=0)
 
 
+def test_groups_on_disk(make, tmp_path):
+    """With `ledger_keep: disk` finished groups survive a crash, and their files go when a checkpoint covers them."""
+    source, buffer = make(ledger_keep="disk", async_data_buffer_capacity_factor=4.0)
+    files = tmp_path / "rollout" / "groups"
+
+    async def generate(version, count, **how):
+        for group in source.get_samples(count):
+            await buffer.put(finish(group, version, **how))
+
+    async def take(version):
+        return [ordinal(await buffer.get(current_version=version)) for _ in range(2)]
+
+    run(generate(1, 5))
+    assert len(list(files.iterdir())) == 5
+    assert run(take(1)) == [0, 1]
+    run(generate(1, 1, aborted=True))
+    assert len(list(files.iterdir())) == 5, "an aborted group has a file"
+    source.save(0)
+    assert len(list(files.iterdir())) == 3, "the checkpoint covers two groups"
+    run(generate(1, 2))
+    assert len(list(files.iterdir())) == 5
+
+    source, buffer = make(ledger_keep="disk", start_rollout_id=1)
+    assert len(list(files.iterdir())) == 3, "what was finished after the checkpoint is generated again"
+    assert source.ledger.statistics().sealed == 3
+    assert run(take(1)) == [2, 3]
+    fork, _ = make(ledger_keep="disk", start_rollout_id=1, save=str(tmp_path / "fork"))
+    assert fork.ledger.statistics().sealed == 3
+    fork.ledger.drop([2], "no_signal")
+    assert len(list(files.iterdir())) == 3, "another run has deleted them"
+    source.save(1)
+    assert len(list(files.iterdir())) == 1
+    with pytest.raises(ValueError, match="ledger_keep is 'memory'"):
+        make(ledger_keep="memory")
+
+
+@pytest.mark.parametrize("keep", [None, "disk"])
 @pytest.mark.parametrize("seed", range(5))
-def test_fifty_rollouts_with_crashes(make, seed):
+def test_fifty_rollouts_with_crashes(make, tmp_path, seed, keep):
     """`train_async.py` generates a rollout ahead and saves: no group is too old, and a resume skips none."""
     rng = random.Random(seed)
 
     async def train():
         start, trained, saved = 0, [], []
         while start < 50:
-            source, buffer = make(start_rollout_id=start)
+            source, buffer = make(start_rollout_id=start, ledger_keep=keep)
             trained, version, first = list(saved), 1, start  # the versions of a new process begin at 1
             worker = asyncio.create_task(produce(source, buffer, lambda: version))  # noqa: B023
             following = await drain(buffer, version)
@@ -221,7 +258,7 @@ def test_fifty_rollouts_with_crashes(make, seed):
                     source.save(start - 1)
                     saved = list(trained)
                 source.ledger.check()
-                if rng.random() < 0.1 and start > first + 3:
+                if rng.random() < 0.1 and first + 3 < start < 50:
                     start -= start % 3
                     break
             worker.cancel()
@@ -244,6 +281,8 @@ def test_fifty_rollouts_with_crashes(make, seed):
     assert len(trained) == len(set(trained)) == 100
     missing = set(range(max(trained))) - set(trained)
     assert {source.ledger.state(one) for one in missing} <= {"claimed", "sealed", "leased", "pending"}
+    held = source.ledger.statistics()
+    assert len(list(tmp_path.glob("rollout/groups/*"))) in (range(held.sealed + held.claimed, 104) if keep else [0])
 
 
 def test_seam(miles_buffer):

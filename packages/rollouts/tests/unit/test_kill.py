@@ -19,12 +19,12 @@ SPEC.loader.exec_module(scripted)
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def run_killed(folder, number):
+def run_killed(folder, number, saver="directory"):
     """Run the script in a child that is killed at its n-th step to the disk, and return whether it was."""
     child = os.fork()
     if child == 0:
         try:
-            scripted.sys.argv = ["scripted", str(folder), str(number)]
+            scripted.sys.argv = ["scripted", str(folder), str(number), saver]
             scripted.main()
             os._exit(0)
         except BaseException:  # noqa: BLE001  the child must not return into pytest
@@ -34,17 +34,16 @@ def run_killed(folder, number):
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-def resume(folder):
+def resume(folder, saver):
     """Restore the last checkpoint, check the ledger, and train to the end; return the trained ordinals."""
     checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    with Journal(folder / "journal") as journal:
-        options = {"journal": journal, "on_release": scripted.release}
+    with scripted.open_journal(folder, saver) as journal:
+        options = {"journal": journal, **scripted.options(saver)}
         if checkpoints:
             step = int(checkpoints[-1].name.removeprefix("step-"))
             shutil.copy(checkpoints[-1] / "trained", folder / "trained")
-            ledger = Ledger.restore(
-                scripted.CONFIG, scripted.source(), step=step, version=step, directory=checkpoints[-1], **options
-            )
+            places = {"directory": checkpoints[-1] if saver == "directory" else None, "step": step, "version": step}
+            ledger = Ledger.restore(scripted.CONFIG, scripted.source(), **places, **options)
         else:
             step = 0
             ledger = Ledger(scripted.CONFIG, scripted.source(), **options)
@@ -52,7 +51,7 @@ def resume(folder):
         for record in ledger._book.records.values():
             for sample in record.samples.values():
                 assert Path(sample.ref.value).exists(), f"{sample} is listed, but its payload has been released"
-        trained = scripted.run(folder, ledger, step)
+        trained = scripted.run(folder, ledger, step, saver)
         ledger.check()
         ordinals = [int(ordinal) for line in trained for ordinal in line.split()]
         dropped = ledger.statistics().dropped
@@ -64,14 +63,15 @@ def resume(folder):
 
 
 @pytest.mark.filterwarnings("ignore:The journal")
-def test_killed_at_every_step_to_the_disk(tmp_path):
+@pytest.mark.parametrize(("saver", "least"), [("directory", 50), ("journal", 20)])
+def test_killed_at_every_step_to_the_disk(tmp_path, saver, least):
     """The kills are before and after every fsync, rename and commit, until one run survives."""
     kills = 0
-    while run_killed(make(tmp_path / f"run-{kills}"), kills + 1):
-        resume(tmp_path / f"run-{kills}")
+    while run_killed(make(tmp_path / f"run-{kills}"), kills + 1, saver):
+        resume(tmp_path / f"run-{kills}", saver)
         shutil.rmtree(tmp_path / f"run-{kills}")
         kills += 1
-    assert kills > 50
+    assert kills > least
 
 
 def make(folder):

@@ -129,6 +129,46 @@ def test_the_journal_keeps_what_the_snapshot_has_not_seen(ledger, tmp_path, fini
         assert [again.state(6), again.state(7)] == ["pending", "sealed"]
 
 
+def test_the_journal_keeps_the_last_steps(make_ledger, finish, tmp_path, releases):
+    """Without a place in the trainer's checkpoint the journal has the snapshots: of the last steps, and of step 0."""
+    path = tmp_path / "journal"
+    with Journal(path, keep_steps=3) as journal:
+        ledger = make_ledger(LoaderStream(PROMPTS, key=str), journal=journal, max_staleness=2)
+        for step in (1, 2, 3, 4):
+            finish(ledger, ledger.lease(4))
+            ordinals = [group.ordinal for group in ledger.claim(step, 2).groups]
+            if step == 3:
+                ledger.drop(ordinals[:1], "no_signal")
+            ledger.advance(step, trained=step)
+        config, taken = ledger.config, ordinals
+    places = {"directory": None, "on_release": releases, "checkpoints": False}
+    with Journal(path, keep_steps=3) as journal:
+        found = r"no snapshot of step 1; the journal holds steps 2, 3, 4\. Pass a step"
+        with pytest.raises(SnapshotError, match=found):
+            restore(ledger, None, step=1, version=1, journal=journal)
+        source = LoaderStream(PROMPTS, key=str)
+        later = Ledger.restore(config, source, step=3, version=3, journal=journal, **places)
+        later.check()
+        assert [later.state(one) for one in range(6)] == [*["applied"] * 4, "dropped", "applied"]
+        # Step 4 was applied at once, so its payloads are gone, and its prompts are generated again.
+        assert [later.state(one) for one in taken] == ["pending"] * 2
+        assert [lease.ordinal for lease in later.lease(2)] == taken
+    # Step 4 belongs to a branch that has been left.
+    with Journal(path, keep_steps=3) as journal, pytest.raises(SnapshotError, match="the journal holds steps 2, 3"):
+        restore(ledger, None, step=4, version=4, journal=journal)
+    with Journal(tmp_path / "other") as journal:
+        make_ledger(PROMPTS, journal=journal)
+        with pytest.raises(SnapshotError, match=r"the journal holds none\. Make the journal with keep_steps"):
+            restore(ledger, None, step=0, version=0, journal=journal)
+    with Journal(tmp_path / "new", keep_steps=1) as journal:
+        first = make_ledger(PROMPTS, journal=journal)
+        assert restore(first, None, step=0, version=0, journal=journal).statistics().applied == 0
+    with pytest.raises(ValueError, match="needs the directory of the checkpoint, or a journal"):
+        restore(ledger, None)
+    with pytest.raises(ValueError, match="keep_steps is -1"):
+        Journal(tmp_path / "bad", keep_steps=-1)
+
+
 def test_offered_prompts_get_their_samples_back(make_ledger, tmp_path, finish):
     """Without a source, samples wait until the prompt of their ordinal is offered again."""
     with Journal(tmp_path / "journal") as journal:

@@ -166,7 +166,7 @@ def test_command_journal(tmp_path, finish):
         import os, sys
         from fairlead_rollouts import Journal, Ledger, LedgerConfig, Ref
         ledger = Ledger(LedgerConfig(group_size=1, groups_per_version=4, max_staleness=0), ["a", "b"],
-                        journal=Journal(sys.argv[1]))
+                        journal=Journal(sys.argv[1], keep_steps=1))
         for lease in ledger.lease(2):
             ledger.seal(lease, 0, Ref("store", durable=True))
         ledger.flush()
@@ -177,6 +177,7 @@ def test_command_journal(tmp_path, finish):
     before = sorted((one.name, one.read_bytes()) for one in tmp_path.iterdir() if not one.name.endswith("-shm"))
     printed = run_command("show", path)
     assert "Journal of ledger" in printed
+    assert "It holds snapshots of these steps: 0." in printed
     assert [line.split()[:2] for line in printed.splitlines() if "█" in line] == [["open", "2"], ["0", "2"]]
     after = sorted((one.name, one.read_bytes()) for one in tmp_path.iterdir() if not one.name.endswith("-shm"))
     assert after == before

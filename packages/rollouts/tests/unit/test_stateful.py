@@ -62,13 +62,14 @@ class Machine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
 
-    @initialize(config=configs(), with_journal=st.booleans())
-    def begin(self, config, with_journal):
+    @initialize(config=configs(), keep_steps=st.sampled_from([None, 0, 100]))
+    def begin(self, config, keep_steps):
         self.config, self.time, self.step, self.version = config, 0, 0, 0
         self.alive, self.fates, self.steps, self.claimed_at = {}, {}, {}, {}
         self.saved, self.crashes = [], 0
         self.folder = Path(tempfile.mkdtemp(dir=FAST))
-        self.journal = Journal(self.folder / "journal") if with_journal else None
+        self.keep_steps = keep_steps
+        self.journal = None if keep_steps is None else Journal(self.folder / "journal", keep_steps=keep_steps)
         self.ledger = Ledger(config, list(range(PROMPTS)), journal=self.journal, **self.callbacks())
         self.save_to_disk(commit=False)
 
@@ -224,6 +225,8 @@ class Machine(RuleBasedStateMachine):
         self.ledger.advance(self.version, trained=trained)
         if trained is not None:
             assert {self.ledger.state(ordinal) for ordinal in self.steps.pop(trained)} <= {"trained"}
+            if self.keep_steps:
+                self.note_checkpoint(trained, None)
 
     @rule()
     def sweep(self):
@@ -242,12 +245,16 @@ class Machine(RuleBasedStateMachine):
             return
         directory = Path(tempfile.mkdtemp(dir=self.folder))
         assert self.ledger.prepare(step, directory).parent == directory
-        done = {"applied": "applied", "trained": "applied", "dropped": "dropped"}
-        fates = {ordinal: done[fate] for ordinal, fate in self.fates.items() if fate in done}
-        self.saved.append({"step": step, "version": self.version, "directory": directory, "fates": fates})
+        self.note_checkpoint(step, directory)
         if commit:
             self.ledger.commit(step)
             assert "trained" not in self.fates.values()
+
+    def note_checkpoint(self, step, directory):
+        """Note what a restore of a step has to bring back; without a directory the journal has its snapshot."""
+        done = {"applied": "applied", "trained": "applied", "dropped": "dropped"}
+        fates = {ordinal: done[fate] for ordinal, fate in self.fates.items() if fate in done}
+        self.saved.append({"step": step, "version": self.version, "directory": directory, "fates": fates})
 
     @rule(back=st.integers(1, 2))
     def crash(self, back):
@@ -256,9 +263,12 @@ class Machine(RuleBasedStateMachine):
             return
         self.saved = self.saved[: len(self.saved) - back + 1]
         checkpoint = self.saved[-1]
+        # The journal's snapshot of this step is the restored one from now on.
+        self.saved = [one for one in self.saved if one["directory"] or one["step"] != checkpoint["step"]]
+        self.saved += [checkpoint] if checkpoint not in self.saved else []
         if self.journal is not None:
             self.journal._database.close()
-            self.journal = Journal(self.journal.path)
+            self.journal = Journal(self.journal.path, keep_steps=self.keep_steps)
         self.crashes += 1
         self.fates = {}
         # Without a journal the snapshot may list a payload that has been released since.

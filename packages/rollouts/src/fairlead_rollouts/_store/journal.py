@@ -13,7 +13,7 @@ from typing import Self
 
 from .._model import Sample
 from .._record import Record
-from ..exceptions import JournalLockedError
+from ..exceptions import JournalLockedError, SnapshotError
 from .schema import (
     SCHEMA,
     TABLES,
@@ -25,10 +25,12 @@ from .schema import (
     store_sample,
     write_meta,
 )
+from .snapshot import Snapshot, pack_snapshot, unpack_snapshot
 
 __all__ = ["Journal"]
 
 BUFFERED_ROWS = 256
+STEPS = "create table if not exists step (step integer primary key, snapshot blob not null);"
 
 
 class Journal:
@@ -36,10 +38,13 @@ class Journal:
 
     A ledger works without a journal: then a restart generates every sample again that the checkpoint does not list.
     One process uses a journal at a time. A damaged file, or that of another job, is moved aside with a warning.
-    A ledger calls `load`, `reset`, `put`, `remove` and `settle`; you call `flush` and `close`.
+    A ledger calls the methods that take its records; you call `flush` and `close`.
 
     Args:
         path: a file on a local disk. Its write-ahead log stands beside it.
+        keep_steps: for how many of the last trained steps the journal keeps a snapshot. With 2 or more, `restore` needs
+            no directory. That is for a trainer whose checkpoints cannot hold the snapshot: report each step with
+            `advance` before you save it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Journal(f"{folder}/journal") as journal:
@@ -49,8 +54,11 @@ class Journal:
     True
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, keep_steps: int = 0) -> None:
+        if keep_steps < 0:
+            raise ValueError(f"keep_steps is {keep_steps}; it must be at least 0.")
         self._path = Path(path)
+        self.keep_steps = keep_steps
         self._database = self._open()
         self._changed: dict[tuple[int, int], StoredSample | None] = {}
         self._prompts: dict[int, tuple[int, int, str] | None] = {}
@@ -68,7 +76,7 @@ class Journal:
             # In this order no file for shared memory is made, and another process is refused immediately.
             for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
                 database.execute(f"pragma {pragma}")
-            database.executescript(f"begin exclusive; {TABLES} commit;")
+            database.executescript(f"begin exclusive; {TABLES} {STEPS} commit;")
             if database.execute("pragma quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
             read_prompts(database), read_samples(database), read_meta(database)
@@ -103,8 +111,8 @@ class Journal:
             self._database = self._open()
         return None
 
-    def reset(self, ledger: str, records: Iterable[Record]) -> None:
-        """Replace the content by what a ledger holds now."""
+    def reset(self, ledger: str, records: Iterable[Record], last_step: int) -> None:
+        """Replace the content by what a ledger holds now, and forget the snapshots of steps after `last_step`."""
         self._changed, self._prompts, self._known = {}, {}, set()
         for record in records:
             self.put(record, record.samples.values(), partial=False)
@@ -112,6 +120,7 @@ class Journal:
         self._database.execute("begin")
         self._database.execute("delete from sample")
         self._database.execute("delete from prompt")
+        self._database.execute("delete from step where step > ?", (last_step,))
         write_meta(self._database, {"schema": SCHEMA, "ledger": ledger})
         self._commit()
 
@@ -137,6 +146,30 @@ class Journal:
         if ordinal in self._known:
             self._known.discard(ordinal)
             self._prompts[ordinal] = None
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep the snapshot of a trained step, and forget those before the last `keep_steps`."""
+        self._database.execute("begin")
+        row = snapshot.step, pack_snapshot(snapshot)
+        self._database.execute("insert or replace into step values (?, ?)", row)
+        oldest = "select step from step order by step desc limit 1 offset ?"
+        self._database.execute(f"delete from step where step < ({oldest})", (self.keep_steps - 1,))
+        self._commit()
+
+    def read_step(self, step: int) -> Snapshot:
+        """Return the snapshot of a trained step.
+
+        Raises:
+            SnapshotError: The journal does not hold it.
+        """
+        rows = dict(self._database.execute("select step, snapshot from step order by step"))
+        if step not in rows:
+            held = f"the journal holds steps {', '.join(map(str, rows))}" if rows else "the journal holds none"
+            remedy = "Pass a step that it holds" if rows else "Make the journal with keep_steps"
+            raise SnapshotError(
+                str(self._path), f"there is no snapshot of step {step}; {held}", f"{remedy}, or the directory."
+            )
+        return unpack_snapshot(rows[step], self._path)
 
     def flush(self) -> None:
         """Write everything that was stored or removed, in one transaction that survives a power cut."""

@@ -25,7 +25,16 @@ from .schema import (
     write_meta,
 )
 
-__all__ = ["NAME", "Snapshot", "read_snapshot", "take_snapshot", "write_snapshot"]
+__all__ = [
+    "NAME",
+    "Snapshot",
+    "pack_snapshot",
+    "read_snapshot",
+    "take_snapshot",
+    "unpack_snapshot",
+    "write_file",
+    "write_snapshot",
+]
 
 NAME = "rollouts.ledger"
 DIGEST_BYTES = 32
@@ -75,8 +84,8 @@ def take_snapshot(book: Book, ledger: str, step: int, source: bytes) -> Snapshot
     return Snapshot(ledger, step, book.version, size, book.next, settled, +consumed, source, prompts, samples)
 
 
-def write_snapshot(directory: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot so that a crash leaves the whole file or none, and return its path."""
+def pack_snapshot(snapshot: Snapshot) -> bytes:
+    """Return a snapshot as a database with its checksum."""
     database = sqlite3.connect(":memory:")
     database.executescript(TABLES)
     settled = snapshot.settled
@@ -89,16 +98,25 @@ def write_snapshot(directory: Path, snapshot: Snapshot) -> Path:
     database.commit()
     content = database.serialize()
     database.close()
+    return content + hashlib.sha256(content).digest()
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot) -> Path:
+    """Write a snapshot into a directory, and return its path."""
     path = directory / NAME
-    temporary = directory / f".{NAME}.{os.getpid()}"
+    write_file(path, pack_snapshot(snapshot))
+    return path
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that a crash leaves all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb") as file:
         file.write(content)
-        file.write(hashlib.sha256(content).digest())
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_directory(directory)
-    return path
+    sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:
@@ -123,6 +141,11 @@ def read_snapshot(directory: Path) -> Snapshot:
     except OSError as error:
         remedy = "Restore from a checkpoint that has one, or make a new Ledger to begin at prompt 0."
         raise SnapshotError(str(path), f"it cannot be read: {error.strerror}", remedy) from None
+    return unpack_snapshot(content, path)
+
+
+def unpack_snapshot(content: bytes, path: Path) -> Snapshot:
+    """Return the snapshot that was packed. Errors name `path`, the file that it is from."""
     content, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:
         raise SnapshotError(str(path), "its checksum is wrong, so it is damaged", "Restore from an older checkpoint.")
