@@ -262,7 +262,8 @@ def soak(session: nox.Session) -> None:
         inspected = [f"{package('inspect')}/tests/ray/test_{name}.py" for name in ("inspect", "trace")]
         session.run("pytest", *inspected, "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_RUNS": "100"})
         planted = "integration-tests/inspect"
-        session.run("pytest", planted, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_TRUTH": "10"})
+        often = {"FAIRLEAD_TRUTH": "10", "FAIRLEAD_LOOKS": "1000"}
+        session.run("pytest", planted, "-s", "--timeout=3600", env={**RAY_ENV, **often})
         killed = f"{package('workergroup')}/tests/ray/test_killed_driver.py"
         session.run("pytest", killed, "-s", "--timeout=1200", env={**RAY_ENV, "FAIRLEAD_KILLS": "20"})
         with session.chdir(package("workergroup", "/tests")):

@@ -45,6 +45,12 @@ class Rank:
     def pid(self):
         return os.getpid()
 
+    def load(self):
+        """Import what takes seconds on a busy machine."""
+        import torch.distributed
+
+        return torch.distributed.is_available()
+
     def join(self):
         import torch.distributed as dist
 
@@ -219,6 +225,12 @@ def make_ranks(size=SIZE, join=True):
     return ranks
 
 
+def make_stages(count):
+    stages = [Stage.remote() for _ in range(count)]
+    ray.get([one.quick.remote() for one in stages])
+    return stages
+
+
 class GivenRank(Rank):
     """A rank whose variables its process was started with."""
 
@@ -354,6 +366,7 @@ def stopped():
 
 def kill_before_join(kill):
     ranks = make_ranks(join=False)
+    ray.get([one.load.remote() for one in ranks])
     pid = ray.get(ranks[2].pid.remote())
     refs = [ranks[rank].join.remote() for rank in (0, 1, 3)]
     kill(ranks[2], pid)
@@ -391,13 +404,13 @@ def two_fleets():
 
 @case
 def chain():
-    a, b, c = Stage.remote(), Stage.remote(), Stage.remote()
+    a, b, c = make_stages(3)
     wait_in_get(a.ask.remote([b, c]))
 
 
 @case
 def wait_for_the_last():
-    stages = [Stage.remote() for _ in range(3)]
+    stages = make_stages(3)
     refs = [stages[0].quick.remote(), stages[1].hang.remote(), stages[2].quick.remote()]
     threading.Thread(target=report, daemon=True).start()
     ray.wait(refs, num_returns=3)
@@ -405,19 +418,19 @@ def wait_for_the_last():
 
 @case
 def cycle():
-    a, b = Stage.remote(), Stage.remote()
+    a, b = make_stages(2)
     wait_in_get(a.first.remote(a, b))
 
 
 @case
 def awaited():
-    service, stage = Service.remote(), Stage.remote()
+    service, (stage,) = Service.remote(), make_stages(1)
     wait_in_get(service.run.remote(stage))
 
 
 @case
 def unread_generator():
-    stage = Stage.remote()
+    (stage,) = make_stages(1)
     stream = stage.stream.options(_generator_backpressure_num_objects=1).remote()
     wait_in_get([stage.quick.remote(), next(stream)])
 
@@ -449,13 +462,12 @@ def long_work():
 
 @case
 def long_build():
-    wait_in_get(Stage.remote().build.remote())
+    wait_in_get(make_stages(1)[0].build.remote())
 
 
 @case
 def idle():
-    stages = [Stage.remote() for _ in range(3)]
-    ray.get([one.quick.remote() for one in stages])
+    make_stages(3)
     threading.Thread(target=report, daemon=True).start()
     threading.Event().wait()
 
@@ -487,7 +499,7 @@ def restarted():
 
 @case
 def pipeline():
-    stages = [Stage.remote() for _ in range(3)]
+    stages = make_stages(3)
     wait_in_get([stages[0].work.remote(1000), stages[1].build.remote(), stages[2].hang.remote()])
 
 
