@@ -89,8 +89,17 @@ def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings come from this repository."""
     with report_every(PATIENCE_S, lambda seconds: f"{session.name}: installing, {seconds:.0f} s"):
         session.install("-c", "constraints.txt", *what, env=UV_ENV)
+        defer_imports(Path(session.virtualenv.location))
         if "torch" in what:  # else all workers of the first group compile it at the same time
             session.run("python", "-c", "import torch.distributed.fsdp")
+
+
+def defer_imports(environment: Path) -> None:
+    """Let the processes of an environment import a few modules at their first use, so that workers start sooner."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    shutil.copy(ROOT / "scripts" / "defer_imports.py", packages)
+    # Python executes this line when it starts.
+    (packages / "defer_imports.pth").write_text("import defer_imports\n", encoding="utf-8")
 
 
 # People wait at most this long for a sign of progress.
@@ -595,6 +604,7 @@ def wheels(session: nox.Session, name: str) -> None:
     needed = test_requirements(name)
     wheels = {one: str(build_wheel(session, Path(one).name, dist)) for one in needed if one.startswith("./")}
     session.run(*pip, *(wheels.get(one, one) for one in needed))
+    defer_imports(Path(python).parent.parent)
     with session.chdir(here):
         # 5: the package has only unit tests.
         options = [f"--ignore={package(name, '/tests/unit')}", "-m", "not smoke", *session.posargs]
