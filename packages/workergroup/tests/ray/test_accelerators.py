@@ -63,32 +63,43 @@ def node(raylets, request):
         yield made
 
 
-@pytest.mark.parametrize("kind", VISIBLE)
-def test_each_worker_has_its_devices(node, kind):
+# Workers have devices of one kind, or of several kinds at the same time.
+each_kind = pytest.mark.parametrize("kinds", [["GPU"], ["HPU", "NPU", "TPU", "neuron_cores"]], ids="-".join)
+
+
+@each_kind
+def test_each_worker_has_its_devices(node, kinds):
     """Each worker of a node has devices of its own, of any kind that Ray knows, which its slot names."""
     with (
-        RayVirtualCluster([2], accelerators={kind: 2}) as cluster,
+        RayVirtualCluster([2], accelerators=dict.fromkeys(kinds, 2)) as cluster,
         RayWorkerGroup(cluster, Worker) as group,
     ):
         slots, devices = cluster.slots(), group.call("devices").result()
-        assert [{kind: tuple(ids[kind])} for ids, _ in devices] == [slot.accelerators for slot in slots]
-        assert [variables[VISIBLE[kind]].split(",") for _, variables in devices] == [ids[kind] for ids, _ in devices]
-        assert len({one for slot in slots for one in slot.accelerator_ids}) == 4
+        assert [{kind: tuple(ids[kind]) for kind in kinds} for ids, _ in devices] == [
+            slot.accelerators for slot in slots
+        ]
+        for kind in kinds:
+            assert [variables[VISIBLE[kind]].split(",") for _, variables in devices] == [
+                ids[kind] for ids, _ in devices
+            ]
+            assert len({one for slot in slots for one in slot.accelerators[kind]}) == 4
         assert [variables["LOCAL_RANK"] for _, variables in devices] == ["0", "0"]
 
 
-@pytest.mark.parametrize("kind", VISIBLE)
-def test_each_worker_sees_all_devices_of_the_node(node, kind):
+@each_kind
+def test_each_worker_sees_all_devices_of_the_node(node, kinds):
     """With "node", a worker sees the devices of all workers of its node, and LOCAL_RANK is the index of its first."""
     with (
-        RayVirtualCluster([2], accelerators={kind: 1}) as cluster,
+        RayVirtualCluster([2], accelerators=dict.fromkeys(kinds, 1)) as cluster,
         RayWorkerGroup(cluster, Worker, worker=WorkerOptions(visible_devices="node")) as group,
     ):
+        slots = cluster.slots()
         for rank, (ids, variables) in enumerate(group.call("devices").result()):
-            visible = variables[VISIBLE[kind]].split(",")
-            assert visible == [one for slot in cluster.slots() for one in slot.accelerator_ids]
             assert variables["LOCAL_RANK"] == str(rank)
-            assert ids[kind] == [visible[rank]]
+            for kind in kinds:
+                visible = variables[VISIBLE[kind]].split(",")
+                assert visible == [one for slot in slots for one in slot.accelerators[kind]]
+                assert ids[kind] == [visible[rank]]
 
 
 def test_what_a_module_sees(node, tmp_path):
