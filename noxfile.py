@@ -324,13 +324,6 @@ def interop(session: nox.Session) -> None:
     parts += [f"transfer/tests/ray/test_{name}.py" for name in ("environments", "bounded")]
     env = {**RAY_ENV, **UV_ENV}
     session.run("pytest", *map(package, parts), "-k", "torch", *session.posargs, env=env)
-    session.run(
-        "pytest",
-        "integration-tests/test_documented.py",
-        "-k",
-        "workergroup.torch or inspect.otel",
-        *session.posargs,
-    )
     # What `nox -s demo -- torch` runs, shortened.
     session.run("python", "examples/train_digits_torch.py", "--epochs", "2", env=RAY_ENV)
 
