@@ -85,11 +85,18 @@ def build_wheel(session: nox.Session, name: str, dist: Path) -> Path:
     return wheel
 
 
-def install(session: nox.Session, *what: str) -> None:
-    """Install local paths and requirements in one call, so that siblings come from this repository."""
+def install(session: nox.Session, *what: str, defer: bool = True) -> None:
+    """Install local paths and requirements in one call, so that siblings come from this repository.
+
+    Args:
+        session: the session, in whose environment they are installed.
+        what: the paths and requirements.
+        defer: whether some imports of Ray are deferred there. What measures how fast workers start needs all imports.
+    """
     with report_every(PATIENCE_S, lambda seconds: f"{session.name}: installing, {seconds:.0f} s"):
         session.install("-c", "constraints.txt", *what, env=UV_ENV)
-        defer_imports(Path(session.virtualenv.location))
+        if defer:
+            defer_imports(Path(session.virtualenv.location))
         if "torch" in what:  # else all workers of the first group compile it at the same time
             session.run("python", "-c", "import torch.distributed.fsdp")
 
@@ -649,6 +656,7 @@ def bench(session: nox.Session) -> None:
         session,
         *map(package, [*SIBLINGS["lane"], "lane", "batching", "tpu-executor", "transfer", "inspect", "rollouts"]),
         "torch",
+        defer=False,
     )
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
 
