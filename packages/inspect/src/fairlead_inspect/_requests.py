@@ -32,7 +32,9 @@ class RequestLog(TraceSaver):
 
     def begin(self, name: str, began: float, futures: Sequence[Any]) -> int:
         """Note a call made at a moment of `time.monotonic`, or another span without futures; return its number."""
-        tasks = b"".join([task_of_future(future)[:TASK_BYTES] for future in futures[:TASKS]])
+        tasks = bytearray()
+        for future in futures[:TASKS]:
+            tasks += task_of_future(future)[:TASK_BYTES]
         with self._writing:
             self._written = number = self._written + 1
             at = number % KEPT * self._layout.size

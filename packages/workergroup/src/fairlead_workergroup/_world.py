@@ -57,7 +57,7 @@ class World(Protocol):
     ) -> tuple[list[Any], list[Any]]:
         """Wait as `ray.wait` does."""
 
-    def get(self, refs: Sequence[Any], *, timeout: float | None) -> list[Any]:
+    def get(self, refs: list[Any], *, timeout: float | None) -> list[Any]:
         """Return values as `ray.get` does."""
 
 
@@ -68,6 +68,7 @@ class RealWorld:
     event = staticmethod(OneTimeEvent)
     thread = staticmethod(threading.get_ident)
     now = staticmethod(time.monotonic)
+    get = staticmethod(ray.get)
 
     def spawn(self, name: str, work: Callable[[], object]) -> None:
         """Start a thread that never starts a Ray; at the exit of the interpreter, which starts none, run it here."""
@@ -85,18 +86,8 @@ class RealWorld:
         )
         return done
 
-    def get(self, refs: Sequence[Any], *, timeout: float | None) -> list[Any]:
-        """Call `ray.get`."""
-        values: list[Any] = ray.get(list(refs), timeout=timeout)
-        return values
-
 
 current: World = RealWorld()  # the world that everything runs in
-
-
-def now() -> float:
-    """Return the time in seconds, which only grows."""
-    return current.now()
 
 
 @contextlib.contextmanager
@@ -134,7 +125,7 @@ class Deadline:
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
         """Return the deadline that is this many seconds from now."""
-        return cls(None if seconds is None else now() + seconds)
+        return cls(None if seconds is None else current.now() + seconds)
 
     def sooner(self, other: "Deadline") -> "Deadline":
         """Return the earlier of two deadlines."""
@@ -145,13 +136,13 @@ class Deadline:
         """Return the seconds until the deadline, 0 after it, and not more than `at_most`; None without a limit."""
         if self.at is None:
             return at_most
-        left = max(0.0, self.at - now())
+        left = max(0.0, self.at - current.now())
         return left if at_most is None else min(left, at_most)
 
     @property
     def passed(self) -> bool:
         """Whether the deadline has passed, with a millisecond of tolerance for waits that end early."""
-        return self.at is not None and now() >= self.at - 0.001
+        return self.at is not None and current.now() >= self.at - 0.001
 
 
 NEVER = Deadline()

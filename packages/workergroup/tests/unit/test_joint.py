@@ -31,13 +31,10 @@ class Sender:
         self.membership = SimpleNamespace(gate=Gate())
         self.call_timeout_s, self.obstacle, self.sent = call_timeout_s, obstacle, []
 
-    def check_callable(self, method, ranks):
-        pass
-
     def prepare(self, order):
         return order
 
-    def admit(self, order):
+    def admit(self, order, *, early=False):
         return self.obstacle or Admitted(None, ())
 
     def submit(self, order, admitted):

@@ -4,6 +4,7 @@
 import asyncio
 from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -11,6 +12,7 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
+from .. import _world
 from .._observe.calls import CallStatistics, Outcome
 from .._observe.display import table_html
 from .._start.worker_class import Method
@@ -27,7 +29,7 @@ from .._transport.futures import (
     short_traceback,
 )
 from .._transport.messages import Message, references_of
-from .._world import NEVER, Deadline, check_timeout, now
+from .._world import NEVER, Deadline, check_timeout
 from ..exceptions import CallTimeoutError, WorkerFailureError
 from .execution import Execution, SendState
 from .follow import Follower
@@ -63,40 +65,31 @@ def make_order(
     by_ray: str = "",  # why the call cannot go by a lane; empty if it can
 ) -> Order:
     """Check a call, store the values that have to be stored, and return what is ready to be sent."""
-    began = now()
+    began = _world.current.now()
     if options.retries:
         sender.check_retries(options.retries)
+    known = sender.launcher.worker_class
     if not isinstance(method, Method):
-        method = sender.launcher.worker_class.method(method)
+        by_name = known.methods.get(method) if isinstance(method, str) else None
+        method = by_name or known.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
+    deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
+    order = Order(method, recipients.called, (), began, deadline, (0, 0), (), sharding, passes=passes)
+    if not passes:
+        sender.admit(order, early=True)  # before anything is stored, or waited for in a lane
     has_lane = sender.transport is not None
     stored = Arguments(for_lane=has_lane)
-    if not passes:
-        # Before anything is stored, or waited for in a lane. Every call is checked again when it is sent.
-        sender.check_callable(method, recipients.called)
     # Before this call's turn: storing a large value must not delay the calls of other threads.
     columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
     requests = make_requests(method, recipients, columns, names)
-    order = Order(
-        method,
-        recipients.called,
-        list(requests) if options.retries else requests,
-        began,
-        NEVER if timeout_s is None else Deadline(began + timeout_s),
-        stored.cost(),
-        stored.sources,
-        sharding,
-        by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
-        stored.has_answers,
-        passes,
+    order = order._replace(
+        requests=list(requests) if options.retries else requests,
+        stored=stored.cost() if stored.refs else (0, 0),
+        sources=stored.sources,
+        obstacle=by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
+        has_answers=stored.has_answers,
     )
     return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
-
-
-def is_on_loop() -> bool:
-    """Return whether this thread runs an event loop, which must not be blocked."""
-    # The public function raises an exception if there is none, and every call asks.
-    return _get_running_loop() is not None
 
 
 def dispatch(
@@ -112,7 +105,8 @@ def dispatch(
     **others: Any,  # as for `make_order`
 ) -> Execution:
     """Store the values that have to be stored, and send a call."""
-    blocking = not may_wait or not is_on_loop()
+    # The public function raises an exception if there is no loop, and every call asks.
+    blocking = not may_wait or _get_running_loop() is None
     try:
         order = make_order(sender, method, recipients, args, kwargs, options, **others)
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
@@ -124,16 +118,11 @@ def dispatch(
     return Execution(sender, owner, order, sent, recipients, options)
 
 
+@dataclass(eq=False, repr=False)
 class CallResults(PassedOn, Generic[Result]):
     """The ways to wait for the results of a call."""
 
     _execution: Any  # an `Execution`, or several that are waited for together
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all called workers and fetch the results, and nothing else.
@@ -213,7 +202,7 @@ class CallResults(PassedOn, Generic[Result]):
         return iterate_on_loop(self._following(self._execution.iterate))
 
 
-class Call(MultiWorkerFuture, CallResults[Result]):
+class Call(CallResults[Result], MultiWorkerFuture):
     """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
 
     `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
@@ -225,14 +214,8 @@ class Call(MultiWorkerFuture, CallResults[Result]):
     any other `Call` for the list of results.
     """
 
-    def __init__(self, execution: Execution) -> None:
-        self._execution: Execution = execution
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
-    def __eq__(self, other: object) -> bool:  # not that of a `MultiWorkerFuture`
-        return self is other
+    _execution: Execution
+    __hash__, __eq__ = object.__hash__, object.__eq__  # not those of a `MultiWorkerFuture`
 
     def __repr__(self) -> str:
         execution = self._execution

@@ -26,7 +26,7 @@ from .._transport.futures import (
     sum_sizes,
     wait,
 )
-from .._world import NEVER, Deadline, Event, check_timeout, now
+from .._world import NEVER, Deadline, Event, check_timeout
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .errors import Refused, describe_missing, explain_failure, retrieve_late
 from .plan import CallOptions, Recipients
@@ -69,7 +69,7 @@ class Execution:
     _repeated: Event | None = None
 
     def __post_init__(self) -> None:
-        self.submit_s = now() - self.order.began
+        self.submit_s = _world.current.now() - self.order.began
         self.method: Method = self.order.method
         self.yields_items: bool = self.method.result == "items"  # whether the method is a generator
         self.is_single: bool = self.options.collect == ()
@@ -295,7 +295,9 @@ class Execution:
         """Return the error that says what the workers at these positions are doing."""
         late = self.sender.late_workers([self.ranks[at] for at in pending])
         reason = describe_missing(self.order.sources) if late else ""
-        return CallTimeoutError(self.method.name, now() - self.order.began, len(self.futures), late, reason)
+        return CallTimeoutError(
+            self.method.name, _world.current.now() - self.order.began, len(self.futures), late, reason
+        )
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all called workers and fetch the results; see `Call.result`."""
@@ -305,22 +307,31 @@ class Execution:
         """Do the same, on a thread or an event loop; the first failure ends the wait or repeats the call."""
         deadline = self.until(timeout)
         while True:
+            self.check_open()
+            if self.sending is not None:
+                await self.until_sent(on, deadline)
             attempt = self.attempt
             try:
-                self.check_open()
-                if self.sending is not None:
-                    await self.until_sent(on, deadline)
-                if self.yields_items:
-                    await self._explained(on, on.drain(self.unfinished(), lambda: deadline, self.check_late))
-                    return self.shape([await self._get_items(on, at) for at in self.positions])
-                return self.take(await self._explained(on, on.all(self.in_order(), deadline, self.check_late)))
-            except WorkerFailureError as error:
-                # A restart takes seconds.
-                if not await on.apart(self.repeat, attempt, deadline):
-                    await on.apart(self.sender.observed.explain, error)
-                    raise
-            except Refused:
-                await on.apart(self.follow, attempt, deadline)
+                if not self.yields_items:
+                    return self.shape(await on.all(self.in_order(), deadline, self.check_late))
+                await on.drain(self.unfinished(), lambda: deadline, self.check_late)
+                return self.shape([await self._get_items(on, at) for at in self.positions])
+            except Exception as error:  # noqa: BLE001  any exception of a worker
+                failure = await on.apart(self._try_again, error, attempt, deadline)
+                if failure is not None:
+                    raise failure  # noqa: B904  chained there
+
+    def _try_again(self, error: BaseException, attempt: int, deadline: Deadline) -> BaseException | None:
+        """Repeat a call after the error of an attempt, if that is due; otherwise return the failure."""
+        failure = self.failure(error)
+        if isinstance(failure, Refused):
+            self.follow(attempt, deadline)
+            return None
+        if isinstance(failure, WorkerFailureError):
+            if self.repeat(attempt, deadline):  # a restart takes seconds
+                return None
+            self.sender.observed.explain(failure)
+        return failure
 
     async def _explained(self, on: Waiter, waiting: Coroutine[Any, Any, T]) -> T:
         """Return what a wait returns, or raise the failure of the call."""
@@ -334,17 +345,14 @@ class Execution:
         wanted, others = self.recipients.positions
         return list(map(self.futures.__getitem__, [*wanted, *others]))
 
-    def take(self, values: list[Any]) -> Any:
-        """Return the result of the call for the values of `in_order`."""
-        self.fetched_at.update(self.positions)
-        return self.shape(values[: len(self.positions)])
-
     def shape(self, values: list[Any]) -> Any:
-        """Return the result of the call for the values of the workers."""
+        """Return the result of the call for the values of `in_order`, of which the first ones are the results."""
+        wanted, others = self.recipients.positions
+        self.fetched_at.update(wanted)
         self.sender.observed.end(self.entries)
         if self.options.discard:
             return None
-        return values[0] if self.is_single else values
+        return values[0] if self.is_single else values[: len(wanted)] if others else values
 
     async def following(
         self, on: Waiter, results: Callable[[Waiter], AsyncGenerator[T]], timeout: float | None = None
@@ -517,11 +525,8 @@ class Execution:
     async def _get_items(self, on: Waiter, at: int) -> list[Any]:
         """Return the items of a generator that has ended."""
         future, items = self.futures[at], self.items.setdefault(at, [])
-        try:
-            await on.drain({future: items}, lambda: NEVER, self.check_late)
-            values = await on.all(items, NEVER, self.check_late)
-        except Exception as error:  # noqa: BLE001  any exception of a worker
-            raise (await on.apart(explain_failure, self._ends(), error, self.sender))  # noqa: B904
+        await on.drain({future: items}, lambda: NEVER, self.check_late)
+        values = await on.all(items, NEVER, self.check_late)
         if count := self._handed_out.get(at):
             raise WorkerGroupError(
                 f"stream() has handed out {count} item(s) of {self.method.name!r} of rank {self.ranks[at]}, and they "

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _world
 from .._lifecycle.delivery import Delivery, send_handover
-from .._world import Deadline, now
+from .._world import Deadline
 from ..exceptions import CallTimeoutError
 from .call import dispatch
 from .errors import explain_failure
@@ -33,9 +34,9 @@ class Hooks:
         """Check that the class has these methods, and that they take the arguments that they get."""
         for name in (self.restart, self.resize, self.handover):
             if name is not None:
-                self.sender.launcher.worker_class.method(name).check((), {})
+                self.sender.launcher.worker_class.method(name).check(0, ())
         if self.handover is not None and self.restart is not None:
-            self.sender.launcher.worker_class.method(self.restart).check((None,), {})
+            self.sender.launcher.worker_class.method(self.restart).check(1, ())
 
     def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> list[Execution]:
         """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""
@@ -67,7 +68,7 @@ class Hooks:
         """
         if self.handover is None or not ranks:
             return {}
-        sender, began = self.sender, now()
+        sender, began = self.sender, _world.current.now()
         members = sender.roster.now
         values, ends = dict[int, Any](), dict[int, Any]()
         for rank in ranks:
@@ -78,7 +79,7 @@ class Hooks:
         if errors:
             raise explain_failure([ends[rank] for rank in errors], next(iter(errors.values())), sender)
         if late and not give_up:
-            raise CallTimeoutError(self.handover, now() - began, len(ranks), sender.late_workers(late))
+            raise CallTimeoutError(self.handover, _world.current.now() - began, len(ranks), sender.late_workers(late))
         if late:
             logger.warning("Rank(s) %s are replaced without what they hand over: their node ends.", late)
         return {rank: value for rank, value in values.items() if rank not in late}

@@ -3,21 +3,23 @@
 
 import contextlib
 import logging
+from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
+from .. import _world
 from .._observe.calls import Outcome
 from .._observe.display import table_html
 from .._start.worker_class import Method
 from .._transport.arguments import Answer, Gathered, PerWorker, Shard
 from .._transport.futures import Waiter
 from .._transport.messages import Transport
-from .._world import Deadline, now
+from .._world import Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailure, WorkerFailureError, name_group
-from .call import Call, CallResults, Result, is_on_loop, make_order
+from .call import Call, CallResults, Result, make_order
 from .errors import Refused
 from .execution import Execution
 from .plan import CallOptions, CallPlan, Column, column_per_worker, make_columns, make_plan
@@ -191,7 +193,7 @@ def _named(sender: Sender, *, sending: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if sending and not is_on_loop() and isinstance(error, (CallTimeoutError, WorkerFailureError)):
+        if sending and _get_running_loop() is None and isinstance(error, (CallTimeoutError, WorkerFailureError)):
             sender.observed.explain(error)
         name_group(error, sender.roster.name_prefix)
         raise
@@ -277,7 +279,7 @@ def _check_axes(plans: Sequence[CallPlan], axes: Sequence[str]) -> None:
 def _send(parts: Sequence[_Part], options: CallOptions) -> list[Execution]:
     """Send the requests of all parts, or none."""
     sent: Sequence[Sent | Future[Sent]] = []
-    if not is_on_loop():
+    if _get_running_loop() is None:
         sent = _send_now(parts)
     else:
         at_once = Deadline.after(0.0)
@@ -357,7 +359,8 @@ class _Together:
                 if failure is not None:
                     raise failure  # noqa: B904  chained there
                 continue
-            results = [one.take([next(values) for _ in own]) for one, own in zip(self.executions, futures, strict=True)]
+            pairs = zip(self.executions, futures, strict=True)
+            results = [one.shape([next(values) for _ in own]) for one, own in pairs]
             discard = self.executions[0].options.discard
             return None if discard else [value for own in results for value in own]
 
@@ -401,7 +404,7 @@ class _Together:
         order, called = self.executions[0].order, sum(len(one.ranks) for one in self.executions)
         late = tuple(worker for error in errors for worker in error.late)
         reason = "\n".join(error.reason for error in errors if error.reason)
-        error = CallTimeoutError(order.method.name, now() - order.began, called, late, reason)
+        error = CallTimeoutError(order.method.name, _world.current.now() - order.began, called, late, reason)
         if not deadline.passed:
             logger.warning("%s", error)
             return deadline

@@ -84,11 +84,11 @@ def map_items(
         raise TypeError(
             f"{called.name!r} is a generator method; map needs one result for each item: call it and stream"
         )
-    called.check([None], {})
+    called.check(1, ())
     sender.check_retries(options.each.retries)
     stored = Arguments()  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
-    sender.counters.add(puts=stored.puts)
+    sender.counters.add(puts=len(stored.refs))
     total = len(items) if isinstance(items, Sized) else None
     balancer = _Balancer(sender, owner, ranks, called, options)
     order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)

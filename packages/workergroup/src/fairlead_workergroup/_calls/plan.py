@@ -58,6 +58,13 @@ class Mesh:
     sharding: NamedSharding
     single: bool = False
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sharding, self.single))  # once, as each call looks for its plan
+
     def at(self, coords: dict[str, int | slice]) -> "Mesh":
         """Return the mesh of the workers at some coordinates; as in numpy, an integer drops its axis."""
         self.check(coords)
@@ -236,7 +243,7 @@ class CallPlan(Recipients):
     def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
         """Return what a call with this plan would do. Nothing is stored or called."""
         columns, named = make_columns(args, kwargs, self.column)
-        method.check(columns, named)
+        method.check(len(args), tuple(kwargs))
         names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
         arguments = list(zip([*args, *kwargs.values()], [*columns, *named.values()], strict=True))
         order = {rank: str(at) for at, rank in enumerate(self.returned)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, overload
 
 import ray
 from ray import ObjectRef
@@ -166,14 +166,6 @@ class Sender:
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
-    def check_callable(self, method: Method, called: Sequence[int]) -> None:
-        """Refuse a call if its group has ended, if one of these ranks is lost for good, or if a package refuses it."""
-        now = self.roster.check_alive()
-        if now.lost and not self.policy.on_failure and (lost := self.policy.blocking(now, called)):
-            raise self._lost_error(lost)
-        for check in list(self.checks):
-            check(method.name, called)
-
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.now
         if now.is_broken and not self.policy.on_failure:
@@ -182,9 +174,10 @@ class Sender:
 
     def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures."""
-        order = self.prepare(order)
+        if self.transport is not None or order.has_answers:
+            order = self.prepare(order)
         while True:
-            tried = self.membership.gate.run(partial(self._try_to_send, order), order.deadline, passes=order.passes)
+            tried = self.membership.gate.run(partial(self.submit, order), order.deadline, passes=order.passes)
             if isinstance(tried, Sent):
                 return tried
             self.overcome(order, tried)
@@ -216,53 +209,55 @@ class Sender:
         elif not self.membership.restart_lost(order.deadline):
             raise self.unsent_error(order)
 
-    def _try_to_send(self, order: Order) -> Sent | list[WorkerFailure] | Transport:
-        """Send a call, with the gate held, or return its obstacle."""
-        admitted = self.admit(order)
-        return self.submit(order, admitted) if isinstance(admitted, Admitted) else admitted
+    def admit(self, order: Order, *, early: bool = False) -> Admitted | list[WorkerFailure] | Transport:
+        """Check a call with the gate held; return the lost workers, or the transport, that it has to wait for.
 
-    def admit(self, order: Order) -> Admitted | list[WorkerFailure] | Transport:
-        """Check a call with the gate held; return the lost workers, or the transport, that it has to wait for."""
-        if order.sharding is not self.roster.now.sharding:
-            check_ranks(order, self.roster.now)
+        An `early` check, before anything is stored, raises the errors of calls that need not wait for their turn.
+        """
         now = self.roster.check_alive()
+        if order.sharding is not now.sharding:
+            check_ranks(order, now)
         needs: list[Need] = []
-        for check in () if order.passes else list(self.checks):  # again: the group or the worker may have changed
+        for check in () if order.passes else list(self.checks):
             if (need := check(order.method.name, order.ranks)) is not None:
                 needs.append(need)
         if now.lost:
             lost = self.policy.blocking(now, order.ranks)
             # The methods that a change runs wait for their own workers only.
             if blocking := [failure for failure in lost if not order.passes or failure.rank in order.ranks]:
+                if early and not self.policy.on_failure:
+                    raise self._lost_error(blocking)
                 return blocking
         transport = self.transport
-        if transport is not None and not order.encoded and not transport.makes_way(order.ranks):
+        if not early and transport is not None and not order.encoded and not transport.makes_way(order.ranks):
             return transport
         return Admitted(now, needs)
 
-    def submit(self, order: Order, admitted: Admitted) -> Sent:
-        """Send a call that was admitted, with the gate held since then."""
+    @overload
+    def submit(self, order: Order) -> Sent | list[WorkerFailure] | Transport: ...
+    @overload
+    def submit(self, order: Order, admitted: Admitted) -> Sent: ...
+    def submit(self, order: Order, admitted: Any = None) -> Sent | list[WorkerFailure] | Transport:
+        """Send a call with the gate held, or return its obstacle if it was not admitted before and is not now."""
+        if admitted is None and not isinstance(admitted := self.admit(order), Admitted):
+            return admitted
         now, needs = admitted
-        overlaps = self.launcher.worker_class.concurrent
-        futures = self._send(now, order, needs if overlaps else ())
+        transport, overlaps = self.transport, self.launcher.worker_class.concurrent
+        if transport is not None and order.encoded:
+            futures = transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
+            self.counters.add(requests=len(futures), lane_requests=len(futures))
+        else:
+            futures = self._send_by_ray(now, order, needs if overlaps else ())
+            self.counters.add(requests=len(futures), lane_fallbacks=int(transport is not None))
         if overlaps:
             self.overlapping.note(futures)
         entry = self.observed.begin(order.method.name, order.began, futures) if futures else 0
-        self.counters.add(requests=len(futures))
         return Sent(futures, now.epoch, entry)
 
-    def _send(self, now: Snapshot, order: Order, needs: Sequence[Need]) -> list[Any]:
-        """Send the requests by the transport if there is one and it can carry them, and otherwise by Ray."""
-        transport = self.transport
-        if transport is not None and order.encoded:
-            sent = transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
-            self.counters.add(lane_requests=len(sent))
-            return sent
-        if transport is not None:
-            self.counters.add(lane_fallbacks=1)
+    def _send_by_ray(self, now: Snapshot, order: Order, needs: Sequence[Need]) -> list[Any]:
         if order.has_answers:  # which have been stored, unless the transport has been closed since then
             order = self._store_answers(order)
-        members, requests = now.members, order.requests
+        members, requests, transport = now.members, order.requests, self.transport
         epoch = None if self.is_owner else now.epoch
         if needs or epoch is not None:
             requests = (_fence(request, order.method, [epoch, None, *needs]) for request in requests)
@@ -315,7 +310,7 @@ class Sender:
 
     def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
-        waited_s, reason = _world.now() - order.began, reason or self.membership.describe_wait()
+        waited_s, reason = _world.current.now() - order.began, reason or self.membership.describe_wait()
         return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
     def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:
@@ -379,7 +374,7 @@ def store_columns(
     method: Method, args: Sequence[Column], kwargs: Mapping[str, Column], arguments: Arguments
 ) -> list[Column]:
     """Store the values that have to be stored, and return the arguments as they are sent."""
-    method.check(args, kwargs)
+    method.check(len(args), tuple(kwargs))
     columns = []
     for at, column in enumerate((*args, *kwargs.values())):
         try:

@@ -65,7 +65,7 @@ class Crew:
     def find_lost(self) -> Mapping[int, WorkerFailure]:
         """Return the workers that are dead now, by rank, including those that no call has met."""
         living = [member.process for member in self._roster.now.members if member.failure is None]
-        began = _world.now()
+        began = _world.current.now()
         verdicts = self._roster.judge.ask(living, look="all", within_s=CAUSE_S).values()
         check_head(verdicts, since=began)
         self._roster.note(verdicts)

@@ -132,7 +132,7 @@ class Launcher:
         self.resources.registration = Registration(
             self._roster, spec.token, self.worker_class.name, methods=self.worker_class.to_dict()
         )
-        self._counters.add(puts=arguments.stored.puts)
+        self._counters.add(puts=len(arguments.stored.refs))
 
     def release(self) -> None:
         """Release the stored arguments, because nothing is started any more."""
@@ -280,7 +280,7 @@ class Launcher:
                     facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}
                 )
             )
-        self._counters.add(requests=len(refs), puts=configured.puts)
+        self._counters.add(requests=len(refs), puts=len(configured.refs))
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
         answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock, check=check)
@@ -322,7 +322,7 @@ class _StoredArguments:
             if "ranks" in layout:  # it grows with the group, so it is stored and not sent to each worker
                 stored = Arguments()
                 layout = stored.prepare(layout)
-                self._counters.add(puts=stored.puts)
+                self._counters.add(puts=len(stored.refs))
             self._layout = sharding, layout
         return self._layout[1]
 

@@ -5,7 +5,7 @@ import contextvars
 from collections.abc import Callable
 
 from .. import _world
-from .._world import NEVER, Deadline, now
+from .._world import NEVER, Deadline
 from ..exceptions import LateWorker, ResizeTimeoutError
 from .gate import wait_for_event
 from .operations import Operation
@@ -25,7 +25,7 @@ class Change:
     def __init__(self, operation: Operation, deadline: Deadline, roster: Roster, *, is_shared: bool) -> None:
         self.operation: Operation = operation
         self.deadline: Deadline = deadline
-        self.asked_at: float = now()
+        self.asked_at: float = _world.current.now()
         self.is_shared: bool = is_shared
         self.ranks: tuple[int, ...] = ()  # those that it has started
         self._roster = roster
@@ -79,4 +79,4 @@ class Change:
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
         """Return the error of a change that could not begin in time."""
-        return ResizeTimeoutError(self.operation.name, now() - self.asked_at, late, reason)
+        return ResizeTimeoutError(self.operation.name, _world.current.now() - self.asked_at, late, reason)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from .._world import now
+from .. import _world
 from ..exceptions import FailureKind, WorkerFailure
 from .model import WorkerProcess
 
@@ -45,7 +45,7 @@ class Evidence:
     text: str = ""
     exit_code: int | None = None
     signal: int | None = None
-    at: float = field(default_factory=now)
+    at: float = field(default_factory=lambda: _world.current.now())
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from fairlead_placement.spi import head_deadline
 
 from .. import _world
-from .._world import NEVER, Deadline, now
+from .._world import NEVER, Deadline
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
 from .gate import Gate, wait_for_event
@@ -97,7 +97,7 @@ class Membership:
             return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
-            f"A {what} has been under way for {now() - self._began:.1f} s and goes on; it may take "
+            f"A {what} has been under way for {_world.current.now() - self._began:.1f} s and goes on; it may take "
             f"start_s={self._ports[2].timeout_s:g} s. {advice or 'Make the call again, with a longer timeout.'}"
         )
 
@@ -146,7 +146,7 @@ class Membership:
                     self._idle.set()
                     return
                 change = self._running = self._queue.popleft()
-                self._began = now()
+                self._began = _world.current.now()
             change.run(self._run)
             with self._lock:  # before those who wait may request the next one
                 self._running = None

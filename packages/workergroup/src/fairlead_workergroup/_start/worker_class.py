@@ -52,18 +52,18 @@ class Method:
         named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
         return named[at] if at < len(named) else at
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise the `TypeError` that calling the method with these arguments would raise, before a request is sent."""
-        try:
-            self._bind(len(args), tuple(kwargs))
-        except TypeError as error:
-            raise TypeError(f"{self.name}{self.signature}: {error}") from None
-
     @cached_property
-    def _bind(self) -> Callable[[int, tuple[str, ...]], object]:
-        """Bind a number of positional arguments, and others by name; a call fits or not whatever their values are."""
-        bind = self.signature.bind if self.signature else lambda *args, **kwargs: None
-        return functools.lru_cache(64)(lambda count, names: bind(*range(count), **dict.fromkeys(names)))
+    def check(self) -> Callable[[int, tuple[str, ...]], None]:
+        """Raise the `TypeError` that a call would raise, for a number of positional arguments and others by name."""
+
+        def check(count: int, names: tuple[str, ...]) -> None:
+            try:
+                if self.signature is not None:
+                    self.signature.bind(*range(count), **dict.fromkeys(names))
+            except TypeError as error:
+                raise TypeError(f"{self.name}{self.signature}: {error}") from None
+
+        return functools.lru_cache(64)(check)  # a call fits or not whatever the values are
 
 
 @dataclass(frozen=True)

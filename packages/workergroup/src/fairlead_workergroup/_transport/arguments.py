@@ -181,7 +181,7 @@ class Arguments:
     obstacle: str = ""  # why a lane cannot carry the arguments
     has_answers: bool = False
     sources: list[Source] = field(default_factory=list)
-    _refs: dict[int, ObjectRef[Any]] = field(default_factory=dict)
+    refs: dict[int, ObjectRef[Any]] = field(default_factory=dict)  # of the stored values, by identity
 
     def prepare(self, value: Any) -> Any:
         """Return what travels: an inlined value (lists and dicts copied), or a reference to the one stored copy."""
@@ -199,9 +199,9 @@ class Arguments:
             return passed
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value
-        ref = self._refs.get(id(value))
+        ref = self.refs.get(id(value))
         if ref is None:
-            ref = self._refs[id(value)] = self._store(value)
+            ref = self.refs[id(value)] = self._store(value)
             if self.for_lane and has_references(value):
                 self.obstacle = HOLDS_REFERENCES
             elif self.for_lane and ownership_of(ref) is None:
@@ -218,14 +218,9 @@ class Arguments:
             except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
                 raise NotPicklableError(_explain_failure(value, error)) from None
 
-    @property
-    def puts(self) -> int:
-        """The number of stored values."""
-        return len(self._refs)
-
     def cost(self) -> tuple[int, int]:
         """Return the number of stored values, and their bytes, as Ray stores them."""
-        return (len(self._refs), sum(object_sizes(list(self._refs.values())))) if self._refs else (0, 0)
+        return len(self.refs), sum(object_sizes(list(self.refs.values())))
 
 
 def find_obstacle(value: Any) -> str:

@@ -91,7 +91,7 @@ def wait(
 def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     """Return the values of futures, or raise the first error that arrives, as `ray.get` does."""
     if Message not in map(type, futures):
-        return _world.current.get(futures, timeout=timeout)
+        return _world.current.get(list(futures), timeout=timeout)
     messages = [future for future in futures if isinstance(future, Message)]
     deadline = Deadline.after(timeout)
     waiting = list(messages)
