@@ -86,8 +86,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
         # References of the driver, and their sizes.
-        f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
-        f"{ours}._calls.errors.still_referenced": pretended.still_referenced,
+        f"{ours}._transport.messages.still_referenced": pretended.still_referenced,
         f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
         # A thread that fetches errors which no caller wants, so that Ray does not print them.
         f"{ours}._calls.execution.retrieve_late": lambda futures, owner: None,

@@ -259,12 +259,9 @@ class Call(CallResults[Result], MultiWorkerFuture):
         Raises:
             Exception: as `result` does, for a call that went by a lane.
         """
-        refs = [references_of(answer) for answer in self._answers]
-        if any(isinstance(ref, Message) for ref in refs):
-            deadline = self._execution.order.deadline
+        if any(isinstance(answer, Message) for answer in self._answers):
             self.result()
-            refs = [ref.store(deadline.left()) if isinstance(ref, Message) else ref for ref in refs]
-        return refs
+        return [references_of(answer, self._execution.order.deadline) for answer in self._answers]
 
     @property
     def _answers(self) -> list[Any]:

@@ -5,7 +5,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
@@ -18,9 +17,10 @@ from .._membership.roster import Roster, find_worker
 from .._observe.evidence import LOOK_S, judge_errors
 from .._observe.query import late_workers
 from .._observe.remote_errors import explain_errors
-from .._ray_private import actor_id_of_ref, still_referenced
+from .._ray_private import actor_id_of_ref
 from .._transport.arguments import Source
 from .._transport.futures import get, is_message, is_not_ready, wait
+from .._transport.messages import find_kept
 from ..exceptions import format_lines
 from .sender import Sender
 
@@ -97,15 +97,12 @@ def _find_finished(
     return done, unnoticed
 
 
-def describe_missing(sources: Iterable[Source]) -> str:
+def describe_missing(sources: Sequence[Source]) -> str:
     """Return which calls have not made their objects yet and which of their ranks are late; empty if none."""
-    method_of = {one: source.method for source in sources for one in source.ids}
-    refs = still_referenced(method_of) if method_of else []
-    missing: list[Any] = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
-    for source in sources:
-        answers = [answer for one in source.answers if (answer := one()) is not None and not answer.done]
-        method_of |= {answer.binary(): source.method for answer in answers}
-        missing += answers
+    kept = find_kept([one for source in sources for one in source.replies])
+    methods = [source.method for source in sources for _ in source.replies]
+    method_of = {one: method for one, method in zip(kept, methods, strict=True) if one is not None}
+    missing = wait(list(method_of), num_returns=len(method_of), timeout=0, fetch_local=False)[1] if method_of else []
     pending: dict[tuple[str | None, str], dict[int, WorkerProcess]] = {}
     others = 0
     for ref in missing:
@@ -113,7 +110,7 @@ def describe_missing(sources: Iterable[Source]) -> str:
             others += 1
         else:
             roster, facts = found
-            pending.setdefault((method_of[ref.binary()], roster.name_prefix), {})[facts.rank] = facts
+            pending.setdefault((method_of[ref], roster.name_prefix), {})[facts.rank] = facts
     lines = []
     for (method, name), workers in pending.items():
         what = "a call" if method is None else f"the call of {method!r}"

@@ -32,7 +32,7 @@ from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Method
 from .._transport.arguments import Arguments, Gathered, NotPicklableError, Source
-from .._transport.messages import Message, Transport
+from .._transport.messages import Transport, references_of
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
 from .plan import Column, Recipients
@@ -447,8 +447,5 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 def _store_answers(request: Request, deadline: Deadline) -> Request:
     """Return a request with references in the place of answers."""
 
-    def store(value: Any) -> Any:
-        return value.store(deadline.left()) if isinstance(value, Message) else value
-
-    kwargs = {name: store(value) for name, value in request.kwargs.items()}
-    return request._replace(args=[store(value) for value in request.args], kwargs=kwargs)
+    kwargs = {name: references_of(value, deadline) for name, value in request.kwargs.items()}
+    return request._replace(args=[references_of(value, deadline) for value in request.args], kwargs=kwargs)

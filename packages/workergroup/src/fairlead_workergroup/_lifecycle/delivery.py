@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of a change to workers that keep running, through the queue of their calls."""
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,9 +13,9 @@ from .._membership.roster import direct
 from .._observe.display import Bar
 from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
-from .._ray_private import still_referenced
 from .._remote.facts import apply_facts, do_nothing
-from .._transport.futures import end_of, get_one, is_message, wait
+from .._transport.futures import end_of, get_one, wait
+from .._transport.messages import WeakReply, find_kept, weaken
 from .._world import NEVER, Deadline
 from ..exceptions import LateWorker, WorkerFailure
 from .launcher import Launcher
@@ -63,21 +62,14 @@ class OverlappingCalls:
     """
 
     def __init__(self) -> None:
-        # Ids and weak references: others would keep the results alive.
-        self._ids: list[bytes] = []
-        self._messages: list[weakref.ref[Any]] = []
+        self._ends: list[WeakReply] = []
         self._most = MOST_NOTED
 
     def note(self, futures: Iterable[Any]) -> None:
         """Note a call that has been sent, given by the future of each worker."""
-        if len(self._ids) + len(self._messages) >= self._most:
+        if len(self._ends) >= self._most:
             self._most = max(MOST_NOTED, 2 * self._forget_finished(0.0))
-        for future in futures:
-            end = end_of(future)
-            if is_message(end):
-                self._messages.append(weakref.ref(end))
-            else:
-                self._ids.append(end.binary())
+        self._ends += [weaken(end_of(future)) for future in futures]
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for all calls whose results somebody still refers to; return whether they end by the deadline."""
@@ -85,13 +77,11 @@ class OverlappingCalls:
 
     def _forget_finished(self, timeout_s: float | None) -> int:
         """Wait for the calls, forget those that have finished, and return the number of the others."""
-        noted = still_referenced(self._ids) if self._ids else []
-        noted += [end for message in self._messages if (end := message()) is not None]
+        noted = [end for end in find_kept(self._ends) if end is not None]
         unfinished: list[Any] = []
         if noted:
             _, unfinished = wait(noted, num_returns=len(noted), timeout=timeout_s, fetch_local=False)
-        self._ids = [end.binary() for end in unfinished if not is_message(end)]
-        self._messages = [weakref.ref(end) for end in unfinished if is_message(end)]
+        self._ends = [weaken(end) for end in unfinished]
         return len(unfinished)
 
 

@@ -6,7 +6,6 @@ import inspect
 import math
 import numbers
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -17,7 +16,7 @@ from ray.exceptions import RayError
 
 from .._ray_private import object_sizes, ownership_of
 from .._remote.references import has_references
-from .messages import Message
+from .messages import Message, WeakReply, weaken
 
 _storing = threading.local()
 
@@ -122,11 +121,10 @@ class PerWorker:
 
 
 class Source(NamedTuple):
-    """Objects that another call makes for this one: ids, as references would keep them, and answers of a lane."""
+    """Replies to another call that are arguments of this one, which does not keep them."""
 
     method: str | None
-    ids: tuple[bytes, ...]
-    answers: tuple["weakref.ref[Message]", ...] = ()
+    replies: tuple[WeakReply, ...]
 
 
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
@@ -186,16 +184,15 @@ class Arguments:
     def prepare(self, value: Any) -> Any:
         """Return what travels: an inlined value (lists and dicts copied), or a reference to the one stored copy."""
         if isinstance(value, ObjectRef):
-            self.sources.append(Source(None, (value.binary(),)))
+            self.sources.append(Source(None, (weaken(value),)))
             self.obstacle = REFERENCE
             return value
         if isinstance(value, (Message, PassedOn)):
             passed, results = _read_results(value)
-            ids = tuple(one.binary() for one in results if not isinstance(one, Message))
-            answers = tuple(weakref.ref(one) for one in results if isinstance(one, Message))
-            self.sources.append(Source(value.method_name() if isinstance(value, PassedOn) else None, ids, answers))
+            method = value.method_name() if isinstance(value, PassedOn) else None
+            self.sources.append(Source(method, tuple(map(weaken, results))))
             self.obstacle = next(filter(None, map(_obstacle_of, results)), self.obstacle)
-            self.has_answers = self.has_answers or bool(answers)
+            self.has_answers = self.has_answers or any(isinstance(one, Message) for one in results)
             return passed
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value

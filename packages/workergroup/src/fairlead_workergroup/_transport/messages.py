@@ -3,6 +3,7 @@
 
 import asyncio
 import pickle
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,8 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableException
 
 from .._membership.model import Snapshot
-from .._ray_private import object_sizes
+from .._ray_private import object_sizes, still_referenced
+from .._world import NEVER, Deadline
 
 
 class Carrier(Protocol):
@@ -306,9 +308,27 @@ class StoredItems:
         return item.store(None)
 
 
-def references_of(stream: Any) -> Any:
-    """Return an iterator of the ObjectRefs of the items of a generator method."""
-    return StoredItems(stream) if isinstance(stream, MessageStream) else stream
+def references_of(reply: Any, deadline: Deadline = NEVER) -> Any:
+    """Return the ObjectRef of a reply, which is stored if it came as a message, or those of a generator's items."""
+    if isinstance(reply, MessageStream):
+        return StoredItems(reply)
+    return reply.store(deadline.left()) if isinstance(reply, Message) else reply
+
+
+# A reply that is not kept alive: a message, or the id of an object.
+WeakReply = bytes | weakref.ref[Message]
+
+
+def weaken(reply: Any) -> WeakReply:
+    """Return what finds a reply as long as something else refers to it."""
+    return weakref.ref(reply) if isinstance(reply, Message) else bytes(reply.binary())
+
+
+def find_kept(replies: Sequence[WeakReply]) -> list[Any]:
+    """Return each of these replies that something still refers to, and None for the others."""
+    ids = [one for one in replies if isinstance(one, bytes)]
+    kept = {ref.binary(): ref for ref in (still_referenced(ids) if ids else ())}
+    return [kept.get(one) if isinstance(one, bytes) else one() for one in replies]
 
 
 def _load_error(frames: Sequence[bytes]) -> BaseException:
