@@ -292,16 +292,18 @@ class Service:
             await asyncio.sleep(0.5)
 
 
-def wait_in_get(refs):
-    """Wait in `ray.get` on the main thread, and say so on another one."""
-    threading.Thread(target=report, daemon=True).start()
+def wait_in_get(refs, files=()):
+    """Wait in `ray.get` on the main thread, and say so on another one once some files are there."""
+    threading.Thread(target=report, args=(files,), daemon=True).start()
     ray.get(refs)
 
 
-def report(**known):
+def report(files=()):
+    while not all(map(os.path.exists, files)):
+        time.sleep(0.1)
     time.sleep(SETTLE_S)
     job = ray.get_runtime_context().get_job_id()
-    sys.stdout.write(json.dumps({"job": job, "driver": os.getpid(), **known}) + "\n")
+    sys.stdout.write(json.dumps({"job": job, "driver": os.getpid()}) + "\n")
     sys.stdout.flush()
 
 
@@ -319,8 +321,10 @@ def skipped():
     """One rank has skipped a collective and waits for its device, which only the flight recorder shows."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = make_ranks()
-        ray.get([one.record.remote(f"{folder}/rank_", 3.0) for one in ranks])
-        wait_in_get([one.train.remote("in_device", 2) for one in ranks])
+        # On a busy machine they take seconds until they stand.
+        ray.get([one.record.remote(f"{folder}/rank_", 8.0) for one in ranks])
+        refs = [one.train.remote("in_device", 2) for one in ranks]
+        wait_in_get(refs, [f"{folder}/rank_{rank}" for rank in range(SIZE)])
 
 
 def hang_like(class_name, name=None, odd=2):
