@@ -215,7 +215,12 @@ class Call(CallResults[Result], MultiWorkerFuture):
     """
 
     _execution: Execution
-    __hash__, __eq__ = object.__hash__, object.__eq__  # not those of a `MultiWorkerFuture`
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:  # not that of a `MultiWorkerFuture`
+        return self is other
 
     def __repr__(self) -> str:
         execution = self._execution
