@@ -433,6 +433,17 @@ def faults(group: RayWorkerGroup) -> None:
     assert_type(hung.close(), None)
     assert_type(testing.slow(group, 0, 0.5), None)
     assert_type(testing.fill_memory(group, 0, 1 << 30), bool)
+    with testing.LocalGroup(Worker, dp=2, tp=2, init_args=[1], init_kwargs={"key": 2}, timeout_s=5) as local:
+        assert_type(local, testing.LocalGroup)
+        assert_type(local.call(Worker.step, Shard([[1], [2]], "dp"), 0.1), Call[list[float]])
+        assert_type(local.call("step", [1], 0.1, collect=()).result(), Any)
+        assert_type(local.at(dp=0).with_options(timeout=5), GroupView)
+        assert_type(local.map("step", [[1]]), ResultStream[Any])
+        assert_type(local.world_size, int)
+        assert_type(local.sharding_annotations, NamedSharding)
+        assert_type(local.close(timeout=None), None)
+    testing.LocalGroup("package.module.Worker", workers=2)
+    testing.LocalGroup(Worker, sharding_annotations=NamedSharding.from_shape(dp=2)).close()
     with testing.assert_no_leaks(timeout_s=5):
         pass
 
@@ -694,6 +705,8 @@ def wrong(group: RayWorkerGroup, slots: Sequence[Slot], made: Call, status: Work
     Shard([1, 2], 0)  # type: ignore[arg-type]
     PerWorker(3)  # type: ignore[arg-type]
     made.result("1")  # type: ignore[arg-type]
+    testing.LocalGroup(Worker, workers=2).resize(dp=2)  # type: ignore[attr-defined]
+    testing.LocalGroup(Worker, dp="2")  # type: ignore[arg-type]
     testing.hang(group, 0, "forever")  # type: ignore[arg-type]
     testing.slow(group, 0, 0.5, 60)  # type: ignore[call-arg]
     report_progress("one")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -12,6 +13,12 @@ from fairlead_sharding import NamedSharding
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
+# What a worker publishes that is a thread of this process; a worker that has a process publishes it in `sys.modules`.
+worker_of_thread: ContextVar[Any] = ContextVar("fairlead_worker", default=None)
+
+
+def _published() -> Any:
+    return worker_of_thread.get() or sys.modules.get("_fairlead_worker")
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class CurrentWorker:
         subtracts the time in these blocks, and `python -m fairlead_inspect why` knows who waits for whom. The
         helpers of `fairlead_workergroup.torch` mark their own collectives. It takes about two microseconds.
         """
-        record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
+        record = getattr(_published(), "record", None)
         if record is None:
             yield
             return
@@ -74,7 +81,7 @@ def current_worker() -> CurrentWorker:
     Traceback (most recent call last):
     RuntimeError: this process runs no worker of a RayWorkerGroup; call this from a worker's method
     """
-    facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
+    facts = getattr(_published(), "facts", {})
     if "rank" not in facts:
         raise RuntimeError("this process runs no worker of a RayWorkerGroup; call this from a worker's method")
     return CurrentWorker(**{name: facts[name] for name in CurrentWorker.__dataclass_fields__})
@@ -95,7 +102,7 @@ def report_progress(step: int | None = None, message: str | None = None) -> None
 
     >>> report_progress(step=3, message="no effect outside a worker")
     """
-    record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
+    record = getattr(_published(), "record", None)
     if record is not None:
         record.progress(step, message)
 

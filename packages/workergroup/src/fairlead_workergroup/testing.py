@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of workers, caused on purpose, for tests of code that has to handle them.
+"""A group without a Ray for quick tests, and faults of workers, caused on purpose, for code that has to handle them.
 
-The faults are real: a killed process, a thread in a native call that does not return, memory that is in use.
+The workers of a `LocalGroup` are threads of the test. The faults are real, and for groups with processes: a killed
+process, a thread in a native call that does not return, memory that is in use.
 
 >>> from fairlead_placement import RayVirtualCluster, init_ray
 >>> from fairlead_workergroup import RayWorkerGroup
@@ -27,6 +28,7 @@ import ray
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
+from ._local.group import LocalGroup
 from ._membership.model import Member, WorkerProcess
 from ._membership.roster import direct
 from ._observe.evidence import judge_error
@@ -35,7 +37,7 @@ from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
 from .spi import read_members
 
-__all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
+__all__ = ["Hang", "LocalGroup", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
 Way = Literal["sleep", "native", "native-gil", "stop"]
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -23,7 +23,7 @@ from fairlead_workergroup.exceptions import name_group
 class Sender:
     """The sender of a group whose workers only note what they get."""
 
-    is_owner, transport, observed = True, None, SimpleNamespace(explain=lambda error: None)
+    is_owner, transport, put, observed = True, None, None, SimpleNamespace(explain=lambda error: None)
 
     def __init__(self, name, call_timeout_s=None, obstacle=None):
         self.roster = SimpleNamespace(name_prefix=name)

@@ -72,7 +72,9 @@ def sender(monkeypatch):
     counters = SimpleNamespace(add=lambda **_: None)
     worker_class = SimpleNamespace(method=lambda _: method)
     launcher = SimpleNamespace(worker_class=worker_class)
-    return SimpleNamespace(launcher=launcher, check_retries=lambda _: None, counters=counters, roster=roster)
+    return SimpleNamespace(
+        launcher=launcher, check_retries=lambda _: None, counters=counters, roster=roster, put=lambda value: value
+    )
 
 
 @pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])

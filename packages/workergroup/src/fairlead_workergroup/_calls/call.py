@@ -23,6 +23,7 @@ from .._transport.futures import (
     ResultStream,
     Waiter,
     block,
+    carrier_of,
     is_message,
     iterate,
     iterate_on_loop,
@@ -78,7 +79,7 @@ def make_order(
     if not passes:
         sender.admit(order, early=True)  # before anything is stored, or waited for in a lane
     has_lane = sender.transport is not None
-    stored = Arguments(for_lane=has_lane)
+    stored = Arguments(sender.put, for_lane=has_lane)
     # Before this call's turn: storing a large value must not delay the calls of other threads.
     columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
     requests = make_requests(method, recipients, columns, names)
@@ -322,7 +323,7 @@ class Call(CallResults[Result], MultiWorkerFuture):
             *execution.order.stored,
             *execution.fetched,
             execution.submit_s,
-            "lane" if sent and any(map(is_message, self.futures)) else "ray",
+            next((carrier_of(one).name for one in self.futures if is_message(one)), "ray") if sent else "ray",
         )
 
     def get_results(

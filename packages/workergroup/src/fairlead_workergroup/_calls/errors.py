@@ -103,19 +103,19 @@ def describe_missing(sources: Sequence[Source]) -> str:
     methods = [source.method for source in sources for _ in source.replies]
     method_of = {one: method for one, method in zip(kept, methods, strict=True) if one is not None}
     missing = wait(list(method_of), num_returns=len(method_of), timeout=0, fetch_local=False)[1] if method_of else []
-    pending: dict[tuple[str | None, str], dict[int, WorkerProcess]] = {}
+    pending: dict[tuple[str | None, Roster], dict[int, WorkerProcess]] = {}
     others = 0
     for ref in missing:
         if (found := find_worker(actor_id_of_ref(ref))) is None:
             others += 1
         else:
             roster, facts = found
-            pending.setdefault((method_of[ref], roster.name_prefix), {})[facts.rank] = facts
+            pending.setdefault((method_of[ref], roster), {})[facts.rank] = facts
     lines = []
-    for (method, name), workers in pending.items():
+    for (method, roster), workers in pending.items():
         what = "a call" if method is None else f"the call of {method!r}"
-        late = late_workers([facts for _, facts in sorted(workers.items())])
-        lines.append(f"{what} of group {name!r}, not finished by:{format_lines(late)}")
+        late = (roster.look_here or late_workers)([facts for _, facts in sorted(workers.items())])
+        lines.append(f"{what} of group {roster.name_prefix!r}, not finished by:{format_lines(late)}")
     if others:
         lines.append(f"{others} object(s) that no worker of a group makes")
     return "They wait for an argument that does not exist yet, from " + "\nand from ".join(lines) if lines else ""

@@ -207,13 +207,13 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
 
 
 @dataclass(frozen=True)
-class _Described:
+class Described:
     """The class of the workers, in place of the launcher that knows it in the process that made the group."""
 
     worker_class: WorkerClass
 
 
-class _NoChanges:
+class NoChanges:
     """Stands in for the membership outside of the process that made the group: it changes nothing."""
 
     def __init__(self) -> None:
@@ -301,8 +301,8 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding, own=False)
     roster.judge = Judge(RayWitnesses(roster))
-    described: Any = _Described(WorkerClass.from_dict(group.methods))
-    no_changes: Any = _NoChanges()
+    described: Any = Described(WorkerClass.from_dict(group.methods))
+    no_changes: Any = NoChanges()
     sender = _ClientSender(
         roster,
         described,

@@ -86,7 +86,7 @@ def map_items(
         )
     called.check(1, ())
     sender.check_retries(options.each.retries)
-    stored = Arguments()  # a large function is stored once, not with each item
+    stored = Arguments(sender.put)  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
     sender.counters.add(puts=len(stored.refs))
     total = len(items) if isinstance(items, Sized) else None

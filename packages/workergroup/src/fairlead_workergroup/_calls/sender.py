@@ -143,6 +143,7 @@ class Sender:
     counters: Counters
     read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
+    put: Callable[[Any], Any] = ray.put  # stores an argument
     observed: ObservedCalls = field(default_factory=ObservedCalls)  # the observer of the calls
     checks: list[Callable[[str, Sequence[int]], Need | None]] = field(default_factory=list)  # of packages; see spi
     queue: _Queue = field(default_factory=_Queue)
@@ -165,6 +166,9 @@ class Sender:
         """Refuse retries in a group that does not restart workers."""
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
+
+    def check_route(self, obstacle: str) -> None:
+        """Refuse a call that a transport cannot carry, if it cannot go by Ray either."""
 
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.now
@@ -329,7 +333,7 @@ class Sender:
     def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
         """Return what these ranks are doing now."""
         now = self.roster.now
-        return late_workers([now[rank].process for rank in ranks])
+        return (self.roster.look_here or late_workers)([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
         """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills."""
@@ -356,7 +360,10 @@ def set_sender(group: object, sender: Sender) -> None:
 
 def find_sender(group: object) -> Sender:
     """Return the sender of a group or handle."""
-    return _senders[group]
+    try:
+        return _senders[group]
+    except KeyError:
+        raise TypeError(f"This needs a group with processes, as `launch` starts one, got {group!r}") from None
 
 
 def check_ranks(order: Order, now: Snapshot) -> None:

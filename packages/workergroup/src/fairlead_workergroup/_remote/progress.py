@@ -82,6 +82,15 @@ class Record:
         self._now: Running = NOTHING
         self._write(time.monotonic())
 
+    def read(self) -> dict[str, Any]:
+        """Return what `read_record` does, in this process."""
+        return read_record(self._file)
+
+    def close(self) -> None:
+        """Release the memory, if this process does not end with its worker; nothing can be recorded after that."""
+        self._page.close()
+        os.close(self._file)
+
     def extend(self, pickled: Sequence[bytes]) -> None:
         """Call the functions of `spi.on_worker_start`. One that fails is reported, and the worker starts without it."""
         for one in pickled:

@@ -82,7 +82,7 @@ def plan_workers(
             of_class=of_class,
             of_slot=place.slot.env,
             of_user=of_user,
-            of_rank=_rank_variables(place, len(places), places[0].slot.node_ip),
+            of_rank=rank_variables(place, len(places), places[0].slot.node_ip),
             configured={**overrides.get("env_vars", {}), **configured_env},
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
@@ -101,8 +101,8 @@ def plan_workers(
     return plans
 
 
-def _rank_variables(place: Place, world_size: int, master: str) -> dict[str, str]:
-    # The launcher adds MASTER_PORT, which is leased while the actors start.
+def rank_variables(place: Place, world_size: int, master: str) -> dict[str, str]:
+    """Return the variables of a rank, without MASTER_PORT, which is leased while the actors start."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(world_size),

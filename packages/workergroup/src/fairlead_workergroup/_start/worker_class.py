@@ -114,12 +114,16 @@ class WorkerClass:
         return resources, env_vars, init_kwargs, overrides
 
     @cached_property
-    def actor_class(self) -> Any:
-        """The generated Ray actor class that hosts it."""
+    def host(self) -> type:
+        """The generated class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
         limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        hosted = host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits, on_start=self.on_start)
-        return ray.remote(hosted)
+        return host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits, on_start=self.on_start)
+
+    @cached_property
+    def actor_class(self) -> Any:
+        """That class as a Ray actor class."""
+        return ray.remote(self.host)
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function."""

@@ -174,7 +174,7 @@ class Gathered:
 class Arguments:
     """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive."""
 
-    put: Callable[[Any], Any] = ray.put
+    put: Callable[[Any], Any] = ray.put  # returns a reference, or an answer that has arrived
     for_lane: bool = False
     obstacle: str = ""  # why a lane cannot carry the arguments
     has_answers: bool = False
@@ -201,7 +201,7 @@ class Arguments:
             ref = self.refs[id(value)] = self._store(value)
             if self.for_lane and has_references(value):
                 self.obstacle = HOLDS_REFERENCES
-            elif self.for_lane and ownership_of(ref) is None:
+            elif self.for_lane and isinstance(ref, ObjectRef) and ownership_of(ref) is None:
                 self.obstacle = "this version of Ray does not say who owns a stored argument"
         return ref
 
@@ -217,7 +217,9 @@ class Arguments:
 
     def cost(self) -> tuple[int, int]:
         """Return the number of stored values, and their bytes, as Ray stores them."""
-        return len(self.refs), sum(object_sizes(list(self.refs.values())))
+        stored = list(self.refs.values())
+        sizes = object_sizes([ref for ref in stored if isinstance(ref, ObjectRef)])
+        return len(stored), sum(sizes) + sum(one.size() for one in stored if isinstance(one, Message))
 
 
 def find_obstacle(value: Any) -> str:

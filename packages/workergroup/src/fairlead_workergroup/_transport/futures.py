@@ -60,7 +60,7 @@ def wait(
     futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
     """Return which futures are ready and which are not, as `ray.wait` does."""
-    carriers = list(dict.fromkeys(_carrier(future) for future in futures if is_message(future)))
+    carriers = list(dict.fromkeys(carrier_of(future) for future in futures if is_message(future)))
     if not carriers:
         return _world.current.wait(futures, num_returns=num_returns, timeout=timeout, fetch_local=fetch_local)
     of_ray = [future for future in futures if not is_message(future)]
@@ -90,8 +90,8 @@ def wait(
 
 def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
     """Return the values of futures, or raise the first error that arrives, as `ray.get` does."""
-    if Message not in map(type, futures):
-        return _world.current.get(list(futures), timeout=timeout)
+    if Message not in map(type, futures):  # `ray.get` would start a Ray even for none
+        return _world.current.get(list(futures), timeout=timeout) if futures else []
     messages = [future for future in futures if isinstance(future, Message)]
     deadline = Deadline.after(timeout)
     waiting = list(messages)
@@ -142,7 +142,8 @@ def sum_sizes(results: Sequence[Any]) -> int:
     return sum(one.size() for one in results if isinstance(one, Message)) + sum(object_sizes(of_ray))
 
 
-def _carrier(future: Any) -> Carrier:
+def carrier_of(future: Any) -> Carrier:
+    """Return the transport that carries an answer."""
     carrier: Carrier = future.completed().carrier if isinstance(future, MessageStream) else future.carrier
     return carrier
 

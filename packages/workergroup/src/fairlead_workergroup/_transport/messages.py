@@ -17,15 +17,18 @@ from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableExceptio
 from .._membership.model import Snapshot
 from .._ray_private import object_sizes, still_referenced
 from .._world import NEVER, Deadline
+from ..exceptions import WorkerGroupError
 
 
 class Carrier(Protocol):
     """The transport of answers, as far as they need it.
 
     Attributes:
+        name: what explanations and statistics call it.
         failures: the number of answers that were errors.
     """
 
+    name: str
     failures: int
 
     def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -45,11 +48,9 @@ class Transport(Carrier, Protocol):
     The calls of a group to one worker begin in the order in which they are sent, whatever carries them.
 
     Attributes:
-        name: what explanations and statistics call it.
         most_waiting: the calls of a worker that may wait to be sent; further calls wait until there is room.
     """
 
-    name: str
     most_waiting: int
 
     def encode(self, requests: Iterable[Any]) -> list[Any]:
@@ -202,6 +203,11 @@ class Message:
             raise GetTimeoutError(f"Get timed out: the answer has not arrived within {timeout_s} s.")
         if self.ref is None or self.failed:
             value = self.get()
+            if not ray.is_initialized():  # which `ray.put` would start
+                raise WorkerGroupError(
+                    "No Ray runs that could store this answer. Use launch instead of a LocalGroup to test code that "
+                    "needs ObjectRefs."
+                )
             self.ref = self.ref or ray.put(value)
         return self.ref
 
