@@ -21,9 +21,10 @@ class Worker:
 
     def __init__(self):
         self.ran = []
+        self.number = int(os.environ["RANK"])  # threads have this variable in their constructor only
 
     def rank(self):
-        return int(os.environ["RANK"])
+        return self.number
 
     def echo(self, *args, **kwargs):
         return args, kwargs
@@ -32,7 +33,7 @@ class Worker:
         return float(sum(part.sum() for part in value) if isinstance(value, list) else value.sum())
 
     def make(self, megabytes):
-        return np.full(megabytes * MB // 8, float(os.environ["RANK"]))
+        return np.full(megabytes * MB // 8, float(self.number))
 
     def fail(self, ranks):
         if self.rank() in ranks:

@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The tests that change the lasting group of a module come last: what it returns late would be a leak of others.
     """
+    items[:] = [item for item in items if not (is_local(item) and needs_processes(item))]
     here = Path(__file__).parent
     places = [at for at, item in enumerate(items) if here in item.path.parents]
     modules = [[*tests] for _, tests in itertools.groupby((items[at] for at in places), find_module)]
@@ -44,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ordered = [item for tests in sorted(modules, key=has_own_group) for item in sorted(tests, key=changes_lasting)]
     for at, item in zip(places, ordered, strict=True):
         items[at] = item
+
+
+def is_local(item: pytest.Item) -> bool:
+    """Return whether a test of calls runs on a `LocalGroup`."""
+    return item.path.name in ("test_local_calls.py", "test_local_map.py")
+
+
+def needs_processes(item: pytest.Item) -> bool:
+    """Return whether a test of calls needs Ray, or workers in processes of their own."""
+    marked = any(item.get_closest_marker(name) for name in ("by_ray", "by_processes"))
+    return marked or "local_ray" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,16 @@ def test_refused_before_anything_is_sent(group):
         assert caught.value.__suppress_context__
     with pytest.raises(TypeError, match="argument 0 of 'echo'"):
         group.call("echo", lock)
+    assert group.inspect().statistics.requests == before + 8  # of "rank"
+
+
+@pytest.mark.by_processes
+def test_refused_by_the_classic_methods(group):
+    """The classic methods refuse them too."""
+    before = group.inspect().statistics.requests
     with pytest.raises(TypeError, match="argument 'seconds' of 'sleep': its part"):
         group.run_all_workers_single_data("sleep", [Shard([1, 2], "dp")])
-    assert group.inspect().statistics.requests == before + 8  # of "rank"
+    assert group.inspect().statistics.requests == before
 
 
 def test_a_large_container_is_stored_once(group):

@@ -195,8 +195,12 @@ class TestExplain:
         assert lines[7].split()[-1] == "0"
         assert repr(plan) == str(plan)
         assert plan._repr_html_().count("<tr>") == 9
-        assert "by reference" in str(group.at().explain("echo", ray.put(1)))
         assert "its own" in str(group.at().explain("echo", PerWorker([1] * 8)))
+
+    @pytest.mark.by_processes
+    def test_references(self, group):
+        """A reference is passed on."""
+        assert "by reference" in str(group.at().explain("echo", ray.put(1)))
 
     def test_late_worker_text(self):
         """Without a record, a late worker's line has the known facts only."""

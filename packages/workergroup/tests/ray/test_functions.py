@@ -71,6 +71,11 @@ class TestRefused:
             group.call("sleep")
 
 
+def remember(worker, value):
+    worker.ran = [value]
+    return type(worker).__name__
+
+
 class TestCalls:
     """Tests of functions that are called as methods are."""
 
@@ -100,15 +105,15 @@ class TestCalls:
         assert group.call(lambda worker, rank: rank, group.call("rank", collect=()), collect=()).result() == 5
 
     def test_functions_share_the_instance(self, group):
-        """Methods see the state that a function leaves on the instance, also in workers that were slowed."""
-
-        def remember(worker, value):
-            worker.ran = [value]
-            return type(worker).__name__
-
+        """Methods see the state that a function leaves on the instance."""
         view = group.at(dp=0, tp=0)
         assert view.call(remember, "here").result() == ["Worker"]
         assert view.call("what_ran").result() == [["here"]]
+
+    @pytest.mark.by_processes
+    def test_functions_share_the_instance_of_a_slowed_worker(self, group):
+        """They do so too in workers that were slowed."""
+        view = group.at(dp=0, tp=0)
         slow(group, 5, 0.01)
         try:
             assert view.call(remember, "slowly").result() == ["Worker"]
@@ -239,6 +244,7 @@ def outside(tmp_path, monkeypatch):
 class TestModules:
     """Tests of functions from modules that workers do not have."""
 
+    @pytest.mark.by_processes
     def test_module_of_the_driver_only(self, group, outside):
         """A registered module's functions and exceptions travel by value; before, the error names the remedy."""
         with pytest.raises(TypeError, match=r"'use' needs the module 'outside_module'.*register_pickle_by_value"):
@@ -253,6 +259,7 @@ class TestModules:
         """Functions of the package that workers import their class from see the same classes there."""
         assert group.call(is_a_worker, collect=()).result()
 
+    @pytest.mark.by_processes
     def test_a_module_that_is_missing(self, group, outside):
         """A module object in a closure travels by name too."""
         with pytest.raises(TypeError, match=r"<lambda>.*needs the module 'outside_module'"):

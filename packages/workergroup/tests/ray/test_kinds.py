@@ -104,8 +104,8 @@ class TestStreams:
             clock.skip(400)
         assert items == [500, 501, 502, 503]
 
-    def test_errors(self, group, doomed, gate):
-        """An error in the middle is raised at its place with its type; a death does not end its stream silently."""
+    def test_errors(self, group, gate):
+        """An error in the middle is raised at its place with its type."""
         call = group.at(dp=0, tp=0).call("items_then_fail", 2)
         stream = call.stream()
         assert [next(stream).value, next(stream).value] == [0, 1]
@@ -121,12 +121,17 @@ class TestStreams:
         with pytest.raises(CallTimeoutError):
             list(group.at(dp=0, tp=0).call("items_after", str(gate)).stream(timeout=0.2))
         gate.touch()
+
+    @pytest.mark.by_processes
+    def test_a_death(self, doomed):
+        """The death of a worker does not end its stream silently."""
         with pytest.raises(WorkerFailureError, match="rank 1"):
             list(doomed.call("items_then_die", [1]).stream())
         classic = doomed.at(dp=0).call("items_then_die", [0])
         with pytest.raises(WorkerFailureError, match="rank 0"):
             doomed.get_all_worker_results([classic.futures[0]])
 
+    @pytest.mark.by_processes
     def test_one_failure_ends_the_wait_for_generators(self, doomed, eventually):
         """A rank that fails is reported while others still wait, by the classic methods too."""
         with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):
@@ -268,6 +273,22 @@ class Collecting:
         yield 1
 
 
+def check_decorated(group):
+    """Check the kinds of the methods of one `Decorated`."""
+    assert group.call("items", 3).result() == [[0, 1, 2]]
+    assert [outcome.value for outcome in group.call("items", 3).stream()] == [0, 1, 2]
+    assert group.call("async_items", 3).result() == [[0, 1, 2]]
+    assert group.call("coroutine").result() == group.call("hidden_coroutine").result() == ["value"]
+    for method in ("hidden_items", "returned_items", "returned_from_async"):
+        with pytest.raises(TypeError, match=f"{method}' returned a generator.*Write `yield from"):
+            group.call(method).result()
+    with pytest.raises(TypeError, match=r"returned an async generator.*Make 'hidden_async_items' an `async def`"):
+        group.call("hidden_async_items").result()
+    with pytest.raises(TypeError, match="yield from"):
+        group.call("returned_items", discard=True).result()
+    assert group.call("what_was_made").result() == [["closed", "closed"]]
+
+
 class TestDecorated:
     @pytest.mark.parametrize("async_communication", [False, True])
     def test_kinds(self, local_ray, async_communication):
@@ -276,20 +297,7 @@ class TestDecorated:
             RayVirtualCluster([1], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Decorated, async_communication=async_communication) as group,
         ):
-            assert group.call("items", 3).result() == [[0, 1, 2]]
-            assert [outcome.value for outcome in group.call("items", 3).stream()] == [0, 1, 2]
-            assert group.call("async_items", 3).result() == [[0, 1, 2]]
-            assert group.call("coroutine").result() == group.call("hidden_coroutine").result() == ["value"]
-            for method in ("hidden_items", "returned_items", "returned_from_async"):
-                with pytest.raises(TypeError, match=f"{method}' returned a generator.*Write `yield from"):
-                    group.call(method).result()
-            with pytest.raises(
-                TypeError, match=r"returned an async generator.*Make 'hidden_async_items' an `async def`"
-            ):
-                group.call("hidden_async_items").result()
-            with pytest.raises(TypeError, match="yield from"):
-                group.call("returned_items", discard=True).result()
-            assert group.call("what_was_made").result() == [["closed", "closed"]]
+            check_decorated(group)
 
     def test_a_decorator_that_runs_the_generator(self, local_ray):
         """A list in place of a generator is refused."""

@@ -17,16 +17,19 @@ from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailure
 class Worker:
     """A worker that records its items, and waits, fails or dies for some of them."""
 
+    def __init__(self):
+        self.rank = int(os.environ["RANK"])  # threads have this variable in their constructor only
+
     def work(self, item):
         kind, number = item
-        if kind == "wait for" or (kind == "wait in 0 for" and os.environ["RANK"] == "0"):
+        if kind == "wait for" or (kind == "wait in 0 for" and self.rank == 0):
             while not os.path.exists(number):
                 time.sleep(0.01)
         if kind == "bad":
             raise ValueError(f"bad item {number}")
-        if kind == "fatal" or (kind == "fatal to 1" and os.environ["RANK"] == "1"):
+        if kind == "fatal" or (kind == "fatal to 1" and self.rank == 1):
             os._exit(1)
-        return number, int(os.environ["RANK"])
+        return number, self.rank
 
     def done(self):
         return True
@@ -200,6 +203,7 @@ def test_options_of_a_view(group, gate):
         group.with_options(retries=1).map("work", [])
 
 
+@pytest.mark.by_processes
 def test_the_rest_is_cancelled_with_one_request(group, gate):
     """The end of a map cancels an item of every worker with one request a node."""
     results = group.map("work", [("easy", 0), *[("wait for", str(gate))] * 7], ordered=False)

@@ -66,7 +66,7 @@ class TestWaiting:
         (late,) = caught.value.late
         assert (late.rank, late.coords, late.method) == (1, {"dp": 0, "tp": 1}, "wait_for")
         assert late.running_s > 0
-        assert re.search(r"rank 1 \(dp=0, tp=1\) on node \w{8}, pid \d+: in 'wait_for' for \d", str(caught.value))
+        assert re.search(r"rank 1 \(dp=0, tp=1\) on node \w+, pid \d+: in 'wait_for' for \d", str(caught.value))
         assert isinstance(caught.value, TimeoutError)
         again = pickle.loads(pickle.dumps(caught.value))
         assert (str(again), again.late) == (str(caught.value), caught.value.late)
@@ -134,14 +134,15 @@ class TestWaiting:
 
     def test_a_late_argument(self, group, doomed, request, gate, tmp_path, eventually, wait_until_running):
         """A call that waits for the result of another call names that call, its group, and the late ranks."""
-        if request.node.callspec.params == {"group": "ray", "doomed": "lane"}:
+        ways = getattr(request.node, "callspec", None)
+        if ways is not None and ways.params == {"group": "ray", "doomed": "lane"}:
             pytest.skip("a call by Ray is sent when the answers of lanes that are its arguments have arrived")
         made = doomed.call("wait_for", gate, ranks=[1], tag="made")
         wait_until_running(doomed, "wait_for", 1)
         pair = group.at(dp=0, tp=slice(0, 2))
         expected = (
             r"does not exist yet, from the call of 'wait_for' of group 'Worker', not finished by:\n"
-            r"  rank 1 \(dp=1, tp=0\) on node \w{8}, pid \d+: in 'wait_for' for \d"
+            r"  rank 1 \(dp=1, tp=0\) on node \w+, pid \d+: in 'wait_for' for \d"
         )
         for view, argument in [(group, made), (pair, PerWorker(made))]:
             call = view.call("echo", argument)
@@ -163,6 +164,7 @@ class TestWaiting:
             held.touch()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
 
+    @pytest.mark.by_processes
     def test_a_head_that_hangs(self, group, gate, monkeypatch, eventually, stop_process):
         """A timeout is raised although Ray's head does not answer; the nodes still name the methods of late workers."""
         monkeypatch.setattr(_inspect, "HEAD_S", 0.2)
@@ -260,7 +262,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="would not") as caught:
             group.call("fail", [3]).result()
         notes = "\n".join(caught.value.__notes__)
-        assert re.search(r"rank 3 \(dp=1, tp=2\) on node \w{8} \([\d.]+\), pid \d+", notes)
+        assert re.search(r"rank 3 \(dp=1, tp=2\) on node \w+ \([\d.]+\), pid \d+", notes)
 
     def test_all_failing_ranks_are_listed(self, group):
         """Once all workers have failed, the notes name all of them."""
@@ -271,6 +273,7 @@ class TestErrors:
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3", "6"]
 
     @pytest.mark.smoke
+    @pytest.mark.by_processes
     def test_a_lost_worker(self, doomed):
         """The first loss ends the wait; `outcomes` reports the others; a later call is refused at once."""
         call = doomed.call("die", [1])
@@ -284,6 +287,7 @@ class TestErrors:
         assert doomed.inspect().statistics.requests == requests
         assert doomed.at(dp=0).call("rank").result() == [0]
 
+    @pytest.mark.by_processes
     def test_deaths_that_are_not_the_workers(self, group, doomed):
         """An error of a method about its own dead actor or a lost argument is not a loss of its worker."""
         with pytest.raises(ActorDiedError) as caught:
@@ -377,6 +381,7 @@ class TestCancel:
         assert call.cancel() == []
         assert call.result() == list(range(8))
 
+    @pytest.mark.by_processes
     def test_with_force(self, doomed, eventually, wait_until_running):
         """The workers that run the method are killed; the group has lost them and reports the reason."""
         call = doomed.call("sleep", 600, ranks=[1], tag=0)
