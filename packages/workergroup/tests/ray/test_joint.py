@@ -232,7 +232,7 @@ def test_an_error_of_a_worker(groups, tmp_path):
     assert [type(one.error) for one in outcomes] == [type(None)] * 3 + [KeyError]
 
 
-def test_await_and_cancel(groups, tmp_path):
+def test_await_and_cancel(groups, tmp_path, eventually):
     """`await` leaves the event loop to others, and its cancellation cancels the call of all parts."""
     both, path = join(*groups), tmp_path / "open"
 
@@ -263,8 +263,15 @@ def test_await_and_cancel(groups, tmp_path):
     assert [type(one.error) for one in second.outcomes()] == [CallCancelledError] * 4
     path.unlink()
     busy = both.call("wait_for", str(path))
-    assert busy.cancel() == {"trainer": [0, 1], "rollouts": [0, 1]}
-    path.touch()
+
+    def have_begun():
+        return {one.method for group in groups for one in group.get_worker_status()} == {"wait_for"}
+
+    try:
+        assert eventually(have_begun)  # a worker that has not is not among those that the cancellation leaves
+        assert busy.cancel() == {"trainer": [0, 1], "rollouts": [0, 1]}
+    finally:
+        path.touch()
 
 
 def test_one_order(groups):
