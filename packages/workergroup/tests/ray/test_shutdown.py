@@ -225,14 +225,14 @@ def test_hung_worker(group, monkeypatch, how):
 
 def test_call_of_another_thread(group, monkeypatch):
     """A call that is being sent when the group ends reports that its workers are lost."""
-    send = sender.Sender._send
+    send = sender.Sender._send_by_ray
 
     def end_and_send(*order):
         group.shutdown()
         return send(*order)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sender.Sender, "_send", end_and_send)
+        patched.setattr(sender.Sender, "_send_by_ray", end_and_send)
         call = group.call("pid")
     with pytest.raises(WorkerFailureError):
         call.result(timeout=60)
