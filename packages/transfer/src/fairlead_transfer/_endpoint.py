@@ -7,19 +7,21 @@ import hmac
 import os
 import secrets
 import socket
+import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ._descriptions import Selection, one_sided, read_side
+from ._descriptions import Selection, read_side
 from ._plan import TransferPlan
 from ._remote.end import End
-from ._remote.entry import find_shared
+from ._remote.entry import SHARED
 from ._remote.transport import explain_failure
 from ._routes import plan_orders
-from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
+from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, State, TransferError
 
 Side = Literal["source", "target"]
 EndpointTransport = Literal["auto", "shared_memory", "object_store"]
@@ -213,7 +215,8 @@ class Endpoint:
         self._node = find_node()
         key = self._token.hex(), "endpoint"
         self._end: End | None = End(key)
-        find_shared("ends", {})[key] = self._end
+        shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
+        shared.__dict__.setdefault("ends", {})[key] = self._end
         self._epoch = 0
         self._number = 0
         self._orders: EndpointOrders | None = None
@@ -419,7 +422,8 @@ class Endpoint:
 
     def _refuse(self, side: Side, wrong: Iterable[tuple[str, str]]) -> None:
         host = self._node.partition(":")[0]
-        if mismatches := tuple(one_sided(side, name, host, why) for name, why in wrong):
+        sides = (host, "") if side == "source" else ("", host)
+        if mismatches := tuple(Mismatch(name, *sides, why) for name, why in wrong):
             raise LayoutMismatchError(mismatches)
 
     def _error(self, orders: EndpointOrders, version: int, phase: Phase, why: str, remedy: str) -> TransferError:

@@ -11,7 +11,7 @@ from ._layout import Layout
 from ._orders import Orders, make_orders
 from ._plan import TransferPlan, find_mismatches, reshard
 from ._report import TransferExplanation
-from ._side import EndState, Side
+from ._side import Side
 from .exceptions import LayoutMismatchError
 
 Transport = Literal["auto", "shared_memory", "nixl", "object_store"]
@@ -40,7 +40,7 @@ class Staged:
     version: int  # which one
     route: Route  # by which it was staged
     replies: Mapping[int, Any]  # of the source ranks, which say where it is
-    ends: Mapping[int, EndState]  # of the source ranks, which are others after a restart
+    processes: Mapping[int, tuple[int, int]]  # of the source ranks
     described: Mapping[int, Any]  # the descriptions by the target ranks at that time
 
     def is_kept(self, source: Side, ranks: Collection[int]) -> bool:
@@ -49,7 +49,10 @@ class Staged:
         if not self.route.targets.issuperset(ranks):
             return False
         needed = {one for rank in ranks for one in orders[rank]["sources"] if one >= 0}
-        same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
+        same = all(
+            rank in source.ends and source.ends[rank].process == self.processes.get(rank) and rank not in source.lost
+            for rank in needed
+        )
         # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
         read = {kind for (_, rank), kind in self.route.orders.transports.items() if rank in ranks}
         patched = any(one["kind"] == "patch" for reply in self.replies.values() for one in reply["staged"]["channels"])
@@ -57,10 +60,13 @@ class Staged:
 
 
 class Router:
-    """Makes the routes of a link, and keeps the last one.
+    """Makes the routes of a link.
 
     Attributes:
         selection, transport, exchange: as given; with an exchange, orders are in buckets.
+        kept: the route of the last transfer, if nothing has changed since.
+        relays: whether a rank may relay what others of its node read by NIXL; patches are not relayed.
+        verified: the route by which digests were compared last.
     """
 
     def __init__(
@@ -82,39 +88,10 @@ class Router:
         self._numbers = 0
         # By the process that sends, the one that receives, and transport: why they cannot use it.
         self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
-        # The last route, and the processes and tensors that it was made for.
-        self._kept: Route | None = None
-        self._made_for: Any = None
+        self.kept: Route | None = None
         # In place each rank reads during its own commit, so none has anything to relay before; buckets come in turn.
-        self._relays = not in_place and exchange is None
-        # The route by which digests were compared last.
-        self._verified: Route | None = None
-
-    @property
-    def kept(self) -> Route | None:
-        """The last route, if nothing has changed since."""
-        return self._kept if self._made_for == self._describe() else None
-
-    def _describe(self) -> Any:
-        """Return what a route depends on: the processes of both sides, and their tensors."""
-        return [
-            [(rank, end.process, end.described) for rank, end in side.ends.items()]
-            for side in (self._source, self._target)
-        ]
-
-    def forbid_relays(self) -> None:
-        """Have no rank relay what others of its node read by NIXL, from now on: patches are not relayed."""
-        if self._relays:
-            self._relays, self._kept = False, None
-
-    def needs_digests(self, route: Route | None, verify: str) -> bool:
-        """Return whether digests are to be compared in a transfer by a route, as the link's `verify` says."""
-        return verify == "always" or (verify == "first" and (route is None or route is not self._verified))
-
-    def note_verified(self, route: Route) -> None:
-        """Note that digests have been compared in a transfer by the last route."""
-        if route is self.kept:
-            self._verified = route
+        self.relays = not in_place and exchange is None
+        self.verified: Route | None = None
 
     def block(self, side: Side, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
         """Note that two processes cannot use a transport; return whether another one may be taken.
@@ -131,7 +108,7 @@ class Router:
         relayed = [one for (one, to), by in route.orders.transports.items() if (to, by) == (target, transport)]
         for sender in [source] if source >= 0 else relayed:
             self._blocked[side.ends[sender].process, self._target.ends[target].process, transport] = reason
-        self._kept = None
+        self.kept = None
         return self.transport == "auto"
 
     def make(self, without: Collection[int] = ()) -> Route:
@@ -144,7 +121,7 @@ class Router:
         else:
             wanted = self._read(target, range(len(target.members)))
         route = self._route(source, held, wanted, sources, range(len(target.members)))
-        self._kept, self._made_for = route if not without else None, self._describe()
+        self.kept = route if not without else None
         return route
 
     def make_from_replicas(self, replicas: Side, good: Collection[int], ranks: Collection[int]) -> Route:
@@ -212,7 +189,7 @@ class Router:
             choose,
             cast=not self._in_place,
             same_processes=source.name == "source" and source.group is self._target.group,
-            relays=self._relays,
+            relays=self.relays,
             most=None if self.exchange is None else self.exchange.most,
         )
         return Route(plan, orders, frozenset(sources), frozenset(targets))

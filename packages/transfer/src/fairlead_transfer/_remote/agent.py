@@ -18,15 +18,17 @@ import importlib
 import importlib.util
 import logging
 import math
+import sys
 import threading
 import time
+import types
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .entry import find_shared
-from .tensors import Run, span
+from .entry import SHARED
+from .tensors import span
 from .transport import Blocked, Late, Lost
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,14 @@ def collapse(
 def dense(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the strides of a tensor in one piece."""
     return tuple(itemsize * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+class Run(NamedTuple):
+    """A part of a tensor in a process's memory."""
+
+    device: str  # "cpu" or "cuda:0"
+    address: int  # of its first element
+    strides: tuple[int, ...]  # in bytes
 
 
 @dataclass
@@ -342,11 +352,16 @@ def _number(device: str) -> int:
 
 def late_reads() -> list[tuple[Agent, Any]]:
     """Return what late transfers of this process may still write, also those of links that were closed."""
-    late: list[tuple[Agent, Any]] = find_shared("late", [])
+    late: list[tuple[Agent, Any]] = _shared().__dict__.setdefault("late", [])
     return late
 
 
 def late_lock() -> threading.Lock:
     """Return the lock that is held while late transfers are given back, so that each is given back once."""
-    lock: threading.Lock = find_shared("late_lock", threading.Lock())
+    lock: threading.Lock = _shared().__dict__.setdefault("late_lock", threading.Lock())
     return lock
+
+
+def _shared() -> Any:
+    """Return the module that the copies of this code in a process share."""
+    return sys.modules.setdefault(SHARED, types.ModuleType(SHARED))

@@ -7,21 +7,22 @@ that a later attempt has superseded: a worker that was stopped and continues lat
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from .buckets import Place, Reader, offer_buckets
 from .collection import Collection, call
 from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
-from .entry import find_shared, note_weights
+from .entry import SHARED, note_weights
 from .faults import commit_fault
 from .nixl import Nixl
 from .reading import explain, fetch_channel, find_differing
 from .segment import SharedMemory
 from .staging import Context, stage_channel
 from .store import ObjectStore
-from .tensors import check_writable, copy_all, finish, join_pieces, library, overlap, part, span
+from .tensors import check_writable, finish, join_pieces, library, overlap, part, span
 from .transport import (
     Blocked,
     Late,
@@ -33,26 +34,6 @@ from .transport import (
     describe_error,
     explain_failure,
 )
-
-
-class StageOptions(NamedTuple):
-    """How a source rank stages."""
-
-    verify: bool  # whether digests are compared
-    fresh: bool  # into new memory, because a target may still read the old one
-    delta: tuple[int, bool, bool] | None = None  # as for `Base.follow`
-    offer: tuple[Any, int, float] | None = None  # the board, the rank and the seconds for a transfer in buckets
-
-
-class Intake(NamedTuple):
-    """What a target rank gets in one attempt."""
-
-    epoch: int  # of the attempt
-    version: int
-    staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
-    verify: bool  # whether digests are compared
-    deadline: float  # when to give up, in `time.monotonic`
-    take: tuple[Any, int, bool] | None  # the board, the rank, and whether nothing is copied before the commit
 
 
 class End:
@@ -123,15 +104,19 @@ class End:
         known: int,
         orders: dict[str, Any] | None,
         order_id: int,
-        *options: Any,
+        verify: bool,
+        fresh: bool,
+        delta: tuple[int, bool, bool] | None = None,
+        offer: tuple[Any, int, float] | None = None,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
-        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. A transfer in
-        buckets ends when the targets have read them. The options are those of `StageOptions`.
+        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. `fresh` stages
+        into new memory, because a target may still read the old one. `delta` is as for `Base.follow`. `offer` has the
+        board, the rank and the seconds for a transfer in buckets, which ends when the targets have read them.
         """
-        began, how = time.monotonic(), StageOptions(*options)
+        began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
             return late
         reply: dict[str, Any] = {"number": self._collection.number}
@@ -143,12 +128,12 @@ class End:
             for kind, transport in self._transports.items():
                 kinds = [one["kind"] for one in orders["channels"]]
                 used = [at for at, one in enumerate(kinds) if one == kind]
-                transport.keep_only(used if how.offer is None else [0] * (kind in kinds))
+                transport.keep_only(used if offer is None else [0] * (kind in kinds))
         there = order_id and self._orders.get("id") == order_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, epoch, how)
+            reply["staged"] = await self._in_thread(self._stage, epoch, verify, fresh, delta, offer)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -179,30 +164,36 @@ class End:
     ) -> dict[str, Any]:
         """Map what the orders say, or get it from Ray's object store, and compare digests.
 
-        Without orders, those that were given before hold. The other arguments are as for `Intake`.
+        Without orders, those that were given before hold. `staged` is the reply of each source rank, or a reference to
+        it, which is waited for. `take` has the board and the rank for a transfer in buckets, and whether the tensors of
+        the target are read into later: then nothing is copied here.
         """
         if (late := self._enter(epoch)) is not None:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-        return await self._in_thread(self._fetch_all if take is None else self._take_all, intake)
+        args = epoch, version, staged, verify, time.monotonic() + within_s
+        return await self._in_thread(*((self._fetch_all, *args) if take is None else (self._take_all, *args, take)))
 
-    def _take_all(self, intake: Intake) -> dict[str, Any]:
+    def _take_all(
+        self,
+        epoch: int,
+        version: int,
+        tasks: Mapping[int, Any],
+        verify: bool,
+        deadline: float,
+        take: tuple[Any, int, bool],
+    ) -> dict[str, Any]:
         """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
-        self._staged, reader = None, self._make_reader(intake)
-        if intake.take is not None and intake.take[2]:
+        self._staged, (board, rank, in_place) = None, take
+        reader = Reader(Place(board, epoch, rank), self._context(), tasks, verify, deadline)
+        if in_place:
             return reader.look()
         pieces: list[tuple[int, Any, Any]] = []
         reply = reader.read(lambda: None, pieces)
-        if "bytes" in reply and intake.epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, [], intake[:2]
+        if "bytes" in reply and epoch == self._epoch:
+            self._pieces, self._changes, self._staged = pieces, [], (epoch, version)
         return reply
-
-    def _make_reader(self, intake: Intake) -> Reader:
-        board, rank, _ = intake.take or (None, 0, False)
-        place = Place(board, intake.epoch, rank)
-        return Reader(place, self._context(), intake.staged, intake.verify, intake.deadline)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
@@ -269,9 +260,7 @@ class End:
                 begin()
                 await self._put(apply, worker, chunk_bytes)
             else:
-                *_, staged, verify, within_s, take = reading
-                intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-                reply |= await self._in_thread(self._read_in_place, intake, begin)
+                reply |= await self._in_thread(self._read_in_place, epoch, version, begin, *reading[2:])
             finish(self._collection.values.values())
             self._writing = False
             self._torn, self._committed = False, (epoch, version)
@@ -300,28 +289,36 @@ class End:
     def _close(self) -> None:
         for transport in self._transports.values():
             transport.close()
-        find_shared("ends", {}).pop(self._key, None)
+        shared: Any = sys.modules[SHARED]
+        shared.ends.pop(self._key, None)
 
     async def _in_thread(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run what blocks: in a thread where other methods may run beside it."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
-    def _stage(self, epoch: int, how: StageOptions) -> dict[str, Any]:
+    def _stage(
+        self,
+        epoch: int,
+        verify: bool,
+        fresh: bool,
+        delta: tuple[int, bool, bool] | None,
+        offer: tuple[Any, int, float] | None,
+    ) -> dict[str, Any]:
         """Make what others need available to them: whole tensors, or what has changed in them."""
-        context, orders, verify = self._context(), self._orders, how.verify
+        context, orders = self._context(), self._orders
         finish(self._collection.values.values())
         held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
-        if how.offer is not None:
-            board, rank, within_s = how.offer
+        if offer is not None:
+            board, rank, within_s = offer
             place, deadline = Place(board, epoch, rank), time.monotonic() + within_s
             return {"channels": offer_buckets(place, context, held, verify, deadline)}
-        reason, channels = self._base.follow(context, epoch, how.delta, verify)
+        reason, channels = self._base.follow(context, epoch, delta, verify)
         if channels:
             for transport in self._transports.values():
                 transport.keep_only(())
         else:
             channels = [
-                stage_channel(context, number, channel, orders["id"], verify, how.fresh)
+                stage_channel(context, number, channel, orders["id"], verify, fresh)
                 for number, channel in enumerate(orders["channels"])
             ]
         reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}
@@ -345,28 +342,47 @@ class End:
         self._orders = {**orders, "sources": sources}
         return bool(orders["id"] == order_id)
 
-    def _read_in_place(self, intake: Intake, begin: Callable[[], None]) -> dict[str, Any]:
+    def _read_in_place(
+        self,
+        epoch: int,
+        version: int,
+        begin: Callable[[], None],
+        staged: Mapping[int, Any],
+        verify: bool,
+        within_s: float,
+        take: tuple[Any, int, bool] | None,
+    ) -> dict[str, Any]:
         """Read what the orders say into the tensors of the target, and call `begin` before some are overwritten."""
-        context = self._context()
-        if intake.take is None:
+        context, deadline = self._context(), time.monotonic() + within_s
+        if take is None:
             begin()
-            reply = self._fetch_all(intake, in_place=True)
+            reply = self._fetch_all(epoch, version, staged, verify, deadline, in_place=True)
         else:
-            reply = self._make_reader(intake).read(begin, None)
+            place = Place(take[0], epoch, take[1])
+            reply = Reader(place, context, staged, verify, deadline).read(begin, None)
         if "bytes" not in reply:
             raise RuntimeError(explain_failure(reply))
-        copy_all(context.tools, ((context.part(at, box), value) for at, box, value in self._local))
+        context.tools.copy_all((context.part(at, box), value) for at, box, value in self._local)
         return reply
 
-    def _fetch_all(self, intake: Intake, *, in_place: bool = False) -> dict[str, Any]:
-        began, verify, deadline = time.monotonic(), intake.verify, intake.deadline
+    def _fetch_all(
+        self,
+        epoch: int,
+        version: int,
+        staged: Mapping[int, Any],
+        verify: bool,
+        deadline: float,
+        *,
+        in_place: bool = False,
+    ) -> dict[str, Any]:
+        began = time.monotonic()
         context, orders = self._context(), self._orders
         self._staged, self._changes = None, []
         for transport in self._transports.values():
             transport.release()
         self._local = self._copy_local(context)
         pieces = list(self._local)
-        replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
+        replies, trouble = await_replies(staged, orders["sources"], deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
@@ -412,8 +428,8 @@ class End:
         commit_fault(self._key[1], "move")
         if wrong:
             return {"differing": wrong}
-        if intake.epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
+        if epoch == self._epoch:
+            self._pieces, self._changes, self._staged = pieces, changes, (epoch, version)
         move_s = time.monotonic() - began - verify_s
         reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
         if orders["relays"]:
@@ -430,7 +446,8 @@ class End:
         orders, tools = self._orders, context.tools
         if not orders["local"]:
             return []
-        own = find_shared("ends", {})[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
+        shared: Any = sys.modules[SHARED]
+        own = shared.ends[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
         finish(own.values())
         pieces = []
         for at, box, source_box, sizes in orders["local"]:
@@ -451,7 +468,8 @@ class End:
             own = (one for one in context.tensors if one is not None and 0 not in one.shape)
             self._claimed = [span(context.tools, one) for one in own]
         lost = []
-        for (link, _), end in find_shared("ends", {}).items():
+        shared: Any = sys.modules[SHARED]
+        for (link, _), end in shared.ends.items():
             if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
                 end._claimed, end._committed = [], None  # noqa: SLF001
                 lost.append(link)
@@ -466,9 +484,9 @@ class End:
                 commit_fault(self._key[1], "committing")
         else:
             pairs = ((context.part(at, box), value) for at, box, value in self._pieces)
-            copy_all(context.tools, itertools.islice(pairs, 1))
+            context.tools.copy_all(itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
-            copy_all(context.tools, pairs)
+            context.tools.copy_all(pairs)
             apply_changes(context, self._changes)
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

@@ -4,12 +4,12 @@
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .agent import Agent, collapse, dense, late_lock, late_reads
-from .tensors import Run, copy_all, finish, nbytes, part, view_parts
-from .transport import Block, Blocked, Lost, Read, Transport, Wanted, Write
+from .agent import Agent, Run, collapse, dense, late_lock, late_reads
+from .tensors import finish, nbytes, part, view_parts
+from .transport import Block, Blocked, Lost, Wanted
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
 RUN_BYTES = 32 << 10
@@ -39,7 +39,7 @@ class Outbox(NamedTuple):
     views: list[Any]  # where they are copied to
 
 
-class Nixl(Transport):
+class Nixl:
     """The transport by one-sided reads. The agent is made when it is used first."""
 
     def __init__(self) -> None:
@@ -53,9 +53,11 @@ class Nixl(Transport):
             self._agent = Agent()
         return self._agent
 
-    def stage(self, write: Write) -> dict[str, Any]:
+    def stage(
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
+    ) -> dict[str, Any]:
         """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
-        agent, (tools, _, _, blocks, order, fresh) = self._get_agent(), write
+        agent = self._get_agent()
         agent.serve(busy=True)
         tensors = {id(block.tensor): block.tensor for block in blocks}
         key = order, [(*tools.memory(tensor), tools.dtype_name(tensor)) for tensor in tensors.values()]
@@ -65,7 +67,7 @@ class Nixl(Transport):
         if self._outbox.key != key or (fresh and self._outbox.views) or not agent.hold("tensors", read):
             self._outbox = self._make_outbox(agent, tools, blocks, key)
         kept = self._outbox
-        copy_all(tools, zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
+        tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
         finish(kept.views)
         return self._describe(agent, "tensors", kept.runs)
 
@@ -79,9 +81,9 @@ class Nixl(Transport):
             return Outbox(key, [run for run in found if run], packed, [])
         small = [blocks[at] for at in packed]
         offsets, size = _line_up(tools, small)
-        buffer = tools.buffer(size, tools.memory(small[0].tensor).device)
+        buffer = tools.buffer(size, tools.memory(small[0].tensor)[2])
         agent.register("packed", tools, [buffer])
-        device, base, _ = tools.memory(buffer)
+        base, _, device = tools.memory(buffer)
         views = [
             tools.view(buffer, block.dtype, offset, block.sizes) for block, offset in zip(small, offsets, strict=True)
         ]
@@ -95,7 +97,8 @@ class Nixl(Transport):
         """Describe what has been fetched, so that other ranks of this node read it here."""
         agent = self._get_agent()
         agent.serve(busy=True)
-        return self._describe(agent, "relayed", list(map(tools.memory, views)))
+        runs = [Run(device, address, strides) for address, strides, device in map(tools.memory, views)]
+        return self._describe(agent, "relayed", runs)
 
     def _describe(self, agent: Agent, what: str, runs: list[Run]) -> dict[str, Any]:
         number, known = self._described.get(what, (0, []))
@@ -109,22 +112,32 @@ class Nixl(Transport):
             "runs": [tuple(run) for run in runs],
         }
 
-    def fetch(self, read: Read) -> list[Any]:
+    def fetch(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        staged: Mapping[str, Any],
+        wanted: Sequence[Wanted],
+        order: Any,
+        deadline: float,
+        into: Sequence[Any] | None = None,
+    ) -> list[Any]:
         """Read the wanted blocks into memory of this process, or straight into tensors."""
-        agent, source, staged, into = self._get_agent(), read.source, read.staged, read.into
+        agent = self._get_agent()
         _release_ended()
-        places = list(map(read.tools.memory, into or ()))
-        key = staged["agent"], staged["metadata"], staged["number"], read.order, places
+        places = [Run(device, address, strides) for address, strides, device in map(tools.memory, into or ())]
+        key = staged["agent"], staged["metadata"], staged["number"], order, places
         # No other thread uses it while this one reads, and none ever does if the reads do not end.
         inbox = self._inboxes.pop(source, None)
         if inbox is None or inbox.key != key:
             if inbox is not None:
                 agent.release(inbox.handles, inbox.owner)
             agent.connect(source, staged["agent"], staged["metadata"])
-            inbox = _make_inbox(agent, read, key)
+            inbox = _make_inbox(agent, tools, source, staged["runs"], wanted, key, into)
         try:
             finish(inbox.views)
-            agent.read(inbox.handles, read.deadline)
+            agent.read(inbox.handles, deadline)
         except BaseException as error:  # whatever ends this thread's wait, transfers may go on
             if agent.is_writing(inbox.handles):
                 late_reads().append((agent, inbox))
@@ -136,8 +149,12 @@ class Nixl(Transport):
         self._inboxes[source] = inbox
         if into is None:
             return inbox.views
-        copy_all(read.tools, [pair for pair in zip(into, inbox.views, strict=True) if pair[0] is not pair[1]])
+        tools.copy_all((to, value) for to, value in zip(into, inbox.views, strict=True) if value is not to)
         return list(into)
+
+    def is_unchanged(self) -> bool:
+        """Return True: what was read is in memory of this process."""
+        return True
 
     def release(self) -> None:
         """Look less often for the reads of others, and keep no tensor; other memory is kept for the next send."""
@@ -188,12 +205,12 @@ class Nixl(Transport):
 def _find_run(tools: Any, block: Block) -> Run | None:
     """Return where a block is in a tensor's memory; None if it has to be packed."""
     value = part(block.tensor, block.box)
-    run: Run = tools.memory(value)
-    if tools.dtype_name(value) != block.dtype or any(stride < 0 for stride in run.strides):
+    address, strides, device = tools.memory(value)
+    if tools.dtype_name(value) != block.dtype or any(stride < 0 for stride in strides):
         return None
     itemsize = nbytes(tools, (1,), block.dtype)
-    length, _ = collapse(block.sizes, itemsize, run.strides, dense(block.sizes, itemsize))
-    return run if length >= RUN_BYTES else None
+    length, _ = collapse(block.sizes, itemsize, strides, dense(block.sizes, itemsize))
+    return Run(device, address, strides) if length >= RUN_BYTES else None
 
 
 def _line_up(tools: Any, blocks: Iterable[Block | Wanted]) -> tuple[list[int], int]:
@@ -205,14 +222,21 @@ def _line_up(tools: Any, blocks: Iterable[Block | Wanted]) -> tuple[list[int], i
     return offsets, end
 
 
-def _make_inbox(agent: Agent, read: Read, key: Any) -> Inbox:
+def _make_inbox(
+    agent: Agent,
+    tools: Any,
+    source: int,
+    runs: Sequence[Any],
+    wanted: Sequence[Wanted],
+    key: Any,
+    into: Sequence[Any] | None,
+) -> Inbox:
     """Return the reads of the wanted blocks.
 
     Raises:
         Blocked: NIXL refuses the descriptions of the memory.
         Lost: the source cannot be reached.
     """
-    tools, wanted, runs, into = read.tools, read.wanted, read.staged["runs"], read.into
     owner, views, places = uuid.uuid4().hex, list[Any](into or wanted), list[Any](key[-1] or wanted)
     itemsizes = [nbytes(tools, (1,), one.dtype) for one in wanted]
     buffered = [
@@ -226,7 +250,7 @@ def _make_inbox(agent: Agent, read: Read, key: Any) -> Inbox:
         offsets, size = _line_up(tools, chosen)
         buffer = tools.buffer(size, wanted[0].device)
         memory.append(buffer)
-        device, base, _ = tools.memory(buffer)
+        base, _, device = tools.memory(buffer)
         parts = view_parts(tools, [buffer], chosen, [(0, offset) for offset in offsets])
         for at, offset, value in zip(buffered, offsets, parts, strict=True):
             places[at], views[at] = Run(device, base + offset, dense(wanted[at].sizes, itemsizes[at])), value
@@ -236,7 +260,7 @@ def _make_inbox(agent: Agent, read: Read, key: Any) -> Inbox:
         for place, one, itemsize in zip(places, wanted, itemsizes, strict=True)
     ]
     try:
-        handles = agent.prepare(read.source, moves)
+        handles = agent.prepare(source, moves)
     except Exception as error:
         agent.deregister(owner)
         reason = f"{type(error).__name__}: {error}"

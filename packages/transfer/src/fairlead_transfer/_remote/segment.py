@@ -10,11 +10,12 @@ content changed while it was read.
 import mmap
 import os
 import struct
-from collections.abc import Collection
+from collections import abc
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from .tensors import copy_all, part, view_parts
-from .transport import Blocked, Overwritten, Read, Transport, Write
+from .tensors import part, view_parts
+from .transport import Block, Blocked, Overwritten, Wanted
 
 NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
@@ -92,7 +93,7 @@ class Mapping:
         return marks == [(self.token, generation)] * 2
 
 
-class SharedMemory(Transport):
+class SharedMemory:
     """The transport between processes of one node that can map each other's memory."""
 
     def __init__(self) -> None:
@@ -102,10 +103,11 @@ class SharedMemory(Transport):
         self._incoming: dict[int, tuple[Any, list[Any]]] = {}
         self._used: list[tuple[Mapping, int]] = []
 
-    def stage(self, write: Write) -> tuple[Any, ...]:
+    def stage(
+        self, tools: Any, number: int, channel: abc.Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
+    ) -> tuple[Any, ...]:
         """Copy the blocks into a segment, which is kept from one send to the next."""
-        tools, number, size, blocks, order, fresh = write
-        segment = self._segments.get(number)
+        segment, size = self._segments.get(number), channel["size"]
         if segment is None or segment.size != size or fresh:
             if segment is not None:
                 self._segments.pop(number).close()
@@ -120,12 +122,20 @@ class SharedMemory(Transport):
             # The same memory in every send, so its views are made once.
             views = [tools.view(content, block.dtype, block.offset, block.sizes) for block in blocks]
             self._outgoing[number] = order, views
-        copy_all(tools, zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
+        tools.copy_all(zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
         return segment.end()
 
-    def fetch(self, read: Read) -> list[Any]:
+    def fetch(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        staged: tuple[Any, ...],
+        wanted: Sequence[Wanted],
+        order: Any,
+        deadline: float,
+    ) -> list[Any]:
         """Return views of the source's memory."""
-        source, staged = read.source, read.staged
         if source not in self._mapped or self._mapped[source].token != staged[3]:
             try:
                 self._mapped[source] = Mapping(staged)
@@ -137,11 +147,10 @@ class SharedMemory(Transport):
             raise Overwritten
         self._used.append((mapped, staged[4]))
         known, views = self._incoming.get(source, (None, []))
-        if known != read.order:
+        if known != order:
             # The same memory in every send, so its views are made once.
-            places = [(0, one.offset) for one in read.wanted]
-            views = view_parts(read.tools, [mapped.content()], read.wanted, places)
-            self._incoming[source] = read.order, views
+            views = view_parts(tools, [mapped.content()], wanted, [(0, one.offset) for one in wanted])
+            self._incoming[source] = order, views
         return views
 
     def is_unchanged(self) -> bool:

@@ -13,20 +13,12 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .transport import Wanted
 
 # Bytes of a tensor that are copied at a time where only its digest is wanted.
 SLAB_BYTES = 1 << 20
-
-
-class Run(NamedTuple):
-    """A tensor, or a part of one, in this process's memory or another's."""
-
-    device: str  # "cpu" or "cuda:0"
-    address: int  # of its first element
-    strides: tuple[int, ...]  # in bytes
 
 
 class NumpyLibrary:
@@ -47,20 +39,28 @@ class NumpyLibrary:
 
     def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
         """Return a tensor that shares the memory of a buffer."""
-        return self._numpy.frombuffer(buffer, self.dtype(dtype), math.prod(sizes), offset).reshape(tuple(sizes))
+        count = 1
+        for size in sizes:
+            count *= size
+        return self._numpy.frombuffer(buffer, self.dtype(dtype), count, offset).reshape(tuple(sizes))
 
     def copy(self, to: Any, value: Any) -> None:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         to[...] = value
+
+    def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Copy many tensors, each into the first of its pair."""
+        for to, value in pairs:
+            to[...] = value
 
     def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
         """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
         at = (where,) if to.flags.c_contiguous else self._numpy.unravel_index(where, to.shape)
         (to.reshape(-1) if to.flags.c_contiguous else to)[at] = self.view(values, dtype, 0, where.shape)
 
-    def memory(self, value: Any) -> Run:
-        """Return where a tensor is."""
-        return Run("cpu", value.__array_interface__["data"][0], value.strides)
+    def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
+        """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
+        return value.__array_interface__["data"][0], value.strides, "cpu"
 
     def watch(self, value: Any) -> Callable[[], bool] | None:
         """Return None: it is unknown later whether this memory exists. An array with weak references cannot resize."""
@@ -100,7 +100,9 @@ class TorchLibrary:
 
     def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
         """Return a tensor that shares the memory of a buffer."""
-        count = math.prod(sizes)
+        count = 1
+        for size in sizes:
+            count *= size
         if isinstance(buffer, self._torch.Tensor):
             length = count * self.dtype(dtype).itemsize
             return buffer[offset : offset + length].view(self.dtype(dtype)).view(tuple(sizes))
@@ -115,6 +117,11 @@ class TorchLibrary:
         with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
             to.copy_(value)
 
+    def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Copy many tensors, each into the first of its pair."""
+        for to, value in pairs:
+            self.copy(to, value)
+
     def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
         """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
         new = self.view(values, dtype, 0, where.shape).to(to.device, to.dtype)
@@ -128,10 +135,10 @@ class TorchLibrary:
             else:
                 to[self._torch.unravel_index(at, to.shape)] = new
 
-    def memory(self, value: Any) -> Run:
-        """Return where a tensor is."""
+    def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
+        """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
         itemsize = value.element_size()
-        return Run(str(value.device), value.data_ptr(), tuple(stride * itemsize for stride in value.stride()))
+        return value.data_ptr(), tuple(stride * itemsize for stride in value.stride()), str(value.device)
 
     def watch(self, value: Any) -> Callable[[], bool] | None:
         """Return what says later whether the memory of a tensor still exists, and does not keep it."""
@@ -296,12 +303,6 @@ def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
-def copy_all(tools: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Copy many tensors, each into the first of its pair."""
-    for to, value in pairs:
-        tools.copy(to, value)
-
-
 def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     """Return a box of a tensor, which shares its memory; a scalar has one part."""
     return tensor[box] if tensor.ndim else tensor.reshape(1)
@@ -350,12 +351,15 @@ def _find_slabs(tools: Any, tensor: Any, dtype: str) -> Iterator[Any]:
 
 def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     """Return how many bytes a dense tensor has."""
-    return int(tools.dtype(dtype).itemsize) * math.prod(sizes)
+    count = int(tools.dtype(dtype).itemsize)
+    for size in sizes:
+        count *= size
+    return count
 
 
 def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
     """Return the device of a tensor, the address where its memory begins, and the one where it ends."""
-    device, address, strides = tools.memory(tensor)
+    address, strides, device = tools.memory(tensor)
     steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
     begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
     return device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))

@@ -4,7 +4,7 @@
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ray
 
@@ -17,17 +17,6 @@ class Block(NamedTuple):
     dtype: str  # in which it travels
     sizes: tuple[int, ...]  # of the box
     offset: int  # where it begins in the channel, in bytes
-
-
-class Write(NamedTuple):
-    """What a source rank makes available in a channel."""
-
-    tools: Any  # the library of the tensors
-    number: int  # of the channel
-    size: int  # of all blocks with what is between them, in bytes
-    blocks: Sequence[Block]
-    order: Any  # what identifies the orders; blocks of the same ones have the same sizes and offsets
-    fresh: bool  # use new memory, because a target may still read the old one
 
 
 class Wanted(NamedTuple):
@@ -57,53 +46,72 @@ class Late(Exception):
     """The staged data of a source rank did not arrive by the deadline."""
 
 
-class Read(NamedTuple):
-    """What a target rank wants of a channel of a source rank."""
-
-    tools: Any  # the library of the tensors
-    source: int  # the source rank
-    number: int  # of the channel
-    staged: Any  # what `stage` returned there
-    wanted: Sequence[Wanted]  # the parts
-    order: Any  # what identifies the orders and the channel; with the same, the same is wanted
-    deadline: float  # when to give up, in `time.monotonic`
-    into: Sequence[Any] | None = None  # tensors that NIXL reads into; None for memory of its own
-
-
-class Transport:
+class Transport(Protocol):
     """One way between processes, for one side of a link in one worker."""
 
-    def stage(self, write: Write) -> Any:
+    def stage(
+        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
+    ) -> Any:
         """Make the blocks of a channel available; return what a target rank needs to find them.
+
+        Args:
+            tools: the library of the tensors.
+            number: of the channel.
+            channel: its orders.
+            blocks: what it carries.
+            order: what identifies the orders; blocks of the same ones have the same sizes and offsets.
+            fresh: use new memory, because a target may still read the old one.
 
         Raises:
             Blocked: this process cannot use the transport.
         """
-        raise NotImplementedError
+        ...
 
-    def fetch(self, read: Read) -> list[Any]:
+    def fetch(
+        self,
+        tools: Any,
+        source: int,
+        number: int,
+        staged: Any,
+        wanted: Sequence[Wanted],
+        order: Any,
+        deadline: float,
+    ) -> list[Any]:
         """Return a tensor for each wanted part of a channel; they are valid until the next `stage` or `release`.
+
+        Args:
+            tools: the library of the tensors.
+            source: the source rank.
+            number: of the channel.
+            staged: what `stage` returned there.
+            wanted: the parts.
+            order: what identifies the orders and the channel; with the same, the same is wanted.
+            deadline: when to give up, in `time.monotonic`.
 
         Raises:
             Blocked, Lost, Overwritten, Late: it did not work.
         """
-        raise NotImplementedError
+        ...
 
     def is_unchanged(self) -> bool:
         """Return whether all that was fetched since the last `release` still is what was staged."""
-        return True
+        ...
 
     def release(self) -> None:
         """Forget what was fetched."""
+        ...
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Give back what is kept of other channels than these, which this source rank stages."""
+        ...
 
     def forget_others(self, sources: Collection[int]) -> None:
         """Give back what is kept of other source ranks than these."""
+        ...
 
     def close(self) -> None:
         """Give everything back."""
+        ...
 
 
 def fetch_value(ref: ray.ObjectRef[Any], deadline: float) -> Any:
