@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ._show import Picture, as_rows
+from ._store.journal import read_steps
 from ._store.schema import read_meta, read_prompts, read_samples
 from ._store.snapshot import NAME, Snapshot, read_snapshot
 from .exceptions import SnapshotError
@@ -33,7 +34,7 @@ def draw_journal(path: Path) -> Picture:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=0)) as database:
             prompts, samples, meta = read_prompts(database), read_samples(database), read_meta(database)
-            steps = [str(step) for (step,) in database.execute("select step from step order by step")]
+            steps = read_steps(database)
     except sqlite3.Error as error:
         remedy = "A process that uses a journal locks it. Otherwise the file is damaged, or it is neither a snapshot "
         raise SnapshotError(str(path), str(error), f"{remedy}nor a journal.") from None
@@ -42,7 +43,7 @@ def draw_journal(path: Path) -> Picture:
         ("groups", (("open", len(prompts)),)),
         ("samples by newest version", as_rows(dict(versions))),
     )
-    lines = (f"It holds snapshots of these steps: {', '.join(steps)}.",) if steps else ()
+    lines = (f"It holds snapshots of these steps: {', '.join(map(str, steps))}.",) if steps else ()
     return Picture(f"Journal of ledger {meta.get('ledger')}", sections, lines)
 
 

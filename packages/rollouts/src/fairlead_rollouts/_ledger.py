@@ -270,9 +270,9 @@ class Ledger(RolloutSide):
             SnapshotError: The snapshot is missing or damaged, or it is of another step or group size.
         """
         if directory is not None:
-            snapshot = read_snapshot(Path(directory))
+            path, snapshot = str(directory), read_snapshot(Path(directory))
         elif journal is not None:
-            snapshot = journal.read_step(step)
+            path, snapshot = str(journal.path), journal.read_step(step)
         else:
             raise ValueError("restore() needs the directory of the checkpoint, or a journal that has kept its step.")
         for name, found, wanted in (
@@ -281,7 +281,7 @@ class Ledger(RolloutSide):
         ):
             if found != wanted:
                 remedy = f"Pass {name}={found}, or the directory of another checkpoint."
-                raise SnapshotError(str(directory or "journal"), f"its {name} is {found}, not {wanted}", remedy)
+                raise SnapshotError(path, f"its {name} is {found}, not {wanted}", remedy)
         ledger = cls(config, source, checkpoints=checkpoints, run=run, on_release=on_release, on_event=on_event)
         ledger._id = snapshot.ledger
         ledger._salvage = restore_book(ledger._book, snapshot, journal, version=version, exists=exists)

@@ -27,10 +27,15 @@ from .schema import (
 )
 from .snapshot import Snapshot, pack_snapshot, unpack_snapshot
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "read_steps"]
 
 BUFFERED_ROWS = 256
 STEPS = "create table if not exists step (step integer primary key, snapshot blob not null);"
+
+
+def read_steps(database: sqlite3.Connection) -> list[int]:
+    """Return the steps whose snapshots a journal holds, in ascending order."""
+    return [step for (step,) in database.execute("select step from step order by step")]
 
 
 class Journal:
@@ -162,14 +167,15 @@ class Journal:
         Raises:
             SnapshotError: The journal does not hold it.
         """
-        rows = dict(self._database.execute("select step, snapshot from step order by step"))
-        if step not in rows:
-            held = f"the journal holds steps {', '.join(map(str, rows))}" if rows else "the journal holds none"
-            remedy = "Pass a step that it holds" if rows else "Make the journal with keep_steps"
+        row = self._database.execute("select snapshot from step where step = ?", (step,)).fetchone()
+        if row is None:
+            steps = read_steps(self._database)
+            held = f"the journal holds steps {', '.join(map(str, steps))}" if steps else "the journal holds none"
+            remedy = "Pass a step that it holds" if steps else "Make the journal with keep_steps"
             raise SnapshotError(
                 str(self._path), f"there is no snapshot of step {step}; {held}", f"{remedy}, or the directory."
             )
-        return unpack_snapshot(rows[step], self._path)
+        return unpack_snapshot(row[0], self._path)
 
     def flush(self) -> None:
         """Write everything that was stored or removed, in one transaction that survives a power cut."""
