@@ -75,7 +75,6 @@ class Ledger(RolloutSide):
         super().__init__(config, source, run, on_release, on_event)
         self._checkpoints, self._prepared = checkpoints, set[int]()
         self._id = uuid.UUID(int=random.SystemRandom().getrandbits(128)).hex
-        self._journal: Journal | None = None
         if journal is not None:
             journal.load(self._id)
             self._use(journal)
@@ -87,7 +86,7 @@ class Ledger(RolloutSide):
             journal.reset(self._id, self._book.records.values(), step)
             if journal.keep_steps:
                 journal.keep(self._take_snapshot(step))
-        self._book.journal = self._journal = journal
+        self._book.journal = journal
 
     # The trainer side.
 
@@ -118,8 +117,8 @@ class Ledger(RolloutSide):
         book.forget_targets(book.last_trained)
         if not self._checkpoints:
             book.apply(step)
-        if is_new and self._journal is not None and self._journal.keep_steps:
-            self._journal.keep(self._take_snapshot(step))
+        if is_new and book.journal is not None and book.journal.keep_steps:
+            book.journal.keep(self._take_snapshot(step))
 
     def claim(self, step: int, count: int, *, minimum: int | None = None) -> Claim | Shortage:
         """Take finished groups for a step, all or none.
@@ -230,8 +229,8 @@ class Ledger(RolloutSide):
 
     def flush(self) -> None:
         """Write the buffered rows of the journal. Call it every second; what a crash takes is generated again."""
-        if self._journal is not None:
-            self._journal.flush()
+        if self._book.journal is not None:
+            self._book.journal.flush()
 
     @classmethod
     def restore(
