@@ -17,6 +17,8 @@ import pytest
 
 RUNS = int(os.environ.get("FAIRLEAD_TRUTH", "0"))
 JOBS = Path(__file__).parent / "jobs.py"
+# Jobs of four ranks on one GPU. They have not run on one yet.
+NCCL_JOBS = JOBS.with_name("nccl.py")
 # For each case the kind, the class, the ranks and the function of what is to blame, or that none is.
 HANGS = {
     "in_queue": ("late", "Trainer", [2], "in_queue"),
@@ -45,6 +47,14 @@ HANGS = {
     "pending_actor": ("pending", "Stage", [], ""),
     "pending_group": ("pending", "", [], ""),
 }
+# The same for those on a GPU.
+NCCL_HANGS = {
+    "in_queue": ("late", "Trainer", [2], "in_queue"),
+    "dumped": ("mismatch", "Trainer", [2], "in_kernel"),
+    "stopped": ("stopped", "Trainer", [2], ""),
+    "killed": ("dead", "Trainer", [2], ""),
+}
+NCCL_OPEN = ("in_kernel", "healthy")
 # No process is to blame, or none can be known.
 OPEN = ("other_collective", "in_device", "awaited", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
@@ -75,10 +85,10 @@ def cluster():
 
 
 @contextlib.contextmanager
-def run_job(case, env):
+def run_job(case, env, jobs=JOBS):
     """Run a job until it stands where it should, and yield what it reports."""
     job = subprocess.Popen(
-        [sys.executable, str(JOBS), case],
+        [sys.executable, str(jobs), case],
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -101,12 +111,12 @@ def look(env, known, *options):
     return job["findings"], done.returncode
 
 
-def judge(case, found):
+def judge(case, found, hangs=HANGS):
     """Return "right", "undecided" or "wrong" for what was found in a case."""
     blamed = [one for one in found if one["blames"]]
-    if case not in HANGS:
+    if case not in hangs:
         return "wrong" if blamed else "right"
-    kind, of, ranks, function = HANGS[case]
+    kind, of, ranks, function = hangs[case]
     for one in blamed:
         classes = {actor["class"] for actor in one["actors"]} or {""}
         if one["kind"] != kind or classes != {of} or one["ranks"] != ranks:
@@ -132,3 +142,15 @@ def test_planted(cluster, case):
         if not RUNS:
             assert counts["right"] == 1, found
     sys.stdout.write(f"| {case} | {counts['right']} | {counts['undecided']} | {counts['wrong']} |\n")
+
+
+@pytest.mark.parametrize("case", [*NCCL_HANGS, *NCCL_OPEN])
+def test_planted_on_gpu(cluster, case):
+    """The same with ranks that reduce with NCCL, whose RAS and flight recorder count collectives."""
+    torch = pytest.importorskip("torch", reason="the jobs use torch's NCCL")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU that torch can use")
+    with run_job(case, cluster, NCCL_JOBS) as known:
+        found, status = look(cluster, known)
+    assert judge(case, found, NCCL_HANGS) == "right", found
+    assert (status == 1) is (case in NCCL_HANGS)
