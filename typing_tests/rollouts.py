@@ -21,6 +21,7 @@ from fairlead_rollouts import (
     InOrder,
     InvariantError,
     Journal,
+    JournalError,
     JournalLockedError,
     Lease,
     Ledger,
@@ -164,6 +165,8 @@ def save(config: LedgerConfig, ledger: Ledger, directory: Path) -> None:
     with Journal(directory / "journal", keep_steps=2) as journal:
         assert_type(journal, Journal)
         assert_type(journal.keep_steps, int)
+        assert_type(journal.kept_step, int | None)
+        assert_type(journal.make_room(), None)
         journal.keep  # noqa: B018  for the snapshots of a ledger only
         journal.read_step(1)
         assert_type(journal.path, Path)
@@ -311,9 +314,16 @@ def policies(view: View) -> None:
 
 
 def errors(
-    illegal: IllegalTransitionError, invariant: InvariantError, snapshot: SnapshotError, locked: JournalLockedError
+    illegal: IllegalTransitionError,
+    invariant: InvariantError,
+    snapshot: SnapshotError,
+    journal: JournalError,
+    locked: JournalLockedError,
 ) -> None:
-    for text in (snapshot.path, snapshot.found, snapshot.remedy, locked.path, locked.holder):
+    for one in (snapshot, journal):
+        for text in (one.path, one.found, one.remedy):
+            assert_type(text, str)
+    for text in (locked.path, locked.holder):
         assert_type(text, str)
     assert_type(illegal.ordinal, int)
     assert_type(illegal.state, str)
@@ -325,6 +335,7 @@ def errors(
     error: RolloutError = illegal
     error = invariant
     error = snapshot
+    error = journal
     error = locked
     assert_type(exceptions.RolloutError, type[RolloutError])
     raise error

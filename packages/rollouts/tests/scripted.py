@@ -7,11 +7,12 @@ is "directory" if the trainer's checkpoints have the ledger's snapshot, and "jou
 
 import os
 import signal
+import sqlite3
 import sys
+from functools import partial
 from pathlib import Path
 
 from fairlead_rollouts import Claim, IndexStream, Journal, Ledger, LedgerConfig, Ref, sample_id
-from fairlead_rollouts._store import journal as journal_module
 
 CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=2)
 STEPS = 10
@@ -37,8 +38,13 @@ def kill_at(number):
 
         return call
 
+    class Database(sqlite3.Connection):
+        def execute(self, statement, *values):
+            execute = super().execute
+            return (wrap(execute) if statement == "commit" else execute)(statement, *values)
+
     os.fsync, os.replace = wrap(os.fsync), wrap(os.replace)
-    journal_module.Journal._commit = wrap(journal_module.Journal._commit)
+    sqlite3.connect = partial(sqlite3.connect, factory=Database)
 
 
 def write_payload(folder, ordinal, sibling):

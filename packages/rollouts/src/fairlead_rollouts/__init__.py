@@ -24,7 +24,14 @@ from ._policies import InOrder, OldestFirst, OpenGroup, Policy, ReadyFirst, Sele
 from ._sources import IndexStream, LoaderStream, PromptSource
 from ._statistics import Statistics
 from ._store.journal import Journal
-from .exceptions import IllegalTransitionError, InvariantError, JournalLockedError, RolloutError, SnapshotError
+from .exceptions import (
+    IllegalTransitionError,
+    InvariantError,
+    JournalError,
+    JournalLockedError,
+    RolloutError,
+    SnapshotError,
+)
 
 __version__ = "0.1.0"
 
@@ -39,6 +46,7 @@ __all__ = [
     "IndexStream",
     "InvariantError",
     "Journal",
+    "JournalError",
     "JournalLockedError",
     "Lease",
     "Ledger",

@@ -108,7 +108,6 @@ class Ledger(RolloutSide):
 
     def _train(self, step: int) -> None:
         book = self._book
-        is_new = book.last_trained is None or step > book.last_trained
         for one in sorted(one for one in book.claims if one <= step):
             for record in map(book.records.__getitem__, book.claims[one]):
                 if record.state == "claimed":
@@ -117,8 +116,9 @@ class Ledger(RolloutSide):
         book.forget_targets(book.last_trained)
         if not self._checkpoints:
             book.apply(step)
-        if is_new and book.journal is not None and book.journal.keep_steps:
-            book.journal.keep(self._take_snapshot(step))
+        journal = book.journal
+        if journal is not None and journal.keep_steps and journal.kept_step != book.last_trained:
+            journal.keep(self._take_snapshot(book.last_trained))
 
     def claim(self, step: int, count: int, *, minimum: int | None = None) -> Claim | Shortage:
         """Take finished groups for a step, all or none.

@@ -141,6 +141,7 @@ class RolloutSide:
         Returns:
             False if the result is late: the lease has ended, or this sibling has. Then `ref` is released.
         """
+        self._make_room()
         sealed = self._leases.accept(lease, self._make_sample(lease, sibling, ref, oldest_version, newest_version))
         self._book.run_callbacks()
         return sealed
@@ -161,9 +162,15 @@ class RolloutSide:
             (lease, self._make_sample(lease, sibling, ref, oldest_version, newest_version))
             for lease, sibling, ref in results
         ]
+        self._make_room()
         accepted = [self._leases.accept(lease, sample) for lease, sample in samples]
         self._book.run_callbacks()
         return accepted
+
+    def _make_room(self) -> None:
+        """Let the journal write what waits, so that it refuses a sample before anything has changed."""
+        if self._book.journal is not None:
+            self._book.journal.make_room()
 
     def _make_sample(self, lease: Lease, sibling: int, ref: Ref, oldest: int | None, newest: int | None) -> Sample:
         if not 0 <= sibling < self._config.group_size:
@@ -202,6 +209,7 @@ class RolloutSide:
             False if the lease or this sibling has ended. Then `ref` is released.
         """
         sample = self._make_sample(lease, sibling, ref, oldest_version, newest_version)
+        self._make_room()
         parked = self._leases.accept(lease, sample, partial=True)
         self._book.run_callbacks()
         return parked

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of the ledger, one class per situation. Misuse of arguments is a `ValueError` instead."""
 
-__all__ = ["IllegalTransitionError", "InvariantError", "JournalLockedError", "RolloutError", "SnapshotError"]
+__all__ = [
+    "IllegalTransitionError",
+    "InvariantError",
+    "JournalError",
+    "JournalLockedError",
+    "RolloutError",
+    "SnapshotError",
+]
 
 
 class RolloutError(Exception):
@@ -84,6 +91,28 @@ class SnapshotError(RolloutError):
 
     def __str__(self) -> str:
         return f"The snapshot {self.path!r} cannot be restored: {self.found}. {self.remedy}"
+
+
+class JournalError(RolloutError):
+    """A journal cannot be opened or written now. Rows that are not written stay in memory until the next attempt.
+
+    Attributes:
+        path: the journal.
+        found: what was tried, and what SQLite says.
+        remedy: what to do.
+
+    >>> print(JournalError("/local/journal", "opened: unable to open database file", "Make its folder."))
+    The journal '/local/journal' cannot be opened: unable to open database file. Make its folder.
+    """
+
+    def __init__(self, path: str, found: str, remedy: str) -> None:
+        super().__init__(path, found, remedy)
+        self.path = path
+        self.found = found
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"The journal {self.path!r} cannot be {self.found}. {self.remedy}"
 
 
 class JournalLockedError(RolloutError):

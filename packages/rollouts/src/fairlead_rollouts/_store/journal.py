@@ -6,14 +6,15 @@ import os
 import socket
 import sqlite3
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from .._model import Sample
 from .._record import Record
-from ..exceptions import JournalLockedError, SnapshotError
+from ..exceptions import JournalError, JournalLockedError, SnapshotError
 from .schema import (
     SCHEMA,
     TABLES,
@@ -30,6 +31,8 @@ from .snapshot import Snapshot, pack_snapshot, unpack_snapshot
 __all__ = ["Journal", "read_steps"]
 
 BUFFERED_ROWS = 256
+# What SQLite says of a file that is no journal. Anything else is the machine's fault, and the file may be whole.
+DAMAGES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 STEPS = "create table if not exists step (step integer primary key, snapshot blob not null);"
 
 
@@ -42,7 +45,8 @@ class Journal:
     """Keep durable samples on a local disk between checkpoints.
 
     A ledger works without a journal: then a restart generates every sample again that the checkpoint does not list.
-    One process uses a journal at a time. A damaged file, or that of another job, is moved aside with a warning.
+    One process uses a journal at a time. A damaged file, or that of another job, is moved aside with a warning. If the
+    disk is full, methods of the ledger raise `JournalError`, and the rows stay in memory until the next attempt.
     A ledger calls the methods that take its records; you call `flush` and `close`.
 
     Args:
@@ -64,6 +68,7 @@ class Journal:
             raise ValueError(f"keep_steps is {keep_steps}; it must be at least 0.")
         self._path = Path(path)
         self.keep_steps = keep_steps
+        self.kept_step: int | None = None  # the last one that this process has kept
         self._database = self._open()
         self._changed: dict[tuple[int, int], StoredSample | None] = {}
         self._prompts: dict[int, tuple[int, int, str] | None] = {}
@@ -75,7 +80,10 @@ class Journal:
         return self._path
 
     def _open(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
+        try:
+            database = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
+        except sqlite3.OperationalError as error:
+            raise self._error("opened", error) from None
         holder = self._path.with_name(self._path.name + ".holder")
         try:
             # In this order no file for shared memory is made, and another process is refused immediately.
@@ -87,13 +95,25 @@ class Journal:
             read_prompts(database), read_samples(database), read_meta(database)
         except (sqlite3.DatabaseError, ValueError) as error:
             database.close()
-            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if code == sqlite3.SQLITE_BUSY:
                 known = holder.read_text().strip() if holder.exists() else "an unknown process"
                 raise JournalLockedError(str(self._path), known) from None
+            if code not in DAMAGES:
+                raise self._error("opened", error) from None
             self._move_aside(f"it is damaged ({error})")
             return self._open()
         holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         return database
+
+    def _error(self, what: str, error: Exception) -> JournalError:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        remedy = "Make room on its disk, and try again."
+        if code == sqlite3.SQLITE_CANTOPEN:
+            remedy = "Make its folder, on a local disk that this user may write to."
+        elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            remedy = "Let this user write the file and its folder, or use another path."
+        return JournalError(str(self._path), f"{what}: {error}", remedy)
 
     def _move_aside(self, reason: str) -> None:
         aside = next(
@@ -122,12 +142,11 @@ class Journal:
         for record in records:
             self.put(record, record.samples.values(), partial=False)
             self.put(record, record.carry.values(), partial=True)
-        self._database.execute("begin")
-        self._database.execute("delete from sample")
-        self._database.execute("delete from prompt")
-        self._database.execute("delete from step where step > ?", (last_step,))
-        write_meta(self._database, {"schema": SCHEMA, "ledger": ledger})
-        self._commit()
+        with self._transaction() as database:
+            database.execute("delete from sample")
+            database.execute("delete from prompt")
+            database.execute("delete from step where step > ?", (last_step,))
+            write_meta(database, {"schema": SCHEMA, "ledger": ledger})
 
     def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None:
         """Store the durable ones among the samples of a group, with the next flush."""
@@ -138,6 +157,9 @@ class Journal:
                 self._known.add(record.ordinal)
                 self._prompts[record.ordinal] = record.ordinal, record.attempt, json.dumps(record.prompt)
             self._changed[record.ordinal, sample.sibling] = store_sample(record.ordinal, sample, partial)
+
+    def make_room(self) -> None:
+        """Flush if many samples wait, before a ledger changes anything."""
         if len(self._changed) >= BUFFERED_ROWS:
             self.flush()
 
@@ -154,12 +176,12 @@ class Journal:
 
     def keep(self, snapshot: Snapshot) -> None:
         """Keep the snapshot of a trained step, and forget those before the last `keep_steps`."""
-        self._database.execute("begin")
         row = snapshot.step, pack_snapshot(snapshot)
-        self._database.execute("insert or replace into step values (?, ?)", row)
         oldest = "select step from step order by step desc limit 1 offset ?"
-        self._database.execute(f"delete from step where step < ({oldest})", (self.keep_steps - 1,))
-        self._commit()
+        with self._transaction() as database:
+            database.execute("insert or replace into step values (?, ?)", row)
+            database.execute(f"delete from step where step < ({oldest})", (self.keep_steps - 1,))
+        self.kept_step = snapshot.step
 
     def read_step(self, step: int) -> Snapshot:
         """Return the snapshot of a trained step.
@@ -178,20 +200,34 @@ class Journal:
         return unpack_snapshot(row[0], self._path)
 
     def flush(self) -> None:
-        """Write everything that was stored or removed, in one transaction that survives a power cut."""
-        if self._changed or self._prompts:
-            self._database.execute("begin")
-            self._commit()
+        """Write everything that was stored or removed, in one transaction that survives a power cut.
 
-    def _commit(self) -> None:
+        Raises:
+            JournalError: The disk is full, for example. Nothing was written, and the next flush tries again.
+        """
+        if self._changed or self._prompts:
+            with self._transaction():
+                pass
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Write what the caller and the buffers hold, or nothing."""
+        database = self._database
         removed = [key for key, row in self._changed.items() if row is None]
         settled = {ordinal for ordinal, row in self._prompts.items() if row is None}
         samples = [row for row in self._changed.values() if row is not None and row[0] not in settled]
-        self._database.executemany("delete from sample where ordinal = ? and sibling = ?", removed)
-        insert(self._database, [row for row in self._prompts.values() if row is not None], samples)
-        for table in ("sample", "prompt"):
-            self._database.executemany(f"delete from {table} where ordinal = ?", [(one,) for one in settled])
-        self._database.execute("commit")
+        try:
+            database.execute("begin")
+            yield database
+            database.executemany("delete from sample where ordinal = ? and sibling = ?", removed)
+            insert(database, [row for row in self._prompts.values() if row is not None], samples)
+            for table in ("sample", "prompt"):
+                database.executemany(f"delete from {table} where ordinal = ?", [(one,) for one in settled])
+            database.execute("commit")
+        except sqlite3.OperationalError as error:
+            if database.in_transaction:  # most errors end it
+                database.execute("rollback")
+            raise self._error("written", error) from None
         self._changed, self._prompts = {}, {}
 
     def close(self) -> None:
