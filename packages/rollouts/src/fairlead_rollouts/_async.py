@@ -2,18 +2,24 @@
 """Waiting for room and for groups on an event loop."""
 
 import asyncio
+import logging
 
 from ._ledger import Ledger
 from ._model import Claim, Lease, Shortage
+from .exceptions import JournalError
 
 __all__ = ["AsyncLedger"]
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
 
 
 class AsyncLedger:
     """Wait for room and for finished groups, on the event loop that calls the ledger.
 
     A coroutine that is cancelled leaves nothing leased and nothing claimed. Call all other methods on `ledger` itself,
-    on the same event loop: each change wakes the coroutines that wait.
+    on the same event loop: each change wakes the coroutines that wait. The loop flushes the journal every second.
 
     Attributes:
         ledger: the ledger.
@@ -31,11 +37,31 @@ class AsyncLedger:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._changed = asyncio.Event()
+        self._flushes_on: asyncio.AbstractEventLoop | None = None
         ledger.subscribe(self._wake)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # the ledger is being filled before the loop runs
+        self._flush_later(loop)
+
+    def _flush_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._flushes_on is not loop:
+            self._flushes_on = loop
+            loop.call_later(FLUSH_S, self._flush, loop)
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._flushes_on = None
+        try:
+            self.ledger.flush()
+        except JournalError as error:
+            logger.warning("%s", error)
+        if self.ledger.statistics().leased:  # more samples come
+            self._flush_later(loop)
 
     async def lease(
         self,

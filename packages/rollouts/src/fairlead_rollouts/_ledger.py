@@ -228,7 +228,10 @@ class Ledger(RolloutSide):
         self._book.run_callbacks()
 
     def flush(self) -> None:
-        """Write the buffered rows of the journal. Call it every second; what a crash takes is generated again."""
+        """Write the buffered rows of the journal. Samples that a crash takes are generated again.
+
+        Call it every second, unless an `AsyncLedger` does.
+        """
         if self._book.journal is not None:
             self._book.journal.flush()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ._datasource import LedgerSource
+from ._ledger import Ledger
 from ._model import Claim, Completeness, Lease, Ref
 from ._policies import ReadyFirst
 from ._store.snapshot import write_file
@@ -74,7 +75,7 @@ class LedgerDataBuffer:
         if LedgerDataSource.latest is None:
             raise ValueError("Set --data-source-path to fairlead_rollouts.miles.LedgerDataSource too.")
         args, self._source = input.args, LedgerDataSource.latest
-        self._ledger, self._lock = self._source.ledger, self._source.lock
+        self._lock = self._source.lock
         self._args, self._call, self._filter = (
             args,
             call_dynamic_filter,
@@ -89,6 +90,10 @@ class LedgerDataBuffer:
         # A new process may count the versions of its weights from the beginning.
         self._shift: int | None = None
         self._condition = asyncio.Condition()
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._source.ledger  # `load` makes another one
 
     def _follow(self, version: int | None) -> int | None:
         """Report a version of the weights, and return it as the ledger counts."""

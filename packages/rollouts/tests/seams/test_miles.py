@@ -122,6 +122,16 @@ def test_get_waits_for_put(make):
     assert buffer.get_metrics()["rollout/ledger/claimed"] == 1
 
 
+def test_a_checkpoint_that_is_loaded_later(make):
+    """A buffer that was made before uses the ledger of the checkpoint."""
+    source, buffer = make()
+    source.save(0)
+    source.load(0)
+    [group] = source.get_samples(1)
+    run(buffer.put(finish(group, 0)))
+    assert source.ledger.statistics().sealed == 1
+
+
 def test_aborted_groups_are_generated_again(make):
     """With `retry` an aborted group is given out again; with `drop` another one is."""
     for handler, following in (("retry", 0), ("drop", 1)):

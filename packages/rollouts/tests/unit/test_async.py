@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from fairlead_rollouts import AsyncLedger, Claim, Ref
+from fairlead_rollouts import AsyncLedger, Claim, Journal, JournalError, Ledger, LedgerConfig, Ref
 
 
 @pytest.fixture
@@ -104,3 +104,52 @@ def test_the_end_of_the_source(make_ledger):
         assert await waiting.lease(5) == []
 
     asyncio.run(run())
+
+
+CRASH = """
+    import asyncio, os
+    from fairlead_rollouts import AsyncLedger, Journal, Ledger, LedgerConfig, Ref
+
+    async def run():
+        config = LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0)
+        ledger = Ledger(config, ["a", "b"], journal=Journal("journal"))
+        ledger.prepare(0, ".")
+        waiting = AsyncLedger(ledger)
+        [lease] = await waiting.lease(1)
+        await asyncio.sleep(1.5)
+        ledger.seal(lease, 0, Ref("tokens", durable=True))
+        await asyncio.sleep(1.5)
+        os._exit(0)
+
+    asyncio.run(run())
+"""
+
+
+def test_the_loop_flushes_the_journal(tmp_path, run_python):
+    """A sample of a group that is not finished survives a crash a second later."""
+    run_python(CRASH)
+    config = LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0)
+    with Journal(tmp_path / "journal") as journal:
+        ledger = Ledger.restore(config, ["a", "b"], step=0, version=0, directory=tmp_path, journal=journal)
+        assert ledger.lease(1)[0].siblings == (1,)
+
+
+def test_a_full_disk_is_logged(make_ledger, monkeypatch, caplog):
+    """An error of the flush is a warning, and the next second tries again."""
+    waiting = AsyncLedger(make_ledger(4))
+    outcomes = [JournalError("journal", "written: full", "Make room."), None]
+    monkeypatch.setattr(waiting.ledger, "flush", lambda: raise_first(outcomes))
+    monkeypatch.setattr("fairlead_rollouts._async.FLUSH_S", 0.01)
+
+    async def run():
+        await waiting.lease(1)
+        while outcomes:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert [one.getMessage() for one in caplog.records] == ["The journal 'journal' cannot be written: full. Make room."]
+
+
+def raise_first(outcomes):
+    if error := outcomes.pop(0) if outcomes else None:
+        raise error

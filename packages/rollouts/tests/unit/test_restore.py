@@ -237,6 +237,19 @@ def test_damaged_snapshots(ledger, tmp_path, damage):
         restore(ledger, tmp_path)
 
 
+def test_a_full_disk(ledger, tmp_path, monkeypatch):
+    """A snapshot that cannot be written leaves nothing, and the one before it stays."""
+    content = ledger.prepare(1, tmp_path).read_bytes()
+
+    def refuse(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.prepare(1, tmp_path)
+    assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == {"rollouts.ledger": content}
+
+
 def test_snapshots_of_another_run(ledger, tmp_path, monkeypatch):
     """The step, the group size and the schema have to fit."""
     ledger.prepare(1, tmp_path)
