@@ -12,6 +12,7 @@ from pathlib import Path
 import bench_batching
 import bench_calls
 import bench_elastic
+import bench_inspect
 import bench_placement
 import bench_rollouts
 import bench_scale
@@ -33,6 +34,7 @@ MODULES = {
     "workergroup at scale": bench_scale,
     "workergroup that changes": bench_elastic,
     "tpu-executor": bench_tpu_executor,
+    "inspect": bench_inspect,
     "transfer": bench_transfer,
     "rollouts": bench_rollouts,
 }

@@ -2,6 +2,7 @@
 """Tests of the benchmark results, and of the figures that README.md quotes from them."""
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -76,3 +77,18 @@ def test_simulated_cluster(monkeypatch):
         "simulated: bytes there and back, per worker",
     ):
         assert rows[what].ok, rows[what]
+
+
+def test_looks(monkeypatch):
+    """The benchmark of looks runs, here at 4 actors on 2 raylets, and each look blames the planted rank."""
+    folder = str(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(folder)
+    # Workers import the class of the actors, and do not have the path of this process.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    bench = importlib.import_module("bench_inspect")
+    for name, value in {"NODES": 2, "PER_NODE": 2, "LATE": 1, "ROUNDS": 2, "MORE_LOOKS": 1}.items():
+        monkeypatch.setattr(bench, name, value)
+    *_, peak, complete = bench.look_rows()
+    assert complete.measured == "4 of 4"
+    assert complete.ok
+    assert peak.ok, peak
