@@ -614,6 +614,8 @@ def write_transport(site: spi.Site, carrier: spi.Transport, ref: ObjectRef[int])
     assert_type((stream.done, stream.next_ready(), stream.task), tuple[bool, bool, bytes])
     assert_type(stream.completed(), spi.Message)
     assert_type(spi.dump(1), list[Any] | None)
+    frames = spi.dump_error("method", ValueError(), package="package", address="127.0.0.1")[1]
+    assert_type(frames, list[bytes] | None)
     assert_type(spi.ownership_of(ref), tuple[bytes, bytes, bytes] | None)
     assert_type(spi.borrow(b"", b"", b""), Any)
 

@@ -36,7 +36,7 @@ from ._ray_private import actor_id_of, ownership_of
 from ._remote.outside import look_at_process, look_from_outside
 from ._remote.process import make_memory_file, open_memory_file, start_tick
 from ._remote.progress import read_records
-from ._remote.references import borrow, dump
+from ._remote.references import borrow, dump, dump_error
 from ._transport.futures import task_of_future
 from ._transport.messages import Message, MessageStream, Transport
 from ._world import Deadline
@@ -72,6 +72,7 @@ __all__ = [
     "decide",
     "drain_deadlines",
     "dump",
+    "dump_error",
     "find_group",
     "find_groups",
     "find_innermost",

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
@@ -30,6 +31,7 @@ from fairlead_workergroup import (
     join,
     report_progress,
 )
+from fairlead_workergroup.exceptions import RemoteError
 from fairlead_workergroup.testing import LocalGroup, hang, kill
 
 from ..local import no_ray  # noqa: F401  a fixture of all tests
@@ -113,6 +115,11 @@ class Worker:
 
     def returns_a_reference(self):
         return [ray.ObjectRef.nil()]
+
+    def raises_a_reference(self):
+        error = RayError("lost")
+        error.ref = ray.ObjectRef.nil()
+        raise error
 
     @ray.method(_generator_backpressure_num_objects=2)
     def ahead(self):
@@ -404,6 +411,8 @@ class TestRefused:
                     use("keep", value)
         with pytest.raises(TypeError, match=r"ObjectRefs.*use launch"):
             group.call("returns_a_reference").result()
+        with pytest.raises(RemoteError, match=r"'lost'.*ObjectRefs.*use launch"):
+            group.call("raises_a_reference").result()
         with pytest.raises(WorkerGroupError, match=r"No Ray runs.*Use launch"):
             _ = group.call("thread").refs
         with pytest.raises(WorkerGroupError, match=r"No Ray runs.*Use launch"):

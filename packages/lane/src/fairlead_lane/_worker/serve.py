@@ -6,19 +6,16 @@ runs once.
 """
 
 import inspect
-import os
 import pickle
 import struct
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
-from fairlead_workergroup.spi import borrow, dump
+from fairlead_workergroup.spi import borrow, dump, dump_error
 
 from .links import DriverLostError, LaneConfig, connect
 
@@ -75,22 +72,12 @@ def make_answer(value: Any) -> Answer:
 
 def make_error(name: str, error: BaseException) -> Answer:
     """Return the answer for an exception of a method, in the form in which Ray reports it."""
-    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, inner))
     # Where Ray does not run, asking for the address would start it.
     address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-    where = {"pid": os.getpid(), "ip": address}
-    try:
-        shown = RayTaskError(name, text, error, **where)
-        frames = dump(shown)
-    except Exception as problem:  # noqa: BLE001  how a class of the user pickles may raise anything
-        plain = RayError(f"{type(error).__qualname__} cannot be pickled: {type(problem).__qualname__}: {problem}")
-        shown = RayTaskError(name, text, plain, **where)
-        frames = dump(shown)
+    shown, frames = dump_error(name, error, package="fairlead_lane", address=address)
     if frames is None:
         return Answer(STORED_REFERENCES, stored=(shown,))
-    frames.append(text.encode(errors="replace"))
-    if len(frames) > 2 or sum(map(len, frames)) > INLINE_BYTES:
+    if sum(map(len, frames)) > INLINE_BYTES:
         return Answer(STORED, stored=(shown,))
     return Answer(INLINE, frames)
 

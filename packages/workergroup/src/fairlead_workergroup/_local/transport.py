@@ -24,10 +24,9 @@ from .._transport.futures import end_of
 from .._transport.messages import Message, MessageStream
 from .._world import Deadline
 from ..exceptions import WorkerGroupError, format_lines
-from .worker import ADDRESS, LocalWorker, pickle_error
+from .worker import ADDRESS, USE_LAUNCH, LocalWorker, pickle_error
 
 CLOSED = "the LocalGroup has been closed"
-USE_LAUNCH = "A LocalGroup has no object store: use launch to test references."
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ import contextlib
 import os
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from fairlead_placement.spi import never_connect
 
@@ -22,11 +20,13 @@ from .._membership.model import WorkerProcess
 from .._remote.describe import load
 from .._remote.host import WorkerHost
 from .._remote.progress import Record
+from .._remote.references import dump_error
 from .._start.worker_class import WorkerClass
 from ..exceptions import LateWorker, WorkerGroupError
 
 # The address of this process in errors.
 ADDRESS = "127.0.0.1"
+USE_LAUNCH = "A LocalGroup has no object store: use launch to test references."
 # How often a constructor that waits for its turn looks whether the group has been closed.
 LOOK_S = 0.05
 
@@ -164,22 +164,11 @@ def close_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def pickle_error(name: str, error: BaseException) -> list[bytes]:
     """Return the frames of an exception of a method, in the form in which Ray reports it."""
-    inner = error.__traceback__
-    while inner is not None and inner.tb_frame.f_globals["__name__"].startswith(__package__):
-        inner = inner.tb_next
-    text = "".join(traceback.format_exception(type(error), error, inner))
     if isinstance(error, SystemExit):
         error = WorkerGroupError(
             f"{name!r} called sys.exit({error.code!r}), which ends the process of a worker. A LocalGroup has no such "
             "processes: use launch to test it."
-        )
-
-    def pickled(cause: BaseException) -> bytes:
-        return bytes(ray.cloudpickle.dumps(RayTaskError(name, text, cause, pid=os.getpid(), ip=ADDRESS)))
-
-    try:
-        frame = pickled(error)
-    except Exception as problem:  # noqa: BLE001  how a class of the user pickles may raise anything
-        reason = f"{type(problem).__qualname__}: {problem}"
-        frame = pickled(RayError(f"{type(error).__qualname__} cannot be pickled: {reason}"))
-    return [frame, text.encode(errors="replace")]
+        ).with_traceback(error.__traceback__)
+    _, frames = dump_error(name, error, package=__package__, address=ADDRESS)
+    plain = RayError(f"{error!r} holds ObjectRefs. {USE_LAUNCH}").with_traceback(error.__traceback__)
+    return frames or pickle_error(name, plain)
