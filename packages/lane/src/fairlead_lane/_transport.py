@@ -31,6 +31,7 @@ from fairlead_workergroup.spi import (
     MessageStream,
     Site,
     Snapshot,
+    Transport,
     actor_id_of,
     stream_function,
 )
@@ -69,7 +70,7 @@ class _Watcher:
         self.answered = OneTimeEvent()
 
 
-class Lane:
+class Lane(Transport):
     """The messages between the driver and the workers of a group.
 
     Args:

@@ -7,8 +7,8 @@ import itertools
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .._membership.gate import wait_for_event
 from .._membership.model import Snapshot
 from .._remote.references import dump
 from .._transport.futures import end_of
-from .._transport.messages import Message, MessageStream
+from .._transport.messages import Message, MessageStream, Transport
 from .._world import Deadline
 from ..exceptions import WorkerGroupError, format_lines
 from .worker import ADDRESS, USE_LAUNCH, LocalWorker, pickle_error
@@ -69,11 +69,10 @@ class _Call:
         return bool(end_of(self.answer).done)
 
 
-class LocalTransport:
-    """Carries the calls of one group. It implements `Transport` with one queue and one thread for each worker."""
+class LocalTransport(Transport):
+    """Carries the calls of one group, with one queue and one thread for each worker."""
 
     name: str = "local"
-    most_waiting: int = 0  # there is no limit
 
     def __init__(self, workers: Sequence[LocalWorker]) -> None:
         self.failures: int = 0
@@ -121,22 +120,6 @@ class LocalTransport:
         if self.is_closing:  # they may have come too late
             self._drop(lambda call: not call.has_begun)
         return [call.answer for call in calls.values()]
-
-    def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
-        """Return True: any number of calls may wait."""
-        return True
-
-    def makes_way(self, ranks: Collection[int]) -> bool:
-        """Return True: no call goes by Ray."""
-        return True
-
-    def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
-        """Return True: no call goes by Ray."""
-        return True
-
-    def detour(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
-        """Return a context without effect: no call goes by Ray."""
-        return nullcontext()
 
     def run(self, is_enough: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until a condition holds; return whether it does within the time."""

@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import ray
@@ -43,36 +43,29 @@ class Carrier(Protocol):
 
 
 class Transport(Carrier, Protocol):
-    """Carries the calls of a group while the group uses it.
+    """Carries the calls of a group while the group uses it. Transports derive from this class.
 
     The calls of a group to one worker begin in the order in which they are sent, whatever carries them.
 
     Attributes:
-        most_waiting: the calls of a worker that may wait to be sent; further calls wait until there is room.
+        most_waiting: the calls of a worker that may wait to be sent; further calls wait for room. 0 for no limit.
     """
 
-    most_waiting: int
+    most_waiting: int = 0
 
     def encode(self, requests: Iterable[Any]) -> list[Any]:
-        """Return requests in the form in which they are sent; it may run code of the user's classes."""
+        """Return requests in the form in which they are sent; it may run code of the user's classes.
 
-    def send(self, now: Snapshot, ranks: Sequence[int], encoded: Sequence[Any], *, yields_items: bool) -> list[Any]:
-        """Send a request to each rank without waiting, and return an `Message` for each, or an `MessageStream`.
-
-        All ranks get the call or, if Ctrl-C comes, none. `yields_items` says that the method is a generator.
+        A request has `method`, `args` and `kwargs`. An argument may be a `Message`: a value that the group has stored,
+        or the result of another call, which may not have arrived.
         """
 
-    def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
-        """Wait while too many calls of these workers wait to be sent; return whether there is room in time."""
+    def send(self, now: Snapshot, ranks: Sequence[int], encoded: Sequence[Any], *, yields_items: bool) -> list[Any]:
+        """Send a request to each rank without waiting, and return a `Message` for each, or a `MessageStream`.
 
-    def makes_way(self, ranks: Collection[int]) -> bool:
-        """Return whether Ray can be given a call of these ranks now, in its turn; `wait_for_way` waits for that."""
-
-    def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
-        """Wait until these workers have begun all earlier calls; return whether they have in time."""
-
-    def detour(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
-        """Let these workers run Ray's calls that are sent in a block after all earlier calls, and before later ones."""
+        All ranks get the call or, if Ctrl-C comes, none. `yields_items` says that the method is a generator. A worker
+        whose request is for `_fairlead_silent` runs it to its end, and answers with a `Message`.
+        """
 
     def open(self, timeout_s: float) -> None:
         """Wait until the workers take calls, or raise an error that says which do not."""
@@ -82,6 +75,23 @@ class Transport(Carrier, Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Wait for the end, or raise an error that says which workers are late."""
+
+    def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
+        """Wait while too many calls of these workers wait to be sent; return whether there is room in time."""
+        return True
+
+    # The rest is for workers that Ray calls too, such as those of a lane.
+    def makes_way(self, ranks: Collection[int]) -> bool:
+        """Return whether Ray can be given a call of these ranks now, in its turn; `wait_for_way` waits for that."""
+        return True
+
+    def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
+        """Wait until these workers have begun all earlier calls; return whether they have in time."""
+        return True
+
+    def detour(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
+        """Let these workers run Ray's calls that are sent in a block after all earlier calls, and before later ones."""
+        return nullcontext()
 
 
 class Message:
