@@ -198,7 +198,7 @@ def open_lane(sender, resources, timeout_s):
     def make(site):
         return SimpleNamespace(detour=None, open=sender.opens, stop=lambda: None, close=lambda _: None)
 
-    return use_transport(sender, resources, make, timeout_s)
+    return use_transport(sender, sender.membership, resources, make, timeout_s)
 
 
 @contextlib.contextmanager

@@ -31,10 +31,10 @@ def sender():
     membership = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
     membership._phase = Phase.SERVING
     membership.describe_wait = lambda advice="": f"A restart goes on. {advice}"
-    launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
+    described = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
     return SimpleNamespace(
         roster=roster,
-        launcher=launcher,
+        described=described,
         transport=None,
         users_of_transport=0,
         membership=membership,

@@ -198,9 +198,9 @@ class TestTurns:
         sender.roster.check_alive = lambda: now
         sender.roster.now = now
         sender.roster.check_connected = lambda: None
-        launcher = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
+        described = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
         counters = SimpleNamespace(add=lambda **counts: None)
-        return Sender(sender.roster, launcher, sender.membership, counters, None, None)
+        return Sender(sender.roster, described, sender.membership, counters, None, None)
 
     @pytest.fixture
     def order(self) -> Order:

@@ -329,7 +329,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             from fairlead_lane import make_lane
         except ModuleNotFoundError as error:
             raise LaneError(f"A lane needs fairlead-workergroup[lane], which is not installed here: {error}") from None
-        return use_transport(self._sender, self._resources, make_lane, timeout)
+        return use_transport(self._sender, self._membership, self._resources, make_lane, timeout)
 
     def restart_failed_workers(self) -> list[int]:
         """Restart the dead workers: the same ranks with the same arguments, and the next incarnation.

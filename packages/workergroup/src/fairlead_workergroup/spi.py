@@ -279,7 +279,7 @@ def on_worker_start(group: RayWorkerGroup, function: Callable[[list[Any], list[A
     The function is pickled here, and needs nothing of its package in the workers if that is registered with
     `ray.cloudpickle.register_pickle_by_value`.
     """
-    _sender(group).launcher.on_start += (ray.cloudpickle.dumps(function),)
+    _sender(group).roster.on_start += (ray.cloudpickle.dumps(function),)
 
 
 def observe_workers(group: RayWorkerGroup) -> Observer:

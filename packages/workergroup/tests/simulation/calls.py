@@ -68,9 +68,9 @@ def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> S
     crew: Any = SimpleNamespace(policy=policy, lacks_cluster=lambda ranks: False)
     nothing: Any = SimpleNamespace()
     membership = Membership(roster, crew, nothing, nothing)
-    launcher: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
+    described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
     read_group: Any = None
-    return Sender(roster, launcher, membership, Counters(), read_group, None)
+    return Sender(roster, described, membership, Counters(), read_group, None)
 
 
 def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:

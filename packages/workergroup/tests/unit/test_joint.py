@@ -16,7 +16,7 @@ from fairlead_workergroup._calls.plan import CallOptions, Mesh
 from fairlead_workergroup._calls.sender import Admitted, Sent
 from fairlead_workergroup._calls.view import Target
 from fairlead_workergroup._membership.gate import Gate
-from fairlead_workergroup._start.worker_class import Method, WorkerClass
+from fairlead_workergroup._start.worker_class import Described, Method, WorkerClass
 from fairlead_workergroup.exceptions import name_group
 
 
@@ -27,7 +27,7 @@ class Sender:
 
     def __init__(self, name, call_timeout_s=None, obstacle=None):
         self.roster = SimpleNamespace(name_prefix=name)
-        self.launcher = SimpleNamespace(worker_class=WorkerClass("", "Worker", {"step": Method("step", "plain", None)}))
+        self.described = Described(WorkerClass("", "Worker", {"step": Method("step", "plain", None)}))
         self.membership = SimpleNamespace(gate=Gate())
         self.call_timeout_s, self.obstacle, self.sent = call_timeout_s, obstacle, []
 

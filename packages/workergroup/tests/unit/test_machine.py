@@ -133,4 +133,4 @@ def test_illegal_transition():
     """A transition that is not in the table is a defect of the library."""
     roster = SimpleNamespace(ending=False)
     with pytest.raises(AssertionError, match="cannot go from"):
-        Membership(roster, None, None, None)._enter(Phase.SERVING)
+        Membership(roster, SimpleNamespace(policy=None), None, None)._enter(Phase.SERVING)

@@ -71,9 +71,9 @@ def sender(monkeypatch):
     roster = SimpleNamespace(check_connected=lambda: None, now=now, connected=True)
     counters = SimpleNamespace(add=lambda **_: None)
     worker_class = SimpleNamespace(method=lambda _: method)
-    launcher = SimpleNamespace(worker_class=worker_class)
+    described = SimpleNamespace(worker_class=worker_class)
     return SimpleNamespace(
-        launcher=launcher, check_retries=lambda _: None, counters=counters, roster=roster, put=lambda value: value
+        described=described, check_retries=lambda _: None, counters=counters, roster=roster, put=lambda value: value
     )
 
 
@@ -181,7 +181,7 @@ def test_the_least_loaded_worker(sender):
     rng = random.Random(0)
     options = MapOptions(strategy="least_loaded", move_items=True, max_in_flight=100)
     balancer, expected = (
-        _Balancer(sender, None, range(50), sender.launcher.worker_class.method("work"), options),
+        _Balancer(sender, None, range(50), sender.described.worker_class.method("work"), options),
         dict.fromkeys(range(50), 0),
     )
     for turn in range(2_000):

@@ -69,7 +69,7 @@ def make_order(
     began = _world.current.now()
     if options.retries:
         sender.check_retries(options.retries)
-    known = sender.launcher.worker_class
+    known = sender.described.worker_class
     if not isinstance(method, Method):
         by_name = known.methods.get(method) if isinstance(method, str) else None
         method = by_name or known.method(method)

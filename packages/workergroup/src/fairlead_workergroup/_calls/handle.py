@@ -14,10 +14,9 @@ from fairlead_placement import Slot, init_ray
 from fairlead_placement.spi import ask_head, head_deadline, read_newer, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
-from .._membership.gate import Gate
 from .._membership.judge import Evidence, Judge, decide
+from .._membership.machine import FixedMembership
 from .._membership.model import Member, Place, make_process
-from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
 from .._observe.calls import Counters
 from .._observe.evidence import RayWitnesses
@@ -27,9 +26,9 @@ from .._observe.publications import ANSWER_S, RegisteredGroup, RegisteredWorker,
 from .._observe.registration import KEY
 from .._observe.status import WorkerStatus
 from .._ray_private import actor_id_of
-from .._start.worker_class import WorkerClass
+from .._start.worker_class import Described, WorkerClass
 from .._world import Deadline
-from ..exceptions import WorkerFailure, WorkerGroupError
+from ..exceptions import WorkerGroupError
 from .map import MapOptions
 from .plan import Mesh
 from .sender import Sender, set_sender
@@ -206,27 +205,6 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
     return GroupHandle(GroupIdentity.here(group.name, group.group_id, group.driver["job_id"]))
 
 
-@dataclass(frozen=True)
-class Described:
-    """The class of the workers, in place of the launcher that knows it in the process that made the group."""
-
-    worker_class: WorkerClass
-
-
-class NoChanges:
-    """Stands in for the membership outside of the process that made the group: it changes nothing."""
-
-    def __init__(self) -> None:
-        self.policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
-        self.gate = Gate()
-
-    def describe_wait(self) -> str:
-        return "Other calls of this process were being sent. Make the call again."
-
-    def remedy(self, lost: Sequence[WorkerFailure]) -> str:
-        return REMEDY
-
-
 @dataclass(eq=False, repr=False)
 class _ClientSender(Sender):
     """The sender of a process that has not made the group."""
@@ -301,12 +279,10 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding, own=False)
     roster.judge = Judge(RayWitnesses(roster))
-    described: Any = Described(WorkerClass.from_dict(group.methods))
-    no_changes: Any = NoChanges()
     sender = _ClientSender(
         roster,
-        described,
-        no_changes,
+        Described(WorkerClass.from_dict(group.methods)),
+        FixedMembership(remedy=REMEDY),
         Counters(),
         read_group=lambda: identity.read(within_s=SETTLED_S),
         call_timeout_s=None,

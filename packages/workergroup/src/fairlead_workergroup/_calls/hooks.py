@@ -34,9 +34,9 @@ class Hooks:
         """Check that the class has these methods, and that they take the arguments that they get."""
         for name in (self.restart, self.resize, self.handover):
             if name is not None:
-                self.sender.launcher.worker_class.method(name).check(0, ())
+                self.sender.described.worker_class.method(name).check(0, ())
         if self.handover is not None and self.restart is not None:
-            self.sender.launcher.worker_class.method(self.restart).check(1, ())
+            self.sender.described.worker_class.method(self.restart).check(1, ())
 
     def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> list[Execution]:
         """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""

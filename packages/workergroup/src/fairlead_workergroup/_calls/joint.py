@@ -259,7 +259,7 @@ def _prepare(
 
 def _find_method(sender: Sender, method: str | Callable[..., Any]) -> Method:
     with _named(sender):
-        found = sender.launcher.worker_class.method(method)
+        found = sender.described.worker_class.method(method)
         if found.result == "items":
             raise TypeError(f"{found.name!r} is a generator method: call each group, and stream its items")
         return found

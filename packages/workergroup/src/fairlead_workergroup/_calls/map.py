@@ -79,7 +79,7 @@ def map_items(
     options: MapOptions,
 ) -> ResultStream[Any]:
     """Check the method, then return the results as they arrive; see `RayWorkerGroup.map`."""
-    called = sender.launcher.worker_class.method(method)
+    called = sender.described.worker_class.method(method)
     if called.result == "items":
         raise TypeError(
             f"{called.name!r} is a generator method; map needs one result for each item: call it and stream"

@@ -13,6 +13,7 @@ from fairlead_placement import PortLease
 from .._lifecycle.resources import Resources
 from .._membership.gate import Gate
 from .._membership.judge import Evidence
+from .._membership.machine import Membership
 from .._membership.model import Snapshot
 from .._membership.operations import Route
 from .._membership.roster import Roster
@@ -73,19 +74,21 @@ class Site:
 
 @contextlib.contextmanager
 def use_transport(
-    sender: Sender, resources: Resources, make: Callable[[Site], Transport], timeout_s: float
+    sender: Sender, membership: Membership, resources: Resources, make: Callable[[Site], Transport], timeout_s: float
 ) -> Iterator[None]:
     """Send the calls of a group by a transport, which is made unless the group uses one."""
-    transport = _enter(sender, resources, make, timeout_s)
+    transport = _enter(sender, membership, resources, make, timeout_s)
     try:
         yield
     except BaseException:
-        _leave(sender, resources, transport, None)  # workers may hang, and the error does not wait for them
+        _leave(sender, membership, resources, transport, None)  # workers may hang, and the error does not wait for them
         raise
-    _leave(sender, resources, transport, timeout_s)
+    _leave(sender, membership, resources, transport, timeout_s)
 
 
-def _enter(sender: Sender, resources: Resources, make: Callable[[Site], Transport], timeout_s: float) -> Transport:
+def _enter(
+    sender: Sender, membership: Membership, resources: Resources, make: Callable[[Site], Transport], timeout_s: float
+) -> Transport:
     deadline, used, is_first = Deadline.after(timeout_s), list[Transport](), list[bool]()
     sender.roster.check_alive()
 
@@ -96,7 +99,7 @@ def _enter(sender: Sender, resources: Resources, make: Callable[[Site], Transpor
     def use(gate: Gate) -> None:
         is_first.append(sender.transport is None)
         if sender.transport is None:
-            made = make(Site(sender.roster, lease_port, overlaps=sender.launcher.worker_class.concurrent))
+            made = make(Site(sender.roster, lease_port, overlaps=sender.described.worker_class.concurrent))
             gate.run(lambda: _install(sender, made), NEVER)
         else:
             made = sender.transport
@@ -105,19 +108,19 @@ def _enter(sender: Sender, resources: Resources, make: Callable[[Site], Transpor
 
     opening = Route("The opening of a lane", use)
     try:
-        change = sender.membership.begin(opening)
+        change = membership.begin(opening)
         if not change.wait(deadline):
-            if sender.membership.withdraw(opening):
-                reason = sender.membership.describe_wait("Open the lane again, with a longer timeout.")
+            if membership.withdraw(opening):
+                reason = membership.describe_wait("Open the lane again, with a longer timeout.")
                 raise LaneError(f"The lane did not open within {timeout_s:g} s. {reason}")
             change.wait()
         if is_first[0]:
             used[0].open(deadline.left() or 0.0)
             _publish(sender, resources)
     except BaseException:
-        sender.membership.give_up(opening)
+        membership.give_up(opening)
         if used:
-            _leave(sender, resources, used[0], None)
+            _leave(sender, membership, resources, used[0], None)
         raise
     return used[0]
 
@@ -128,7 +131,9 @@ def _install(sender: Sender, transport: Transport | None) -> None:
     sender.roster.detour = None if transport is None else transport.detour
 
 
-def _leave(sender: Sender, resources: Resources, transport: Transport, timeout_s: float | None) -> None:
+def _leave(
+    sender: Sender, membership: Membership, resources: Resources, transport: Transport, timeout_s: float | None
+) -> None:
     """Close the transport if it has no other user; without a timeout, do not wait until it has closed itself."""
     deadline, is_last = Deadline.after(timeout_s), list[bool]()
 
@@ -145,13 +150,13 @@ def _leave(sender: Sender, resources: Resources, transport: Transport, timeout_s
                 _publish(sender, resources)
 
     if sender.roster.ending or not sender.roster.connected:  # nothing changes any more
-        give_up(sender.membership.gate)
+        give_up(membership.gate)
     else:
-        change = sender.membership.begin(Route("The end of a lane", give_up))
+        change = membership.begin(Route("The end of a lane", give_up))
         if timeout_s is None:
             return
         if not change.wait(deadline):
-            reason = sender.membership.describe_wait("The lane closes by itself after that.")
+            reason = membership.describe_wait("The lane closes by itself after that.")
             raise LaneError(f"The lane did not close within {timeout_s:g} s. {reason}")
     if is_last[0] and timeout_s is not None:
         transport.close(deadline.left() or 0.0)

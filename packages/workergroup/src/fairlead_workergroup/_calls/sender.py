@@ -20,9 +20,8 @@ from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._lifecycle.delivery import OverlappingCalls
-from .._lifecycle.launcher import Launcher
 from .._membership.judge import Evidence, Verdict
-from .._membership.machine import Membership
+from .._membership.machine import FixedMembership
 from .._membership.model import Snapshot
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
@@ -30,7 +29,7 @@ from .._observe.calls import Counters, ObservedCalls
 from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
-from .._start.worker_class import Method
+from .._start.worker_class import Described, Method
 from .._transport.arguments import Arguments, Gathered, NotPicklableError, Source
 from .._transport.messages import Transport, references_of
 from .._world import Deadline
@@ -138,8 +137,8 @@ class Sender:
     """Sends requests to the workers of a group."""
 
     roster: Roster
-    launcher: Launcher
-    membership: Membership
+    described: Described
+    membership: FixedMembership
     counters: Counters
     read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
@@ -246,7 +245,7 @@ class Sender:
         if admitted is None and not isinstance(admitted := self.admit(order), Admitted):
             return admitted
         now, needs = admitted
-        transport, overlaps = self.transport, self.launcher.worker_class.concurrent
+        transport, overlaps = self.transport, self.described.worker_class.concurrent
         if transport is not None and order.encoded:
             futures = transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
             self.counters.add(requests=len(futures), lane_requests=len(futures))
@@ -339,7 +338,7 @@ class Sender:
         """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills."""
         now = self.roster.now
         calls = [(now[rank].process, future) for rank, future in futures.items()]
-        running = cancel_calls(calls, in_order=not self.launcher.worker_class.concurrent)
+        running = cancel_calls(calls, in_order=not self.described.worker_class.concurrent)
         now = self.roster.now
         if force and running and not now.ended:  # a shutdown kills them anyway
             for rank in running:

@@ -92,7 +92,7 @@ class Target:
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         """Explain a call; see `GroupView.explain`."""
-        called = self.sender.launcher.worker_class.method(method)
+        called = self.sender.described.worker_class.method(method)
         explanation = make_plan(self.mesh, options).explain(called, args, kwargs)
         if (transport := self.sender.transport) is None:
             return explanation

@@ -23,7 +23,7 @@ from .._start.environment import EnvVars, WorkerPython, prepare_python, start_va
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
 from .._start.report import StartClock
-from .._start.worker_class import WorkerClass, describe_class
+from .._start.worker_class import Described, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import NEVER, Deadline
 from .resources import Resources
@@ -53,16 +53,14 @@ class GroupSpec:
         return self.cluster.slots() if isinstance(self.cluster, RayVirtualCluster) else tuple(self.cluster)
 
 
-class Launcher:
-    """Start the workers of a group in their slots, and add them to its resources."""
+class Launcher(Described):
+    """Start the workers of a group in their slots, and add them to its resources; `prepare` describes their class."""
 
     spec: GroupSpec
-    worker_class: WorkerClass  # as described where the workers run; set by `prepare`
     master: tuple[str, int]  # address and port of the store of their process group; set by the first start
 
     def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters, clock: StartClock) -> None:
         self.spec = spec
-        self.on_start: tuple[bytes, ...] = ()  # see `spi.on_worker_start`
         self._clock = clock
         self.resources = resources
         self._roster = resources.roster
@@ -94,7 +92,7 @@ class Launcher:
                 concurrent=spec.concurrent,
             )
         options = recursive_merge_options(described.options, spec.options.ray_options)
-        described = dataclasses.replace(described, options=options, on_start=self.on_start)
+        described = dataclasses.replace(described, options=options, on_start=self._roster.on_start)
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding, python)
 

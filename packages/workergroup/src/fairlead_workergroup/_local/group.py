@@ -12,7 +12,6 @@ from ray.util.placement_group import PlacementGroup
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 
-from .._calls.handle import Described, NoChanges
 from .._calls.map import MapOptions
 from .._calls.plan import Mesh
 from .._calls.sender import Order, Request, Sender
@@ -20,6 +19,7 @@ from .._calls.view import Target, TypedCalls
 from .._group import RayWorkerGroup
 from .._launch import check_axes, check_start, launch
 from .._membership.facts import WorkerFacts
+from .._membership.machine import FixedMembership
 from .._membership.model import Place, Started, configure_ask, make_process
 from .._membership.roster import Roster
 from .._observe.calls import Counters
@@ -29,7 +29,7 @@ from .._start.environment import WorkerEnvironment
 from .._start.launch import WorkerPlan, rank_variables, wait_started
 from .._start.layout import check_sharding, lay_out
 from .._start.report import StartClock
-from .._start.worker_class import WorkerClass, describe_class
+from .._start.worker_class import Described, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import check_timeout
 from ..exceptions import WorkerGroupError, WorkerStartError
@@ -106,14 +106,10 @@ class LocalGroup(TypedCalls):
         described = _describe(worker, places)
         self._workers = [_make_worker(place, described, sharding) for place in places]
         self._transport = transport = LocalTransport(self._workers)
-        no_changes: Any = NoChanges()
-        launcher: Any = Described(described)
-        read_group: Any = None
-        roster = _make_roster(described.name, places, sharding, self._workers)
-        sender = _LocalSender(
-            roster, launcher, no_changes, Counters(), read_group, None, put=transport.put, transport=transport
+        roster, fixed = _make_roster(described.name, places, sharding, self._workers), FixedMembership()
+        self._sender = sender = _LocalSender(
+            roster, Described(described), fixed, Counters(), _read_nothing, None, put=transport.put, transport=transport
         )
-        self._sender = sender
         self._own_target = Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
         weakref.finalize(self, transport.stop)
         try:
@@ -245,6 +241,10 @@ class _LocalSender(Sender):
         if force and running:
             raise WorkerGroupError(f"{THREADS}, and threads cannot be killed. Use launch to test `cancel(force=True)`.")
         return running
+
+
+def _read_nothing() -> NoReturn:
+    raise WorkerGroupError(f"{THREADS}, and publish nothing.")
 
 
 def _make_slots(count: int) -> list[Slot]:

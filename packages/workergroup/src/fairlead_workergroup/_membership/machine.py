@@ -19,12 +19,35 @@ from .ports import Crew, Hooks, Transport
 from .roster import Roster
 from .steps import Steps
 
+_NEVER_RESTART = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
 
-class Membership:
+
+class FixedMembership:
+    """The turns of calls in a group whose members this process does not change."""
+
+    def __init__(self, policy: RestartPolicy = _NEVER_RESTART, remedy: str = "") -> None:
+        self.gate: Gate = Gate()
+        self.policy = policy
+        self._remedy = remedy
+
+    def restart_lost(self, deadline: Deadline) -> bool:
+        """Restart lost workers for a call; return whether that was over by the deadline. It continues after that."""
+        return False
+
+    def describe_wait(self, advice: str = "") -> str:
+        """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
+        return f"Other calls of this process were being sent. {advice or 'Make the call again.'}"
+
+    def remedy(self, lost: Sequence[WorkerFailure]) -> str:
+        """Return what a user can do about lost workers; an empty text for the default advice."""
+        return self._remedy
+
+
+class Membership(FixedMembership):
     """The only place that changes who is in a group."""
 
     def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
-        self.gate: Gate = Gate()
+        super().__init__(crew.policy)
         self._phase = Phase.NEW
         self._roster = roster
         self._ports = crew, transport, hooks
@@ -42,11 +65,6 @@ class Membership:
         if self._roster.now.ended:
             return Phase.ENDED
         return Phase.ENDING if self._roster.ending else self._phase
-
-    @property
-    def policy(self) -> RestartPolicy:
-        """The restart policy of the group."""
-        return self._ports[0].policy
 
     def change(self, operation: Operation, deadline: Deadline = NEVER) -> Change:
         """Run an operation, and wait until it is over."""
@@ -87,11 +105,9 @@ class Membership:
         return change
 
     def restart_lost(self, deadline: Deadline) -> bool:
-        """Restart lost workers for a call; return whether that was over by the deadline. It continues after that."""
         return self.begin(RestartLost(), is_shared=True).wait(deadline)
 
     def describe_wait(self, advice: str = "") -> str:
-        """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
         running, ranks = self._running, self._roster.now.restarting
         if running is None:
             return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
@@ -102,7 +118,6 @@ class Membership:
         )
 
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:
-        """Return what a user can do about lost workers; an empty text for the default advice."""
         if self._roster.ending:
             return "The group has been shut down. Create a new group."
         if self._ports[0].lacks_cluster([failure.rank for failure in lost if failure.kind == "killed"]):

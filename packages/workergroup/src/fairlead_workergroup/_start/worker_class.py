@@ -153,6 +153,13 @@ class WorkerClass:
         return Method(function_name(function), function_kind(function), signature, pickle_function(function))
 
 
+@dataclass
+class Described:
+    """The class of the workers of a group, as it is described now."""
+
+    worker_class: WorkerClass
+
+
 def full_name(worker: Any) -> str:
     """Return `package.module.Class` of a class or a `@ray.remote` class, or the name itself if one is given."""
     if isinstance(worker, str):
