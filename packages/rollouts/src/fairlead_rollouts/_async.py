@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from ._ledger import Ledger
 from ._model import Claim, Lease, Shortage
@@ -37,6 +38,8 @@ class AsyncLedger:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._changed = asyncio.Event()
+        # Held by the one coroutine that tries again to lease: thousands may wait, and room is for a few.
+        self._turn = asyncio.Lock()
         self._flushes_on: asyncio.AbstractEventLoop | None = None
         ledger.subscribe(self._wake)
 
@@ -76,11 +79,18 @@ class AsyncLedger:
         Returns:
             `[]` after the timeout, or when the source has ended and no group can come back.
         """
-        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        while True:
-            leases = self.ledger.lease(count, serving_version=serving_version, deadline=deadline)
-            if leases or self.ledger.exhausted or not await self._wait(ends):
-                return leases
+        ledger = self.ledger
+        lease = partial(ledger.lease, count, serving_version=serving_version, deadline=deadline)
+        if (leases := lease()) or ledger.exhausted:
+            return leases
+        try:
+            async with asyncio.timeout(timeout_s) as limit, self._turn:
+                while not (leases := lease()) and not ledger.exhausted:
+                    await self._changed.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        return leases
 
     async def claim(
         self, step: int, count: int, *, minimum: int | None = None, timeout_s: float | None = None
@@ -90,16 +100,29 @@ class AsyncLedger:
         Returns:
             A `Shortage` after the timeout, or if too few groups can ever come.
         """
-        ends = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        while True:
-            claim = self.ledger.claim(step, count, minimum=minimum)
-            if isinstance(claim, Claim) or claim.reason == "exhausted" or not await self._wait(ends):
-                return claim
-
-    async def _wait(self, ends: float | None) -> bool:
-        """Return whether the ledger has changed before the end."""
+        ledger = self.ledger
+        claim = ledger.claim(step, count, minimum=minimum)
         try:
-            async with asyncio.timeout_at(ends):
-                return await self._changed.wait()
+            async with asyncio.timeout(timeout_s) as limit:
+                while isinstance(claim, Shortage) and claim.reason != "exhausted":
+                    place = self._place
+                    await self._changed.wait()
+                    # A claim looks at all open groups, and a trainer may wait for thousands of them.
+                    while self._lacks(claim.need) and self._place == place:
+                        await self._changed.wait()
+                    claim = ledger.claim(step, count, minimum=minimum)
         except TimeoutError:
-            return False
+            if not limit.expired():
+                raise
+        return claim
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The version of the next claim and the groups before it there: they decide which groups are too old."""
+        book = self.ledger._book  # noqa: SLF001  of this package
+        return book.version, book.ahead
+
+    def _lacks(self, need: int) -> bool:
+        """Return whether too few groups are finished for a claim, and others may come."""
+        ledger = self.ledger
+        return not ledger._exhausted and len(ledger._book.by_state["sealed"]) < need  # noqa: SLF001  of this package

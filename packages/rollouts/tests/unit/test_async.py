@@ -86,6 +86,63 @@ def test_cancelled_at_every_await(waiting, turns):
     asyncio.run(run())
 
 
+def count_calls(ledger, name, monkeypatch):
+    """Return a list that gets an entry for each call of a method."""
+    calls, method = [], getattr(ledger, name)
+    monkeypatch.setattr(ledger, name, lambda *args, **options: calls.append(args) or method(*args, **options))
+    return calls
+
+
+def test_one_of_many_tries_to_lease(make_ledger, monkeypatch):
+    """A change costs one attempt, however many wait, and who waits longest gets the room."""
+    waiting = AsyncLedger(make_ledger(100, group_size=1, groups_per_version=4, max_staleness=0))
+
+    async def run():
+        leases = await waiting.lease(4)
+        tasks = [asyncio.create_task(waiting.lease(1)) for _ in range(50)]
+        await settle()
+        calls = count_calls(waiting.ledger, "lease", monkeypatch)
+        for lease in leases:
+            waiting.ledger.cancel(lease)
+            await settle()
+        assert [task.done() for task in tasks] == [True] * 4 + [False] * 46
+        assert len(calls) <= 2 * 4
+        tasks[4].cancel()
+        waiting.ledger.cancel(tasks[0].result()[0])
+        await settle()
+        assert tasks[5].done()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_claim_is_tried_when_enough_is_finished(make_ledger, monkeypatch):
+    """A trainer that waits for many groups costs nothing until they are there, or until others have become too old."""
+    waiting = AsyncLedger(make_ledger(100, group_size=1, groups_per_version=8, max_staleness=0, on_stale="requeue"))
+
+    async def run():
+        leases = await waiting.lease(8)
+        calls = count_calls(waiting.ledger, "claim", monkeypatch)
+        task = asyncio.create_task(waiting.claim(1, 8))
+        for lease in leases[:4]:
+            waiting.ledger.seal(lease, 0, Ref(lease.ordinal))
+            await settle()
+        assert len(calls) == 1
+        waiting.ledger.advance(1)
+        await settle()
+        assert waiting.ledger.statistics().requeued == {1: 4}
+        assert len(calls) == 2
+        for lease in [*leases[4:], *await waiting.lease(4)]:
+            waiting.ledger.seal(lease, 0, Ref(lease.ordinal), oldest_version=1)
+            await settle()
+        assert len((await task).groups) == 8
+        assert len(calls) == 3
+
+    asyncio.run(run())
+
+
 def test_the_end_of_the_source(make_ledger):
     """When no group can come back, a lease is empty and a claim is exhausted; until then both wait."""
 
