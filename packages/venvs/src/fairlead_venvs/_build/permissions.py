@@ -64,7 +64,9 @@ def open_trusted(root: Path, path: str | Path, flags: int = LOOK) -> int:
     Every folder on the way must belong to this user, to root, to the owner of that folder, or to its group if this may
     write there. Each is opened and then checked, because a path may be replaced after a check.
     """
-    at = base = _base_of(root)
+    base = _base_of(root)
+    names = Path(path).relative_to(base).parts
+    at = 0  # how many of these are open, or being opened: a path of each would slow the look for a venv by a tenth
     file = os.open(base, LOOK | os.O_CLOEXEC)
     try:
         top = os.fstat(file)
@@ -73,18 +75,17 @@ def open_trusted(root: Path, path: str | Path, flags: int = LOOK) -> int:
                 f"Every user may replace what others have made in {base}, so it is not used. Its owner can change "
                 f"that: `chmod +t {base}`. Or choose another folder (FAIRLEAD_VENV_DIR)."
             )
-        for name in Path(path).relative_to(base).parts:
-            at = at / name
+        for at, name in enumerate(names, 1):
             # Without O_NONBLOCK, another user's pipe would be waited for.
-            how = (flags if at == Path(path) else LOOK) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            how = (flags if at == len(names) else LOOK) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             above, file = file, os.open(name, how, dir_fd=file)
             os.close(above)
             if fault := _find_fault(os.fstat(file), top):
-                raise VenvBuildError(f"{at} {fault}, so it is not used. {REMEDY}")
+                raise VenvBuildError(f"{base.joinpath(*names[:at])} {fault}, so it is not used. {REMEDY}")
     except BaseException as error:
         os.close(file)
         if isinstance(error, OSError):
-            error.filename = str(at)  # the whole path, of which only the last name was opened
+            error.filename = str(base.joinpath(*names[:at]))  # the whole path, of which only the last name was opened
         raise
     return file
 
