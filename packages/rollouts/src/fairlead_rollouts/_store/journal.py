@@ -55,6 +55,9 @@ class Journal:
             no directory. That is for a trainer whose checkpoints cannot hold the snapshot: report each step with
             `advance` before you save it.
 
+    Attributes:
+        kept_step: the last step whose snapshot this process has kept; None without one.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Journal(f"{folder}/journal") as journal:
     ...     config = LedgerConfig(group_size=1, groups_per_version=1, max_staleness=0)
@@ -68,7 +71,7 @@ class Journal:
             raise ValueError(f"keep_steps is {keep_steps}; it must be at least 0.")
         self._path = Path(path)
         self.keep_steps = keep_steps
-        self.kept_step: int | None = None  # the last one that this process has kept
+        self.kept_step: int | None = None
         self._database = self._open()
         self._changed: dict[tuple[int, int], StoredSample | None] = {}
         self._prompts: dict[int, tuple[int, int, str] | None] = {}
