@@ -4,6 +4,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from fairlead_workergroup.spi import Reply, wait_for_turn
@@ -40,6 +41,7 @@ class _Repeat(Exception):
         self.lost = self.reasons if lost else {}
 
 
+@dataclass
 class Attempt:
     """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
 
@@ -47,58 +49,43 @@ class Attempt:
     `Base.follow`, with the epoch -1 if some targets hold another version than the last one; `stale` has these.
     """
 
-    # Whether source ranks stage all of a version at a time, and keep it until the next one.
-    _keeps = True
+    source: Side
+    target: Side
+    router: Router
+    states: States
+    next_epoch: Callable[[], int]
+    version: int
+    deadline: float
+    verify: str
+    in_place: bool
+    in_order: bool
+    delta: tuple[int, bool, bool] | None
+    stale: Mapping[int, State]
+    _verified: bool = False
+    _route: Route | None = None
+    _replies: dict[int, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        source: Side,
-        target: Side,
-        router: Router,
-        states: States,
-        *,
-        next_epoch: Callable[[], int],
-        version: int,
-        deadline: float,
-        verify: str,
-        in_place: bool,
-        in_order: bool,
-        delta: tuple[int, bool, bool] | None,
-        stale: Mapping[int, State],
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._router = router
-        self._states = states
-        self._next_epoch = next_epoch
-        self.epoch = next_epoch()
-        self._version = version
-        self._deadline = deadline
-        self._verify = verify
-        self._in_place = in_place
-        self._in_order = in_order
-        self._delta = delta
-        self._verified = False
+    def __post_init__(self) -> None:
+        self.epoch = self.next_epoch()
         whole = [
-            f"target rank {rank}: it holds {'nothing' if state is None else state}" for rank, state in stale.items()
+            f"target rank {rank}: it holds {'nothing' if state is None else state}"
+            for rank, state in self.stale.items()
         ]
         self._costs = Costs(whole=whole)
-        self._route: Route | None = None
-        self._replies: dict[int, Any] = {}
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
     def move_all(self) -> frozenset[int]:
         """Describe, stage, move and verify, so that all target ranks have the version staged; return the ranks."""
         self._look()
-        lost = self._source.lost
+        lost = self.source.lost
         with self._releasing():
             try:
                 return self._move(lost).targets
             except _Repeat as repeat:
                 lost |= repeat.lost
-            self.epoch = self._next_epoch()
-            self._delta = self._delta and (-1, *self._delta[1:])
+            self.epoch = self.next_epoch()
+            self.delta = self.delta and (-1, *self.delta[1:])
             self._look()
             try:
                 return self._move(lost).targets
@@ -110,21 +97,19 @@ class Attempt:
         """Have all ranks describe their tensors; return the route, for people."""
         self._look()
         try:
-            self._describe(self._source.lost, stage=False)
-            return self._router.kept or self._router.make(self._source.lost)
+            self._describe(self.source.lost, stage=False)
+            return self.router.kept or self.router.make(self.source.lost)
         finally:
             self.release()
 
     def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
         """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
         self._look(ranks)
-        if self._in_place or not self._keeps or staged is None or staged.version != self._version:
-            return False
-        if not staged.is_kept(self._source, ranks):
+        if self.in_place or staged is None or staged.version != self.version or not staged.is_kept(self.source, ranks):
             return False
         with self._releasing(ranks):
             self._collect_targets(ranks)
-            if any(self._target.ends[rank].described != staged.described.get(rank) for rank in ranks):
+            if any(self.target.ends[rank].described != staged.described.get(rank) for rank in ranks):
                 return False
             self._route, self._replies = staged.route, dict(staged.replies)
             self._verified = all(
@@ -140,20 +125,20 @@ class Attempt:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
         with self._releasing(ranks):
-            if self._in_place:  # a late transfer is what to report first
+            if self.in_place:  # a late transfer is what to report first
                 self._collect_targets(ranks, counts=False)
-            if self._source.method is None or not good:
-                text = f"No rank holds version {self._version} any more. {SEND}"
+            if self.source.method is None or not good:
+                text = f"No rank holds version {self.version} any more. {SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
-            self._source.look()
-            arguments = (self.epoch, self._source.method, 0, None, 0, False, False, None)
-            requests = self._source.ask(good, "source", lambda rank: arguments)
+            self.source.look()
+            arguments = (self.epoch, self.source.method, 0, None, 0, False, False, None)
+            requests = self.source.ask(good, "source", lambda rank: arguments)
             self._costs.rounds += 1
-            for rank, value in self._values("collect", self._source, requests).items():
-                self._source.note_description(rank, value)
+            for rank, value in self._values("collect", self.source, requests).items():
+                self.source.note_description(rank, value)
             self._collect_targets(ranks, counts=False)
             try:
-                self._route = self._router.make_from_replicas(self._source, good, ranks)
+                self._route = self.router.make_from_replicas(self.source, good, ranks)
             except LayoutMismatchError as error:
                 text = f"No rank holds this version of some tensors any more:\n{error}\n{SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
@@ -166,31 +151,31 @@ class Attempt:
     def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
         """Have target ranks put the staged version into place: this is after the decision."""
         # From here on guards refuse calls; with `in_order` none comes before this on some ranks and after on others.
-        self._states.decide(ranks)
-        if self._in_order and not wait_for_turn(self._target.group, self._left()):
+        ends = self.states.decide(ranks)
+        if self.in_order and not wait_for_turn(self.target.group, self._left()):
             raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            reading = self._reading(self._route, self._replies, rank) if self._in_place and self._route else None
-            return self.epoch, self._version, *options.as_arguments(), reading
+            reading = self._reading(self._route, self._replies, rank) if self.in_place and self._route else None
+            return self.epoch, self.version, *options.as_arguments(), reading
 
         within_s = None if options.pauses else self._left_alone()
         first = ("prepare", self.epoch, options.before) if options.prepares else None
-        requests = self._target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
+        requests = self.target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
         self._costs.rounds += 1
-        releases = self._source.name == "source"
-        if releases and not self._in_place:
-            self._source.release(self._live_sources(), self.epoch)
+        releases = self.source.name == "source"
+        if releases and not self.in_place:
+            self.source.release(self._live_sources(), self.epoch)
         replies = self._wait_for_commits(requests)
-        if releases and self._in_place:
-            self._source.release(self._live_sources(), self.epoch)
+        if releases and self.in_place:
+            self.source.release(self._live_sources(), self.epoch)
         # In place a late rank still reads from the sources, which may change from now on: that is no version.
-        if not self._in_place:
-            self._states.note_unconfirmed({rank: one for rank, one in requests.items() if replies[rank].late})
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
+            if reply.late and not self.in_place:
+                ends[rank].unconfirmed = requests[rank][1]
             if reply.is_good:
-                if (reason := self._states.note(rank, reply.value)) is not None:
+                if (reason := self.states.note(rank, ends[rank], reply.value)) is not None:
                     failures[rank] = reason
                 self._costs.note(rank, reply.value, "commit", "move", "verify")
             else:
@@ -198,26 +183,26 @@ class Attempt:
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._verified and self._route is self._router.kept:
-            self._router.verified = self._route
+        if self._verified and self._route is not None:
+            self.router.note_verified(self._route)
 
     def _wait_for_commits(self, requests: Requests) -> dict[int, Reply]:
-        return self._target.wait(requests, self._left(), all_of_them=True)
+        return self.target.wait(requests, self._left(), all_of_them=True)
 
     def staged(self) -> Staged | None:
         """Return what the source ranks keep."""
         route = self._route
         if route is None:
             return None
-        processes = {rank: self._source.ends[rank].process for rank in self._replies}
-        described = {rank: self._target.ends[rank].described for rank in route.targets}
-        return Staged(self._version, route, dict(self._replies), processes, described)
+        processes = {rank: self.source.ends[rank].process for rank in self._replies}
+        described = {rank: self.target.ends[rank].described for rank in route.targets}
+        return Staged(self.version, route, dict(self._replies), processes, described)
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
-        self._source.release(self._live_sources(), self.epoch)
-        live = [one.rank for one in self._target.members if one.failure is None]
-        self._target.release([rank for rank in live if ranks is None or rank in ranks], self.epoch)
+        self.source.release(self._live_sources(), self.epoch)
+        live = [one.rank for one in self.target.members if one.failure is None]
+        self.target.release([rank for rank in live if ranks is None or rank in ranks], self.epoch)
 
     @contextlib.contextmanager
     def _releasing(self, ranks: Collection[int] | None = None) -> Iterator[None]:
@@ -232,138 +217,132 @@ class Attempt:
         """Return what the attempt has done."""
         assert self._route is not None
         return self._costs.report(
-            self._version,
+            self.version,
             self._route.orders,
             {rank: reply["staged"] for rank, reply in self._replies.items()},
-            (self._source.nodes, self._target.nodes),
+            (self.source.nodes, self.target.nodes),
             total_s,
             verified=self._verified,
-            delta=self._delta is not None,
+            delta=self.delta is not None,
         )
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
     def _look(self, ranks: Collection[int] | None = None) -> None:
         """Look at both groups; refuse lost target ranks."""
-        kept = self._router.kept
-        changed = [*self._source.look(), *self._target.look()]
-        sizes = len(self._source.members), len(self._target.members)
-        if changed or (kept is not None and (len(kept.sources), len(kept.targets)) != sizes):
-            self._router.kept = None
-        lost = {rank: why for rank, why in self._target.lost.items() if ranks is None or rank in ranks}
+        self.source.look()
+        self.target.look()
+        lost = {rank: why for rank, why in self.target.lost.items() if ranks is None or rank in ranks}
         if lost:
             raise self._error("collect", "target", lost, RESTART)
 
     def _move(self, lost: Mapping[int, str]) -> Route:
         self._replies = {}
-        self._describe(lost, stage=self._keeps)
-        route = kept = self._router.kept
-        if route is None or lost:
-            try:
-                route = self._router.make(lost)
-            except LayoutMismatchError as error:
-                if not lost:
-                    raise
-                text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
-                raise self._error("collect", "source", lost, text) from None
-            self._replies = {}
-        self._route = route
+        self._describe(lost, stage=self.router.exchange is None)
+        try:
+            self._route = route = (None if lost else self.router.kept) or self.router.make(lost)
+        except LayoutMismatchError as error:
+            if not lost:
+                raise
+            text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
+            raise self._error("collect", "source", lost, text) from None
         self._check_agents(route)
         if self._replies:
             check_replicas(self._replies)
-            if not self._in_place:
+            if not self.in_place:
                 self._fetch(route, route.targets, self._replies)
         else:
-            if self._keeps or route is not kept:
-                self._verified = self._verify != "never"
+            self._verified = self.router.needs_digests(route, self.verify)
             self._stage_and_fetch(route)
         channels = ((rank, one) for rank, value in self._replies.items() for one in value["staged"]["channels"])
-        if self._in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
+        if self.in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
             raise self._error("stage", "source", reasons, "commit='in_place' needs NIXL.")
         return route
 
     def _describe(self, lost: Collection[int], *, stage: bool) -> None:
         """Have all ranks describe their tensors; stage them at once where the last route still holds."""
-        kept = self._router.kept if not lost else None
-        if kept is not None and any(self._source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
+        kept = self.router.kept if not lost else None
+        if kept is not None and any(self.source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
             kept = None
         number = kept.orders.number if kept is not None and stage else 0
-        self._verified = self._verify == "always" or (self._verify == "first" and self._router.verified is not kept)
-        sources = [one.rank for one in self._source.members if one.rank not in lost]
-        arguments = self._source.method, number, self._verified, self._states.unconfirmed, self._delta
-        requests = self._source.ask(
+        self._verified = self.router.needs_digests(kept, self.verify)
+        sources = [one.rank for one in self.source.members if one.rank not in lost]
+        arguments = self.source.method, number, self._verified, self.states.unconfirmed, self.delta
+        requests = self.source.ask(
             sources,
             "source",
-            lambda rank: (self.epoch, arguments[0], self._source.ends[rank].number, None, *arguments[1:]),
+            lambda rank: (self.epoch, arguments[0], self.source.ends[rank].number, None, *arguments[1:]),
             alone_within_s=self._left_alone() if number else None,
         )
-        targets = self._ask_targets(range(len(self._target.members)))
+        targets = self._ask_targets(range(len(self.target.members)))
         self._costs.rounds += 1
         # A torn target refuses at once, also while the source is stopped that it waits for.
-        first = self._values("collect", self._target, targets) if self._in_place else None
-        values = self._values("collect", self._source, requests, targets)
-        changed = self._note(self._source, values)
-        changed |= self._note(self._target, first or self._values("collect", self._target, targets))
-        if changed:
-            self._router.kept = None
-        elif number and all("staged" in value for value in values.values()):
+        first = self._values("collect", self.target, targets) if self.in_place else None
+        values = self._values("collect", self.source, requests, targets)
+        self._note(self.source, values)
+        self._note(self.target, first or self._values("collect", self.target, targets))
+        if number and self.router.kept is kept and all("staged" in value for value in values.values()):
             self._replies = values
             for rank, value in values.items():
                 self._costs.note(rank, value, "stage")
 
     def _ask_targets(self, ranks: Iterable[int]) -> Requests:
-        method, ends = self._target.method, self._target.ends
+        method, ends = self.target.method, self.target.ends
         if method is None:
             return {}
-        return self._target.ask(ranks, "target", lambda rank: (self.epoch, method, ends[rank].number))
+        return self.target.ask(ranks, "target", lambda rank: (self.epoch, method, ends[rank].number))
 
     def _collect_targets(self, ranks: Iterable[int], *, counts: bool = True) -> None:
         self._costs.rounds += counts
-        if self._note(self._target, self._values("collect", self._target, self._ask_targets(ranks))):
-            self._router.kept = None
+        self._note(self.target, self._values("collect", self.target, self._ask_targets(ranks)))
 
-    def _note(self, side: Side, values: Mapping[int, Any]) -> bool:
-        """Note descriptions; return whether one has changed."""
+    def _note(self, side: Side, values: Mapping[int, Any]) -> None:
+        """Note descriptions; refuse tensors that cannot travel."""
         refused = [
             Mismatch(
                 name,
-                f"rank {rank}" if side is self._source else "",
-                f"rank {rank}" if side is self._target else "",
+                f"rank {rank}" if side is self.source else "",
+                f"rank {rank}" if side is self.target else "",
                 why,
             )
             for rank, value in values.items()
             for name, why in value.get("refused", ())
-            if "tensors" not in value or not self._router.selection.excludes(name)
+            if "tensors" not in value or not self.router.selection.excludes(name)
         ]
         if refused:
             raise LayoutMismatchError(tuple(refused))
         for rank, value in values.items():
             self._costs.note(rank, value, "collect")
-        changed = [side.note_description(rank, value) for rank, value in values.items()]
-        return True in changed
+            side.note_description(rank, value)
 
     def _stage_and_fetch(self, route: Route) -> None:
         """Have source ranks stage and target ranks fetch at once: a target waits for the replies of its sources."""
-        orders, ends = route.orders, self._source.ends
-        fresh = self._states.unconfirmed
+        requests = self._ask_to_stage(route)
+        staged = {rank: ref for rank, (_, ref) in requests.items()}
+        fetches = {} if self.in_place else self._ask_to_fetch(route, route.targets, staged)
+        self._costs.rounds += 1
+        self._replies = self._values("stage", self.source, requests, fetches)
+        for rank, value in self._replies.items():
+            self._note_staged(route, rank, value)
+        check_replicas(self._replies)
+        self._wait_for_fetches(route, fetches)
+
+    def _ask_to_stage(self, route: Route, board: Any = None) -> Requests:
+        """Have source ranks stage all of a version, or offer it in buckets on a board."""
+        orders, ends, fresh = route.orders, self.source.ends, self.states.unconfirmed
 
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self._delta
+            offer = None if board is None else (board, rank, self._left_alone())
+            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self.delta, offer
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
-        within_s = self._left_alone()
-        requests = self._source.ask(sorted(route.sources), "source", arguments, alone_within_s=within_s)
-        staged = {rank: ref for rank, (_, ref) in requests.items()}
-        fetches = {} if self._in_place else self._ask_to_fetch(route, route.targets, staged)
-        self._costs.rounds += 1
-        self._replies = self._values("stage", self._source, requests, fetches)
-        for rank, value in self._replies.items():
-            ends[rank].order_id = orders.number
-            self._costs.note(rank, value, "stage")
-        check_replicas(self._replies)
-        self._wait_for_fetches(route, fetches)
+        return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
+
+    def _note_staged(self, route: Route, rank: int, value: Mapping[str, Any]) -> None:
+        self.source.ends[rank].order_id = route.orders.number
+        self._costs.note(rank, value, "stage")
 
     def _fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> dict[int, Any]:
         self._costs.rounds += 1
@@ -375,19 +354,19 @@ class Attempt:
         for rank in sorted(ranks):
             # A rank that relays is a source too; it is lower than those that it relays to.
             here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
-            arguments[rank] = self.epoch, self._version, *self._reading(route, here, rank)
-            requests |= self._target.ask([rank], "fetch", arguments.__getitem__)
+            arguments[rank] = self.epoch, self.version, *self._reading(route, here, rank)
+            requests |= self.target.ask([rank], "fetch", arguments.__getitem__)
         return requests
 
     def _reading(self, route: Route, staged: Mapping[int, Any], rank: int) -> tuple[Any, ...]:
         """Return what a target rank needs to fetch its tensors."""
         mine, number = route.orders.target[rank], route.orders.number
         replies = {source: staged[source] for source in mine["sources"]}
-        sent = None if self._target.ends[rank].order_id == number else mine
+        sent = None if self.target.ends[rank].order_id == number else mine
         return sent, number, replies, self._verified, self._left_alone(), None
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
-        values = self._values("move", self._target, fetches)
+        values = self._values("move", self.target, fetches)
         if unpatched := {rank: value["unpatched"] for rank, value in values.items() if "unpatched" in value}:
             self._costs.whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
             raise _Repeat(unpatched, lost=False)
@@ -395,7 +374,7 @@ class Attempt:
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            if not all(self._router.block(self._source, route, *one) for one in blocked):
+            if not all(self.router.block(self.source, route, *one) for one in blocked):
                 reasons = {
                     rank: f"it cannot read from source rank {source} by {kind}: {why}"
                     for source, rank, kind, why in blocked
@@ -408,22 +387,22 @@ class Attempt:
                 raise self._error("verify", "target", {rank: explain_failure(value)}, text)
             if "bytes" not in value:
                 self._fail_for_source(rank, value)
-            self._target.ends[rank].order_id = route.orders.number
+            self.target.ends[rank].order_id = route.orders.number
             self._costs.note(rank, value, "move", "verify")
         return values
 
     def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
         """Raise the error of a target rank that did not get what a source rank has staged."""
-        self._source.look()
+        self.source.look()
         relay = next((-1 - one for key in ("lost", "unstaged") if (one := value.get(key, 0)) < 0), None)
         relay = next((-1 - one for one in value.get("waiting", ()) if one < 0), relay)
         if relay is not None:
             text = f"what it relays to target rank {rank} did not arrive: {value.get('reason', 'it was late')}"
             raise self._error("move", "target", {relay: text}, MORE_TIME)
         source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
-        if source is not None and (source in self._source.lost or "lost" in value):
+        if source is not None and (source in self.source.lost or "lost" in value):
             why = f"target rank {rank} could not read from it: {value.get('reason', 'it was lost')}"
-            raise _Repeat({source: self._source.lost.get(source, why)}, lost=True)
+            raise _Repeat({source: self.source.lost.get(source, why)}, lost=True)
         if "overwritten" in value:
             raise _Repeat({value["overwritten"]: "what it had staged was overwritten before it was read"}, lost=False)
         if "waiting" in value:
@@ -434,18 +413,18 @@ class Attempt:
 
     def _check_agents(self, route: Route) -> None:
         """Refuse a link by NIXL alone if a rank lacks it, before anything moves."""
-        if self._router.transport != "nixl":
+        if self.router.transport != "nixl":
             return
-        for side, ranks in ((self._source, route.sources), (self._target, route.targets)):
+        for side, ranks in ((self.source, route.sources), (self.target, route.targets)):
             if reasons := {rank: why for rank in ranks if (why := side.ends[rank].lacks.get("nixl", ""))}:
-                name: Blamed = "target" if side is self._target else "source"
+                name: Blamed = "target" if side is self.target else "source"
                 text = "With transport='auto', these ranks use another transport; commit='in_place' needs NIXL."
                 raise self._error("collect", name, reasons, text)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
     def _left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic())
 
     def _left_alone(self) -> float:
         """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
@@ -453,7 +432,7 @@ class Attempt:
         return left - min(1.0, 0.1 * left)
 
     def _live_sources(self) -> list[int]:
-        return [one.rank for one in self._source.members if one.failure is None]
+        return [one.rank for one in self.source.members if one.failure is None]
 
     def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
         """Wait for the replies of a round; return their values. `others` are cancelled if one of these fails."""
@@ -464,8 +443,8 @@ class Attempt:
         if not bad and not superseded and not torn:
             return {rank: reply.value for rank, reply in replies.items()}
         side.cancel(requests, replies)
-        self._target.cancel(others or {}, {})
-        name: Blamed = "target" if side is self._target else "source"
+        self.target.cancel(others or {}, {})
+        name: Blamed = "target" if side is self.target else "source"
         lost = {rank: describe_reply(reply) for rank, reply in bad.items() if reply.failure is not None}
         if lost and side.name == "source":
             raise _Repeat(lost, lost=True)
@@ -477,6 +456,6 @@ class Attempt:
         raise self._error(phase, name, reasons, remedy) from first_error(bad)
 
     def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:
-        nodes = (self._source if side == "source" else self._target).nodes
+        nodes = (self.source if side == "source" else self.target).nodes
         failures = tuple(RankFailure(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items()))
-        return TransferError(phase, self._version, failures, self._states.read(), remedy)
+        return TransferError(phase, self.version, failures, self.states.read(), remedy)

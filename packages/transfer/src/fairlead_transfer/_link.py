@@ -225,8 +225,8 @@ class Link:
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
                 )
             began = time.monotonic()
-            if delta and self._router.relays:
-                self._router.relays, self._router.kept = False, None
+            if delta:
+                self._router.forbid_relays()
             stale = {rank: one for rank, one in self._states.read().items() if one != self._version} if delta else {}
             # A method of the user's may change any tensor before the commit, so all are compared once more after it.
             check_all = self._commit.before is not None

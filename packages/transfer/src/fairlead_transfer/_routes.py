@@ -60,13 +60,10 @@ class Staged:
 
 
 class Router:
-    """Makes the routes of a link.
+    """Makes the routes of a link, and keeps the last one.
 
     Attributes:
         selection, transport, exchange: as given; with an exchange, orders are in buckets.
-        kept: the route of the last transfer, if nothing has changed since.
-        relays: whether a rank may relay what others of its node read by NIXL; patches are not relayed.
-        verified: the route by which digests were compared last.
     """
 
     def __init__(
@@ -88,10 +85,39 @@ class Router:
         self._numbers = 0
         # By the process that sends, the one that receives, and transport: why they cannot use it.
         self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
-        self.kept: Route | None = None
+        # The last route, and the processes and tensors that it was made for.
+        self._kept: Route | None = None
+        self._made_for: Any = None
         # In place each rank reads during its own commit, so none has anything to relay before; buckets come in turn.
-        self.relays = not in_place and exchange is None
-        self.verified: Route | None = None
+        self._relays = not in_place and exchange is None
+        # The route by which digests were compared last.
+        self._verified: Route | None = None
+
+    @property
+    def kept(self) -> Route | None:
+        """The last route, if nothing has changed since."""
+        return self._kept if self._made_for == self._describe() else None
+
+    def _describe(self) -> Any:
+        """Return what a route depends on: the processes of both sides, and their tensors."""
+        return [
+            [(rank, end.process, end.described) for rank, end in side.ends.items()]
+            for side in (self._source, self._target)
+        ]
+
+    def forbid_relays(self) -> None:
+        """Have no rank relay what others of its node read by NIXL, from now on: patches are not relayed."""
+        if self._relays:
+            self._relays, self._kept = False, None
+
+    def needs_digests(self, route: Route | None, verify: str) -> bool:
+        """Return whether digests are to be compared in a transfer by a route, as the link's `verify` says."""
+        return verify == "always" or (verify == "first" and (route is None or route is not self._verified))
+
+    def note_verified(self, route: Route) -> None:
+        """Note that digests have been compared in a transfer by the last route."""
+        if route is self.kept:
+            self._verified = route
 
     def block(self, side: Side, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
         """Note that two processes cannot use a transport; return whether another one may be taken.
@@ -108,7 +134,7 @@ class Router:
         relayed = [one for (one, to), by in route.orders.transports.items() if (to, by) == (target, transport)]
         for sender in [source] if source >= 0 else relayed:
             self._blocked[side.ends[sender].process, self._target.ends[target].process, transport] = reason
-        self.kept = None
+        self._kept = None
         return self.transport == "auto"
 
     def make(self, without: Collection[int] = ()) -> Route:
@@ -121,7 +147,7 @@ class Router:
         else:
             wanted = self._read(target, range(len(target.members)))
         route = self._route(source, held, wanted, sources, range(len(target.members)))
-        self.kept = route if not without else None
+        self._kept, self._made_for = route if not without else None, self._describe()
         return route
 
     def make_from_replicas(self, replicas: Side, good: Collection[int], ranks: Collection[int]) -> Route:
@@ -189,7 +215,7 @@ class Router:
             choose,
             cast=not self._in_place,
             same_processes=source.name == "source" and source.group is self._target.group,
-            relays=self.relays,
+            relays=self._relays,
             most=None if self.exchange is None else self.exchange.most,
         )
         return Route(plan, orders, frozenset(sources), frozenset(targets))

@@ -2,6 +2,7 @@
 """One side of a link: the ends in the workers of a group, what they have described, and requests to them."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from fairlead_workergroup.spi import Member, Reply, WorkerProcess, cancel, colle
 
 from ._remote.end import End
 from ._remote.entry import serve
+from .exceptions import State
 
 SideName = Literal["source", "target", "replica"]
 Requests = dict[int, tuple[WorkerProcess, Any]]
@@ -35,6 +37,8 @@ class EndState:
         order_id: of the orders that the end has.
         installed: whether the worker has the code.
         lacks: by transport, why this process cannot use it; an empty text if it can.
+        held: the version of a target.
+        unconfirmed: the commit that a target may still be at.
     """
 
     process: tuple[int, int]
@@ -43,6 +47,8 @@ class EndState:
     order_id: int = 0
     installed: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
+    held: State = None
+    unconfirmed: Any = None
 
 
 @dataclass
@@ -56,23 +62,23 @@ class Side:
     ends: dict[int, EndState] = field(default_factory=dict)  # what is known of the ends, by rank
     members: tuple[Member, ...] = ()  # the group's members at the last look
     version: int = -1  # the roster's version at the last look
+    is_closed: bool = False  # whether the ends have been told to drop everything
     _code: Any = None
+    _lock: Any = field(default_factory=threading.Lock)  # `versions` of a link is for all threads
 
-    def look(self) -> list[int]:
-        """Look at the members of a group that has not ended; return the ranks with another process than before."""
-        now = read_members(self.group)
-        if now.version == self.version:
-            return []
-        self.version, self.members = now.version, now.members
-        # Without the ranks that have left a group that shrank.
-        self.ends = {rank: end for rank, end in self.ends.items() if rank < len(now.members)}
-        changed = []
-        for member in now.members:
-            known = self.ends.get(member.rank)
-            if known is None or known.process != member.process.key:
-                self.ends[member.rank] = EndState(member.process.key)
-                changed.append(member.rank)
-        return changed
+    def look(self) -> None:
+        """Look at the members of a group that has not ended; forget the ends of processes that are gone."""
+        with self._lock:
+            now = read_members(self.group)
+            if now.version != self.version:
+                known, self.members = self.ends, now.members
+                self.ends = {
+                    one.rank: known[one.rank]
+                    if one.rank in known and known[one.rank].process == one.process.key
+                    else EndState(one.process.key)
+                    for one in now.members
+                }
+                self.version = now.version
 
     @property
     def lost(self) -> dict[int, str]:
@@ -95,7 +101,7 @@ class Side:
             read_members(self.group)
         except WorkerGroupError:
             return False
-        return bool(self.ends)
+        return bool(self.ends) and not self.is_closed
 
     def ask(
         self,
@@ -139,16 +145,12 @@ class Side:
         """Keep the requests without a reply from starting."""
         cancel({rank: one for rank, one in requests.items() if rank not in replies or replies[rank].late is not None})
 
-    def note_description(self, rank: int, value: Mapping[str, Any]) -> bool:
-        """Note what an end has said of its tensors; return whether they have changed."""
+    def note_description(self, rank: int, value: Mapping[str, Any]) -> None:
+        """Note what an end has said of its tensors."""
         state = self.ends[rank]
         state.number = value["number"]
-        if value.get("tensors") is None:
-            return False
-        changed = bool(state.described != value["tensors"])
-        state.lacks = value["lacks"]
-        state.described = value["tensors"]
-        return changed
+        if value.get("tensors") is not None:
+            state.lacks, state.described = value["lacks"], value["tensors"]
 
     def release(self, ranks: Iterable[int], epoch: int) -> None:
         """Have ends drop the tensors of an attempt, without waiting for it."""
@@ -161,8 +163,7 @@ class Side:
         except WorkerGroupError:
             return
         self.ask([one.rank for one in self.members if one.failure is None], "close", lambda rank: ())
-        self.ends.clear()
-        self.version = -1
+        self.is_closed = True
 
 
 def describe_reply(reply: Reply) -> str:

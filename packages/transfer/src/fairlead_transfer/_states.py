@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from ._side import Requests, Side
+from ._side import EndState, Side
 from .exceptions import State
 
 # By the id of the link.
@@ -16,59 +16,52 @@ _states: "weakref.WeakValueDictionary[str, States]" = weakref.WeakValueDictionar
 
 
 class States:
-    """The versions of the target ranks."""
+    """The versions of the target ranks; what is known of a process goes with it."""
 
     def __init__(self, target: Side) -> None:
         self._target = target
-        self._states: dict[int, State] = {}
-        # The process that the state is about, and the commit that has not been confirmed.
-        self._processes: dict[int, tuple[int, int]] = {}
-        self._unconfirmed: Requests = {}
         _states[target.link] = self
 
     def read(self) -> dict[int, State]:
         """Return what each rank holds; a restarted one holds nothing."""
         self._target.look()
-        for rank, (_, ref) in list(self._unconfirmed.items()):
-            if ray.wait([ref], timeout=0)[0]:
-                del self._unconfirmed[rank]
+        members, ends = self._target.members, self._target.ends
+        for rank, end in ends.items():
+            if (ref := end.unconfirmed) is not None and ray.wait([ref], timeout=0)[0]:
+                end.unconfirmed = None
                 with contextlib.suppress(ray.exceptions.RayError):  # the roster will know that the worker is lost
-                    self.note(rank, ray.get(ref))
-        for member in self._target.members:
-            if member.failure is not None or self._processes.get(member.rank) != member.process.key:
-                self._states[member.rank] = None
-        return {member.rank: self._states.get(member.rank) for member in self._target.members}
+                    self.note(rank, end, ray.get(ref))
+        there = {one.rank for one in members if one.failure is None and one.rank in ends}
+        return {one.rank: ends[one.rank].held if one.rank in there else None for one in members}
 
     @property
     def unconfirmed(self) -> bool:
         """Whether a rank may still be putting an earlier version into place."""
         self.read()
-        return bool(self._unconfirmed)
+        return any(end.unconfirmed is not None for end in self._target.ends.values())
 
-    def decide(self, ranks: Iterable[int]) -> None:
-        """Note that ranks are to commit: from now on they hold the old version, or the new one."""
-        for rank in ranks:
-            self._processes[rank] = self._target.members[rank].process.key
-            self._states[rank] = "committing"
+    def decide(self, ranks: Iterable[int]) -> dict[int, EndState]:
+        """Note that ranks are to commit, and return their ends: from now on they hold the old version or the new."""
+        ends = {rank: self._target.ends[rank] for rank in ranks}
+        for end in ends.values():
+            end.held = "committing"
+        return ends
 
-    def note(self, rank: int, reply: Any) -> str | None:
+    def note(self, rank: int, end: EndState, reply: Any) -> str | None:
         """Note the reply to a commit; return why the rank has not committed, None if it has."""
         for link in reply.get("overwritten", ()):
             if (other := _states.get(link)) is not None:
                 other.forget(rank)
         if "committed" in reply:
-            self._states[rank] = reply["committed"]
+            end.held = reply["committed"]
             return None
         if reply.get("torn"):
-            self._states[rank] = "torn"
+            end.held = "torn"
         if "error" in reply:
             return f"{reply['error']}\n{reply['traceback']}".rstrip()
         return "another attempt has superseded this one" if "superseded" in reply else "it has lost what it had staged"
 
     def forget(self, rank: int) -> None:
         """Note that another link has overwritten what a rank held."""
-        self._states[rank] = None
-
-    def note_unconfirmed(self, requests: Requests) -> None:
-        """Note commits that have not ended."""
-        self._unconfirmed.update(requests)
+        if (end := self._target.ends.get(rank)) is not None:
+            end.held = None
