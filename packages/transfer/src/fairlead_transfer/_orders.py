@@ -16,6 +16,9 @@ from ._descriptions import Tensors
 from ._layout import Layout
 from ._plan import TransferPlan
 
+# In the order of their channels.
+KINDS = "shared_memory", "nixl", "object_store"
+
 
 class CommitOptions(NamedTuple):
     """How targets commit, as the arguments of a link say."""
@@ -55,6 +58,16 @@ class Orders:
     bytes_between_nodes: int = 0
 
 
+class _Piece(NamedTuple):
+    """A piece that a source rank stages."""
+
+    kind: str  # the transport
+    sender: int  # the rank
+    at: int  # the number of the tensor
+    start: tuple[int, ...]  # where it begins in the tensor
+    size: tuple[int, ...]  # in each dim
+
+
 def make_orders(
     number: int,
     plan: TransferPlan,
@@ -74,19 +87,15 @@ def make_orders(
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
     transports: dict[tuple[int, int], str] = {}
-    fetches: dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]] = {}
+    readers: dict[_Piece, set[int]] = {}
+    fetches: dict[int, list[tuple[_Piece, tuple[int, ...]]]] = {}
     local: dict[int, list[Any]] = {}
-    nodes_of_piece: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
-    shared: dict[tuple[int, int, tuple[int, ...]], None] = {}
-    nixl: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
-    sizes_of: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     for same in plan.tensor_sets:
         pieces = same.pieces if most is None else split_pieces(same.pieces, same.source.itemsize, most)
         receivers = pieces.receivers.tolist()
         starts = list(map(tuple, pieces.starts.tolist()))
         sizes = list(map(tuple, pieces.sizes.tolist()))
-        offsets = same.target.offsets[pieces.receivers]
-        inside = list(map(tuple, (pieces.starts - offsets).tolist()))
+        inside = list(map(tuple, (pieces.starts - same.target.offsets[pieces.receivers]).tolist()))
         own = pieces.local.tolist()
         for name, senders in zip(same.names, pieces.senders.tolist(), strict=True):
             at = at_of[name]
@@ -96,59 +105,51 @@ def make_orders(
                     boxes = _box(inside[row], sizes[row]), _box(begin, sizes[row])
                     local.setdefault(receiver, []).append((at, *boxes, sizes[row]))
                     continue
-                kind = transports.get((sender, receiver))
-                if kind is None:
-                    kind = transports[sender, receiver] = transport(sender, receiver)
-                key = sender, at, starts[row]
-                sizes_of[at, starts[row]] = sizes[row]
-                if kind == "shared_memory":
-                    shared[key] = None
-                elif kind == "nixl":
-                    nixl.setdefault(key, set()).add(receiver)
-                else:
-                    nodes_of_piece.setdefault(key, set()).add(int(plan.target_nodes[receiver]))
-                fetches.setdefault(receiver, []).append((at, inside[row], sizes[row], starts[row], sender))
+                if (sender, receiver) not in transports:
+                    transports[sender, receiver] = transport(sender, receiver)
+                piece = _Piece(transports[sender, receiver], sender, at, starts[row], sizes[row])
+                readers.setdefault(piece, set()).add(receiver)
+                fetches.setdefault(receiver, []).append((piece, inside[row]))
 
-    made: dict[int, dict[str, Any]] = {}
-    place: dict[tuple[int, str, int, tuple[int, ...]], tuple[int, int, _Block]] = {}
-    channels: dict[tuple[int, str, frozenset[int]], int] = {}
-    # What the same ranks read is next to each other, so that it is one read where it is packed.
-    read = sorted(nixl, key=lambda key: sorted(nixl[key])) if most is None else nixl
-    groups = [
-        (key, kind, frozenset[int]()) for kind, keys in (("shared_memory", shared), ("nixl", read)) for key in keys
-    ]
-    groups += [(key, "object_store", frozenset(nodes)) for key, nodes in nodes_of_piece.items()]
-    whole = _find_whole(shared if most is None else (), sizes_of, [source.layouts[name] for name in names])
-    for (sender, at, start), kind, nodes in groups:
-        orders = made.setdefault(sender, {"channels": []})
-        channel_key = sender, kind, nodes
-        layout, size = source.layouts[names[at]], sizes_of[at, start]
-        if channel_key in channels and most is not None:
-            reached = orders["channels"][channels[channel_key]]["size"] + _aligned(size, layout)
-            if reached > bucket_bytes(kind, most):
-                del channels[channel_key]
-        if channel_key not in channels:
-            channels[channel_key] = len(orders["channels"])
-            orders["channels"].append({"kind": kind, "blocks": [], "pieces": [], "size": 0, "whole": {}})
-        channel = orders["channels"][channels[channel_key]]
-        begin = tuple(one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True))
-        box = _box(begin, size)
+    channels: dict[int, list[dict[str, Any]]] = {}
+    place: dict[_Piece, tuple[int, int, _Block]] = {}
+    current: dict[tuple[int, str, frozenset[int]], int] = {}
+    whole = _find_whole(readers if most is None else (), [source.layouts[name] for name in names])
+    whole_blocks: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = {}
+
+    def find_order(piece: _Piece) -> tuple[int, list[int]]:
+        # What the same ranks read by NIXL is next to each other, so that it is one read where it is packed.
+        together = piece.kind == "nixl" and most is None
+        return KINDS.index(piece.kind), sorted(readers[piece]) if together else []
+
+    for piece in sorted(readers, key=find_order):
+        kind, sender, at, start, size = piece
+        mine, layout = channels.setdefault(sender, []), source.layouts[names[at]]
+        nodes = plan.target_nodes[list(readers[piece])].tolist() if kind == "object_store" else ()
+        key = sender, kind, frozenset(nodes)
+        last = current.get(key)
+        is_full = most is not None and (
+            last is not None and mine[last]["size"] + _aligned(size, layout) > bucket_bytes(kind, most)
+        )
+        if last is None or is_full:
+            last = current[key] = len(mine)
+            mine.append({"kind": kind, "blocks": [], "pieces": [], "size": 0})
+        channel = mine[last]
+        box = _box([one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True)], size)
         if kind == "shared_memory" and (sender, at) in whole:
             all_of_it = tuple(layout.sizes[sender].tolist())
-            if at not in channel["whole"]:
-                channel["whole"][at] = _add_block(
-                    channel, at, _box((0,) * len(all_of_it), all_of_it), all_of_it, layout
-                )
-            block = *channel["whole"][at], box if all_of_it != size else None
+            if (sender, at) not in whole_blocks:
+                whole_box = _box((0,) * len(all_of_it), all_of_it)
+                whole_blocks[sender, at] = _add_block(channel, at, whole_box, all_of_it, layout)
+            block = *whole_blocks[sender, at], box if all_of_it != size else None
         else:
             block = *_add_block(channel, at, box, size, layout), None
-        place[sender, kind, at, start] = channels[channel_key], len(channel["pieces"]), block
+        place[piece] = last, len(channel["pieces"]), block
         channel["pieces"].append((at, box))
-    for orders in made.values():
-        largest = max(channel["size"] for channel in orders["channels"])
-        for channel in orders["channels"]:
-            del channel["whole"]
-            if most is not None:  # they share the memory of the largest
+    if most is not None:
+        for mine in channels.values():
+            largest = max(channel["size"] for channel in mine)
+            for channel in mine:  # they share the memory of the largest
                 channel.update(size=largest, readers=[])
 
     source_orders = {
@@ -157,23 +158,26 @@ def make_orders(
             "library": source.library,
             "names": [source.own_names[name] for name in names],
             "dtypes": [dtypes[name] for name in names],
-            "channels": made.get(rank, {"channels": []})["channels"],
+            "channels": channels.get(rank, []),
             "held": [],
         }
         for rank in range(len(plan.source_nodes))
     }
     _add_replicas(source_orders, plan, at_of)
     target_orders = {}
+    crossing = 0
     for rank in range(len(plan.target_nodes)):
         sources: dict[int, dict[int, list[Any]]] = {}
         length = 0
-        for at, begin, size, start, sender in fetches.get(rank, ()):
-            channel, piece, block = place[sender, transports[sender, rank], at, start]
-            ordered = sources.setdefault(sender, {}).setdefault(channel, [])
+        for piece, begin in fetches.get(rank, ()):
+            channel_at, index, block = place[piece]
+            ordered = sources.setdefault(piece.sender, {}).setdefault(channel_at, [])
             if most is not None and not ordered:
-                made[sender]["channels"][channel]["readers"].append(rank)
-            ordered.append((at, _box(begin, size), piece, block))
-            length += math.prod(size) * target.layouts[names[at]].itemsize
+                channels[piece.sender][channel_at]["readers"].append(rank)
+            ordered.append((piece.at, _box(begin, piece.size), index, block))
+            size_bytes = math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
+            length += size_bytes
+            crossing += size_bytes * bool(plan.source_nodes[piece.sender] != plan.target_nodes[rank])
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
         target_orders[rank] = {
@@ -189,16 +193,9 @@ def make_orders(
             "device": target.devices.get(rank, "cpu"),
             "relays": [],
         }
-    crossing = plan.bytes_between_nodes
     if relays:
         _add_relays(target_orders, plan, transports)
-    else:
-        crossing = sum(
-            math.prod(size) * target.layouts[names[at]].itemsize
-            for rank, wanted in fetches.items()
-            for at, _, size, _, sender in wanted
-            if plan.source_nodes[sender] != plan.target_nodes[rank]
-        )
+        crossing = plan.bytes_between_nodes
     return Orders(number, source_orders, target_orders, transports, crossing)
 
 
@@ -244,15 +241,11 @@ def _add_relays(
 _Block = tuple[int, int, tuple[int, ...], tuple[slice, ...] | None]
 
 
-def _find_whole(
-    keys: Iterable[tuple[int, int, tuple[int, ...]]],
-    sizes_of: Mapping[tuple[int, tuple[int, ...]], tuple[int, ...]],
-    layouts: Sequence[Layout],
-) -> set[tuple[int, int]]:
-    """Return the senders and tensors of which all is wanted: one copy is less work than many."""
+def _find_whole(pieces: Iterable[_Piece], layouts: Sequence[Layout]) -> set[tuple[int, int]]:
+    """Return the senders and tensors of which all is wanted in shared memory: one copy is less work than many."""
     wanted: dict[tuple[int, int], int] = {}
-    for sender, at, start in keys:
-        wanted[sender, at] = wanted.get((sender, at), 0) + math.prod(sizes_of[at, start])
+    for kind, sender, at, _, size in pieces:
+        wanted[sender, at] = wanted.get((sender, at), 0) + math.prod(size) * (kind == "shared_memory")
     return {(sender, at) for (sender, at), size in wanted.items() if size >= layouts[at].sizes[sender].prod()}
 
 

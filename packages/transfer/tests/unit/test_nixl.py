@@ -24,7 +24,7 @@ from fairlead_transfer._remote.agent import MODULES, UCX, Agent, Run, collapse, 
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._remote.nixl import RUN_BYTES, Nixl
 from fairlead_transfer._remote.tensors import library
-from fairlead_transfer._remote.transport import Late, Lost
+from fairlead_transfer._remote.transport import Late, Lost, Read
 
 from ..ends import Ends
 from .test_ends import Worker, same, shard, zeros
@@ -324,7 +324,7 @@ def reader(values):
     wanted = [one for *_, one in ordered]
     nixl = Nixl()
     arguments = library("numpy"), 0, 0, staged, wanted, 1
-    nixl.fetch(*arguments, time.monotonic() + 30)
+    nixl.fetch(Read(*arguments, time.monotonic() + 30))
     yield nixl, arguments
     nixl.close()
     close(ends)
@@ -335,19 +335,19 @@ def test_late_reads_keep_their_memory(reader, commit, monkeypatch):
     """Memory that a late read may still write is left to it; the next send uses other memory."""
     nixl, arguments = reader
     into = [np.zeros(one.sizes, one.dtype) for one in arguments[4]] if commit == "in_place" else None
-    first = nixl.fetch(*arguments, time.monotonic() + 30, into)
+    first = nixl.fetch(Read(*arguments, time.monotonic() + 30, into))
     agent = vars(nixl)["_agent"]
     slow = Slow(vars(agent)["_nixl"])
     with monkeypatch.context() as patch:
         patch.setattr(agent, "_nixl", slow)
         with pytest.raises(Late):
-            nixl.fetch(*arguments, time.monotonic() + 0.2, into)
+            nixl.fetch(Read(*arguments, time.monotonic() + 0.2, into))
         assert nixl.is_writing()
         assert nixl.is_torn() == (commit == "in_place")
     late = vars(sys.modules[SHARED])["late"]
     (kept,) = late
     late.clear()  # so that its state is not asked for
-    again = nixl.fetch(*arguments, time.monotonic() + 30, into)
+    again = nixl.fetch(Read(*arguments, time.monotonic() + 30, into))
     if commit == "staged":
         assert all(one.ctypes.data != other.ctypes.data for one, other in zip(first, again, strict=True))
     with monkeypatch.context() as patch:
@@ -369,7 +369,7 @@ def test_transfers_are_given_back_first(reader, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(agent, "_nixl", recording)
         with pytest.raises(Lost):
-            nixl.fetch(*arguments, time.monotonic() + 30)
+            nixl.fetch(Read(*arguments, time.monotonic() + 30))
     steps = [name for name, _ in itertools.groupby(recording.order)]
     assert steps == ["release_xfer_handle", "release_dlist_handle", "deregister_memory", "remove_remote_agent"]
 
@@ -382,7 +382,7 @@ def test_interrupted_reads_keep_their_memory(reader, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(agent, "_nixl", slow)
         with pytest.raises(KeyboardInterrupt):
-            nixl.fetch(*arguments, time.monotonic() + 30)
+            nixl.fetch(Read(*arguments, time.monotonic() + 30))
         assert nixl.is_writing()
         slow.ended = True
         assert not nixl.is_writing()
@@ -396,7 +396,7 @@ def test_closed_end_gives_everything_back_when_its_late_reads_have_ended(reader,
     with monkeypatch.context() as patch:
         patch.setattr(agent, "_nixl", slow)
         with pytest.raises(Late):
-            nixl.fetch(*arguments, time.monotonic() + 0.2)
+            nixl.fetch(Read(*arguments, time.monotonic() + 0.2))
         nixl.close()
         assert vars(agent)["_peers"] != {}
         slow.ended = True

@@ -14,7 +14,7 @@ import ray
 from .faults import commit_fault
 from .reading import explain, fetch_channel, find_differing
 from .staging import Context, stage_channel
-from .tensors import finish
+from .tensors import copy_all, finish
 from .transport import Blocked, Late, Lost, Overwritten, fetch_value
 
 # The bucket before the first one: the digests of what several ranks hold, for the driver, which is reader -1.
@@ -149,7 +149,7 @@ class Reader:
                     verify_s += time.monotonic() - started
                 if not straight:
                     begin()
-                    context.tools.copy_all(zip(places, found, strict=True))
+                    copy_all(context.tools, zip(places, found, strict=True))
                 # The source stages the next one into this memory.
                 finish(places)
                 if not context.transports[channel["kind"]].is_unchanged():

@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .buckets import Place, Reader, offer_buckets
 from .collection import Collection, call
@@ -22,7 +22,7 @@ from .reading import explain, fetch_channel, find_differing
 from .segment import SharedMemory
 from .staging import Context, stage_channel
 from .store import ObjectStore
-from .tensors import check_writable, finish, join_pieces, library, overlap, part, span
+from .tensors import check_writable, copy_all, finish, join_pieces, library, overlap, part, span
 from .transport import (
     Blocked,
     Late,
@@ -34,6 +34,17 @@ from .transport import (
     describe_error,
     explain_failure,
 )
+
+
+class Intake(NamedTuple):
+    """What a target rank gets in one attempt."""
+
+    epoch: int  # of the attempt
+    version: int
+    staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
+    verify: bool  # whether digests are compared
+    deadline: float  # when to give up, in `time.monotonic`
+    take: tuple[Any, int, bool] | None  # the board, the rank, and whether nothing is copied before the commit
 
 
 class End:
@@ -164,36 +175,30 @@ class End:
     ) -> dict[str, Any]:
         """Map what the orders say, or get it from Ray's object store, and compare digests.
 
-        Without orders, those that were given before hold. `staged` is the reply of each source rank, or a reference to
-        it, which is waited for. `take` has the board and the rank for a transfer in buckets, and whether the tensors of
-        the target are read into later: then nothing is copied here.
+        Without orders, those that were given before hold. The other arguments are as for `Intake`.
         """
         if (late := self._enter(epoch)) is not None:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        args = epoch, version, staged, verify, time.monotonic() + within_s
-        return await self._in_thread(*((self._fetch_all, *args) if take is None else (self._take_all, *args, take)))
+        intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
+        return await self._in_thread(self._fetch_all if take is None else self._take_all, intake)
 
-    def _take_all(
-        self,
-        epoch: int,
-        version: int,
-        tasks: Mapping[int, Any],
-        verify: bool,
-        deadline: float,
-        take: tuple[Any, int, bool],
-    ) -> dict[str, Any]:
+    def _take_all(self, intake: Intake) -> dict[str, Any]:
         """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
-        self._staged, (board, rank, in_place) = None, take
-        reader = Reader(Place(board, epoch, rank), self._context(), tasks, verify, deadline)
-        if in_place:
+        self._staged, reader = None, self._make_reader(intake)
+        if intake.take is not None and intake.take[2]:
             return reader.look()
         pieces: list[tuple[int, Any, Any]] = []
         reply = reader.read(lambda: None, pieces)
-        if "bytes" in reply and epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, [], (epoch, version)
+        if "bytes" in reply and intake.epoch == self._epoch:
+            self._pieces, self._changes, self._staged = pieces, [], intake[:2]
         return reply
+
+    def _make_reader(self, intake: Intake) -> Reader:
+        board, rank, _ = intake.take or (None, 0, False)
+        place = Place(board, intake.epoch, rank)
+        return Reader(place, self._context(), intake.staged, intake.verify, intake.deadline)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
@@ -260,7 +265,9 @@ class End:
                 begin()
                 await self._put(apply, worker, chunk_bytes)
             else:
-                reply |= await self._in_thread(self._read_in_place, epoch, version, begin, *reading[2:])
+                *_, staged, verify, within_s, take = reading
+                intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
+                reply |= await self._in_thread(self._read_in_place, intake, begin)
             finish(self._collection.values.values())
             self._writing = False
             self._torn, self._committed = False, (epoch, version)
@@ -342,47 +349,28 @@ class End:
         self._orders = {**orders, "sources": sources}
         return bool(orders["id"] == order_id)
 
-    def _read_in_place(
-        self,
-        epoch: int,
-        version: int,
-        begin: Callable[[], None],
-        staged: Mapping[int, Any],
-        verify: bool,
-        within_s: float,
-        take: tuple[Any, int, bool] | None,
-    ) -> dict[str, Any]:
+    def _read_in_place(self, intake: Intake, begin: Callable[[], None]) -> dict[str, Any]:
         """Read what the orders say into the tensors of the target, and call `begin` before some are overwritten."""
-        context, deadline = self._context(), time.monotonic() + within_s
-        if take is None:
+        context = self._context()
+        if intake.take is None:
             begin()
-            reply = self._fetch_all(epoch, version, staged, verify, deadline, in_place=True)
+            reply = self._fetch_all(intake, in_place=True)
         else:
-            place = Place(take[0], epoch, take[1])
-            reply = Reader(place, context, staged, verify, deadline).read(begin, None)
+            reply = self._make_reader(intake).read(begin, None)
         if "bytes" not in reply:
             raise RuntimeError(explain_failure(reply))
-        context.tools.copy_all((context.part(at, box), value) for at, box, value in self._local)
+        copy_all(context.tools, ((context.part(at, box), value) for at, box, value in self._local))
         return reply
 
-    def _fetch_all(
-        self,
-        epoch: int,
-        version: int,
-        staged: Mapping[int, Any],
-        verify: bool,
-        deadline: float,
-        *,
-        in_place: bool = False,
-    ) -> dict[str, Any]:
-        began = time.monotonic()
+    def _fetch_all(self, intake: Intake, *, in_place: bool = False) -> dict[str, Any]:
+        began, verify, deadline = time.monotonic(), intake.verify, intake.deadline
         context, orders = self._context(), self._orders
         self._staged, self._changes = None, []
         for transport in self._transports.values():
             transport.release()
         self._local = self._copy_local(context)
         pieces = list(self._local)
-        replies, trouble = await_replies(staged, orders["sources"], deadline)
+        replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
@@ -428,8 +416,8 @@ class End:
         commit_fault(self._key[1], "move")
         if wrong:
             return {"differing": wrong}
-        if epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, changes, (epoch, version)
+        if intake.epoch == self._epoch:
+            self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
         move_s = time.monotonic() - began - verify_s
         reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
         if orders["relays"]:
@@ -484,9 +472,9 @@ class End:
                 commit_fault(self._key[1], "committing")
         else:
             pairs = ((context.part(at, box), value) for at, box, value in self._pieces)
-            context.tools.copy_all(itertools.islice(pairs, 1))
+            copy_all(context.tools, itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
-            context.tools.copy_all(pairs)
+            copy_all(context.tools, pairs)
             apply_changes(context, self._changes)
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .agent import Agent, Run, collapse, dense, late_lock, late_reads
-from .tensors import finish, nbytes, part, view_parts
-from .transport import Block, Blocked, Lost, Wanted
+from .tensors import copy_all, finish, nbytes, part, view_parts
+from .transport import Block, Blocked, Lost, Read, Transport, Wanted
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
 RUN_BYTES = 32 << 10
@@ -39,7 +39,7 @@ class Outbox(NamedTuple):
     views: list[Any]  # where they are copied to
 
 
-class Nixl:
+class Nixl(Transport):
     """The transport by one-sided reads. The agent is made when it is used first."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Nixl:
         if self._outbox.key != key or (fresh and self._outbox.views) or not agent.hold("tensors", read):
             self._outbox = self._make_outbox(agent, tools, blocks, key)
         kept = self._outbox
-        tools.copy_all(zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
+        copy_all(tools, zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
         finish(kept.views)
         return self._describe(agent, "tensors", kept.runs)
 
@@ -112,32 +112,22 @@ class Nixl:
             "runs": [tuple(run) for run in runs],
         }
 
-    def fetch(
-        self,
-        tools: Any,
-        source: int,
-        number: int,
-        staged: Mapping[str, Any],
-        wanted: Sequence[Wanted],
-        order: Any,
-        deadline: float,
-        into: Sequence[Any] | None = None,
-    ) -> list[Any]:
+    def fetch(self, read: Read) -> list[Any]:
         """Read the wanted blocks into memory of this process, or straight into tensors."""
-        agent = self._get_agent()
+        agent, source, staged, into = self._get_agent(), read.source, read.staged, read.into
         _release_ended()
-        places = [Run(device, address, strides) for address, strides, device in map(tools.memory, into or ())]
-        key = staged["agent"], staged["metadata"], staged["number"], order, places
+        places = [Run(device, address, strides) for address, strides, device in map(read.tools.memory, into or ())]
+        key = staged["agent"], staged["metadata"], staged["number"], read.order, places
         # No other thread uses it while this one reads, and none ever does if the reads do not end.
         inbox = self._inboxes.pop(source, None)
         if inbox is None or inbox.key != key:
             if inbox is not None:
                 agent.release(inbox.handles, inbox.owner)
             agent.connect(source, staged["agent"], staged["metadata"])
-            inbox = _make_inbox(agent, tools, source, staged["runs"], wanted, key, into)
+            inbox = _make_inbox(agent, read, key)
         try:
             finish(inbox.views)
-            agent.read(inbox.handles, deadline)
+            agent.read(inbox.handles, read.deadline)
         except BaseException as error:  # whatever ends this thread's wait, transfers may go on
             if agent.is_writing(inbox.handles):
                 late_reads().append((agent, inbox))
@@ -149,12 +139,8 @@ class Nixl:
         self._inboxes[source] = inbox
         if into is None:
             return inbox.views
-        tools.copy_all((to, value) for to, value in zip(into, inbox.views, strict=True) if value is not to)
+        copy_all(read.tools, [pair for pair in zip(into, inbox.views, strict=True) if pair[0] is not pair[1]])
         return list(into)
-
-    def is_unchanged(self) -> bool:
-        """Return True: what was read is in memory of this process."""
-        return True
 
     def release(self) -> None:
         """Look less often for the reads of others, and keep no tensor; other memory is kept for the next send."""
@@ -222,21 +208,14 @@ def _line_up(tools: Any, blocks: Iterable[Block | Wanted]) -> tuple[list[int], i
     return offsets, end
 
 
-def _make_inbox(
-    agent: Agent,
-    tools: Any,
-    source: int,
-    runs: Sequence[Any],
-    wanted: Sequence[Wanted],
-    key: Any,
-    into: Sequence[Any] | None,
-) -> Inbox:
+def _make_inbox(agent: Agent, read: Read, key: Any) -> Inbox:
     """Return the reads of the wanted blocks.
 
     Raises:
         Blocked: NIXL refuses the descriptions of the memory.
         Lost: the source cannot be reached.
     """
+    tools, wanted, runs, into = read.tools, read.wanted, read.staged["runs"], read.into
     owner, views, places = uuid.uuid4().hex, list[Any](into or wanted), list[Any](key[-1] or wanted)
     itemsizes = [nbytes(tools, (1,), one.dtype) for one in wanted]
     buffered = [
@@ -260,7 +239,7 @@ def _make_inbox(
         for place, one, itemsize in zip(places, wanted, itemsizes, strict=True)
     ]
     try:
-        handles = agent.prepare(source, moves)
+        handles = agent.prepare(read.source, moves)
     except Exception as error:
         agent.deregister(owner)
         reason = f"{type(error).__name__}: {error}"

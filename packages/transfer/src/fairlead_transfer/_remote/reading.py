@@ -7,7 +7,7 @@ from typing import Any
 from .faults import commit_fault
 from .staging import Context
 from .tensors import digest
-from .transport import Blocked, Late, Lost, Wanted
+from .transport import Blocked, Late, Lost, Read, Wanted
 
 
 def fetch_channel(
@@ -22,11 +22,9 @@ def fetch_channel(
     """Return the wanted parts of a channel, by NIXL in tensors of the target if these are given; see `Transport`."""
     if "blocked" in channel:
         raise Blocked(channel["blocked"])
-    transport: Any = context.transports[channel["kind"]]
+    transport = context.transports[channel["kind"]]
     order = context.orders["id"], number, len(wanted)
-    args = context.tools, source, number, channel["staged"], wanted, order, deadline
-    found: list[Any] = transport.fetch(*args) if into is None else transport.fetch(*args, into)
-    return found
+    return transport.fetch(Read(context.tools, source, number, channel["staged"], wanted, order, deadline, into))
 
 
 def find_differing(

@@ -14,8 +14,8 @@ from collections import abc
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .tensors import part, view_parts
-from .transport import Block, Blocked, Overwritten, Wanted
+from .tensors import copy_all, part, view_parts
+from .transport import Block, Blocked, Overwritten, Read, Transport
 
 NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
@@ -93,7 +93,7 @@ class Mapping:
         return marks == [(self.token, generation)] * 2
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """The transport between processes of one node that can map each other's memory."""
 
     def __init__(self) -> None:
@@ -122,20 +122,12 @@ class SharedMemory:
             # The same memory in every send, so its views are made once.
             views = [tools.view(content, block.dtype, block.offset, block.sizes) for block in blocks]
             self._outgoing[number] = order, views
-        tools.copy_all(zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
+        copy_all(tools, zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
         return segment.end()
 
-    def fetch(
-        self,
-        tools: Any,
-        source: int,
-        number: int,
-        staged: tuple[Any, ...],
-        wanted: Sequence[Wanted],
-        order: Any,
-        deadline: float,
-    ) -> list[Any]:
+    def fetch(self, read: Read) -> list[Any]:
         """Return views of the source's memory."""
+        source, staged = read.source, read.staged
         if source not in self._mapped or self._mapped[source].token != staged[3]:
             try:
                 self._mapped[source] = Mapping(staged)
@@ -147,10 +139,11 @@ class SharedMemory:
             raise Overwritten
         self._used.append((mapped, staged[4]))
         known, views = self._incoming.get(source, (None, []))
-        if known != order:
+        if known != read.order:
             # The same memory in every send, so its views are made once.
-            views = view_parts(tools, [mapped.content()], wanted, [(0, one.offset) for one in wanted])
-            self._incoming[source] = order, views
+            places = [(0, one.offset) for one in read.wanted]
+            views = view_parts(read.tools, [mapped.content()], read.wanted, places)
+            self._incoming[source] = read.order, views
         return views
 
     def is_unchanged(self) -> bool:

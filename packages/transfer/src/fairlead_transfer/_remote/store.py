@@ -8,15 +8,18 @@ from typing import Any
 import ray
 
 from .tensors import nbytes, part, view_parts
-from .transport import Block, Wanted, fetch_stored
+from .transport import Block, Read, Transport, fetch_stored
 
 # Blocks from this size on are stored from where they are, the others are packed together first.
 ALONE_BYTES = 1 << 20
 ALIGNED = 64
 
 
-class ObjectStore:
-    """The transport that stores one value for each channel; Ray brings it to each node once."""
+class ObjectStore(Transport):
+    """The transport that stores one value for each channel; Ray brings it to each node once.
+
+    The value never changes, is kept by the views of it, and goes with the last reference.
+    """
 
     def __init__(self) -> None:
         self._packed: dict[int, bytearray] = {}
@@ -46,27 +49,12 @@ class ObjectStore:
         buffers[0] = pickle.PickleBuffer(memoryview(packed)[:end])
         return ray.put([index, *buffers])
 
-    def fetch(
-        self, tools: Any, source: int, number: int, staged: Any, wanted: Sequence[Wanted], order: Any, deadline: float
-    ) -> list[Any]:
+    def fetch(self, read: Read) -> list[Any]:
         """Return views of the value in the object store of this node."""
-        index, *buffers = fetch_stored(staged, deadline)
-        return view_parts(tools, buffers, wanted, [index[one.block] for one in wanted])
-
-    def is_unchanged(self) -> bool:
-        """Return True: a value in the object store never changes."""
-        return True
-
-    def release(self) -> None:
-        """Do nothing: the views keep the value."""
+        index, *buffers = fetch_stored(read.staged, read.deadline)
+        return view_parts(read.tools, buffers, read.wanted, [index[one.block] for one in read.wanted])
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Give back the memory in which blocks of other channels were packed."""
         for number in set(self._packed).difference(numbers):
             del self._packed[number]
-
-    def forget_others(self, sources: Collection[int]) -> None:
-        """Do nothing: nothing is kept of a source rank."""
-
-    def close(self) -> None:
-        """Do nothing: the value goes with the last reference."""

@@ -39,19 +39,11 @@ class NumpyLibrary:
 
     def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
         """Return a tensor that shares the memory of a buffer."""
-        count = 1
-        for size in sizes:
-            count *= size
-        return self._numpy.frombuffer(buffer, self.dtype(dtype), count, offset).reshape(tuple(sizes))
+        return self._numpy.frombuffer(buffer, self.dtype(dtype), math.prod(sizes), offset).reshape(tuple(sizes))
 
     def copy(self, to: Any, value: Any) -> None:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         to[...] = value
-
-    def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Copy many tensors, each into the first of its pair."""
-        for to, value in pairs:
-            to[...] = value
 
     def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
         """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
@@ -100,9 +92,7 @@ class TorchLibrary:
 
     def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
         """Return a tensor that shares the memory of a buffer."""
-        count = 1
-        for size in sizes:
-            count *= size
+        count = math.prod(sizes)
         if isinstance(buffer, self._torch.Tensor):
             length = count * self.dtype(dtype).itemsize
             return buffer[offset : offset + length].view(self.dtype(dtype)).view(tuple(sizes))
@@ -116,11 +106,6 @@ class TorchLibrary:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
             to.copy_(value)
-
-    def copy_all(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Copy many tensors, each into the first of its pair."""
-        for to, value in pairs:
-            self.copy(to, value)
 
     def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
         """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
@@ -303,6 +288,12 @@ def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
+def copy_all(tools: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Copy many tensors, each into the first of its pair."""
+    for to, value in pairs:
+        tools.copy(to, value)
+
+
 def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     """Return a box of a tensor, which shares its memory; a scalar has one part."""
     return tensor[box] if tensor.ndim else tensor.reshape(1)
@@ -351,10 +342,7 @@ def _find_slabs(tools: Any, tensor: Any, dtype: str) -> Iterator[Any]:
 
 def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     """Return how many bytes a dense tensor has."""
-    count = int(tools.dtype(dtype).itemsize)
-    for size in sizes:
-        count *= size
-    return count
+    return int(tools.dtype(dtype).itemsize) * math.prod(sizes)
 
 
 def span(tools: Any, tensor: Any) -> tuple[str, int, int]:

@@ -4,7 +4,7 @@
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 
@@ -46,7 +46,20 @@ class Late(Exception):
     """The staged data of a source rank did not arrive by the deadline."""
 
 
-class Transport(Protocol):
+class Read(NamedTuple):
+    """What a target rank wants of a channel of a source rank."""
+
+    tools: Any  # the library of the tensors
+    source: int  # the source rank
+    number: int  # of the channel
+    staged: Any  # what `stage` returned there
+    wanted: Sequence[Wanted]  # the parts
+    order: Any  # what identifies the orders and the channel; with the same, the same is wanted
+    deadline: float  # when to give up, in `time.monotonic`
+    into: Sequence[Any] | None = None  # tensors that NIXL reads into; None for memory of its own
+
+
+class Transport:
     """One way between processes, for one side of a link in one worker."""
 
     def stage(
@@ -65,53 +78,31 @@ class Transport(Protocol):
         Raises:
             Blocked: this process cannot use the transport.
         """
-        ...
+        raise NotImplementedError
 
-    def fetch(
-        self,
-        tools: Any,
-        source: int,
-        number: int,
-        staged: Any,
-        wanted: Sequence[Wanted],
-        order: Any,
-        deadline: float,
-    ) -> list[Any]:
+    def fetch(self, read: Read) -> list[Any]:
         """Return a tensor for each wanted part of a channel; they are valid until the next `stage` or `release`.
-
-        Args:
-            tools: the library of the tensors.
-            source: the source rank.
-            number: of the channel.
-            staged: what `stage` returned there.
-            wanted: the parts.
-            order: what identifies the orders and the channel; with the same, the same is wanted.
-            deadline: when to give up, in `time.monotonic`.
 
         Raises:
             Blocked, Lost, Overwritten, Late: it did not work.
         """
-        ...
+        raise NotImplementedError
 
     def is_unchanged(self) -> bool:
         """Return whether all that was fetched since the last `release` still is what was staged."""
-        ...
+        return True
 
     def release(self) -> None:
         """Forget what was fetched."""
-        ...
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Give back what is kept of other channels than these, which this source rank stages."""
-        ...
 
     def forget_others(self, sources: Collection[int]) -> None:
         """Give back what is kept of other source ranks than these."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 def fetch_value(ref: ray.ObjectRef[Any], deadline: float) -> Any:

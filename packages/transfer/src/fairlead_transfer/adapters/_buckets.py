@@ -7,6 +7,7 @@ every bucket, whatever the sizes of the tensors.
 
 import hashlib
 import importlib
+import math
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -174,9 +175,7 @@ class Unpacker:
         for part in parts:
             dtype = getattr(self._torch, part.dtype)
             content = flat[part.place : part.place + part.length]
-            size = dtype.itemsize
-            for length in part.shape:
-                size *= length
+            size = dtype.itemsize * math.prod(part.shape)
             if not size:
                 yield part.name, self._torch.empty(part.shape, dtype=dtype)
             elif size == part.length:
