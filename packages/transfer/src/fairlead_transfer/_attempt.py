@@ -9,14 +9,14 @@ from typing import Any, Literal, NoReturn
 
 from fairlead_workergroup.spi import Reply, wait_for_turn
 
-from ._descriptions import check_replicas
+from ._descriptions import check_replicas, one_sided
 from ._orders import CommitOptions
 from ._remote.transport import explain_failure
 from ._report import Costs, TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
-from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, State, TransferError
+from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
@@ -165,10 +165,10 @@ class Attempt:
         self._costs.rounds += 1
         releases = self.source.name == "source"
         if releases and not self.in_place:
-            self.source.release(self._live_sources(), self.epoch)
+            self.source.release(self.epoch)
         replies = self._wait_for_commits(requests)
         if releases and self.in_place:
-            self.source.release(self._live_sources(), self.epoch)
+            self.source.release(self.epoch)
         # In place a late rank still reads from the sources, which may change from now on: that is no version.
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
@@ -200,9 +200,8 @@ class Attempt:
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
-        self.source.release(self._live_sources(), self.epoch)
-        live = [one.rank for one in self.target.members if one.failure is None]
-        self.target.release([rank for rank in live if ranks is None or rank in ranks], self.epoch)
+        self.source.release(self.epoch)
+        self.target.release(self.epoch, ranks)
 
     @contextlib.contextmanager
     def _releasing(self, ranks: Collection[int] | None = None) -> Iterator[None]:
@@ -299,12 +298,7 @@ class Attempt:
     def _note(self, side: Side, values: Mapping[int, Any]) -> None:
         """Note descriptions; refuse tensors that cannot travel."""
         refused = [
-            Mismatch(
-                name,
-                f"rank {rank}" if side is self.source else "",
-                f"rank {rank}" if side is self.target else "",
-                why,
-            )
+            one_sided("source" if side is self.source else "target", name, f"rank {rank}", why)
             for rank, value in values.items()
             for name, why in value.get("refused", ())
             if "tensors" not in value or not self.router.selection.excludes(name)
@@ -430,9 +424,6 @@ class Attempt:
         """Return how long an end may wait: it has to say what it waits for before the driver gives up on it."""
         left = self._left()
         return left - min(1.0, 0.1 * left)
-
-    def _live_sources(self) -> list[int]:
-        return [one.rank for one in self.source.members if one.failure is None]
 
     def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
         """Wait for the replies of a round; return their values. `others` are cancelled if one of these fails."""

@@ -10,8 +10,8 @@ import ray
 from fairlead_workergroup.spi import Reply
 
 from ._attempt import MORE_TIME, Attempt, _Repeat
-from ._buckets import Exchange
 from ._descriptions import check_replicas
+from ._remote.buckets import DRIVER, HELD, take_bucket
 from ._remote.transport import Late, Lost
 from ._routes import Route, Staged
 from ._side import Requests
@@ -28,17 +28,12 @@ class BoundedAttempt(Attempt):
     _board: Any = None
     _offers: Requests = field(default_factory=dict)
 
-    @property
-    def _exchange(self) -> Exchange:
-        exchange = self.router.exchange
-        assert exchange is not None
-        return exchange
-
     def _stage_and_fetch(self, route: Route) -> None:
+        assert self.router.exchange is not None
         try:
-            self._board = self._exchange.begin(self.epoch, self._left())
+            self._board = self.router.exchange.begin(self.epoch, self._left())
         except ray.exceptions.RayError as error:
-            reasons = dict.fromkeys(self._live_sources(), f"the board of its buckets did not start: {error}")
+            reasons = dict.fromkeys(self.source.live, f"the board of its buckets did not start: {error}")
             raise self._error("stage", "source", reasons, "Ray has to start one more actor, without CPUs.") from error
 
         self._offers = self._ask_to_stage(route, self._board)
@@ -48,7 +43,7 @@ class BoundedAttempt(Attempt):
             self._compare_replicas()
             self._wait_for_fetches(route, fetches)
         except BaseException as error:
-            self._exchange.stop(self.epoch)
+            self._board.stop.remote(self.epoch)
             if isinstance(error, _Repeat):  # a source that has failed says more
                 self._values("stage", self.source, self._offers)
             self.target.cancel(fetches, {})
@@ -61,12 +56,13 @@ class BoundedAttempt(Attempt):
         held: dict[int, Any] = {}
         for rank, request in self._offers.items():
             try:
-                held[rank] = {"staged": {"held": self._exchange.read_held(self.epoch, rank, request[1], self._left())}}
+                found = take_bucket(self._board, self.epoch, rank, HELD, request[1].future(), self.deadline)
+                held[rank] = {"staged": {"held": found}}
             except (Late, Lost) as error:
                 self._values("stage", self.source, {rank: request})
                 raise self._error("stage", "source", {rank: f"it offers no buckets: {error}"}, MORE_TIME) from error
         check_replicas(held)
-        self._exchange.go_on(self.epoch, held)
+        self._board.finish.remote(self.epoch, DRIVER, [(rank, HELD) for rank in held])
 
     def staged(self) -> Staged | None:
         """Return None: buckets are not kept."""
@@ -83,8 +79,9 @@ class BoundedAttempt(Attempt):
         replies: dict[int, Reply] = {}
         while waiting := {rank: one for rank, one in requests.items() if rank not in replies}:
             replies |= self.target.wait(waiting, self._left())
-            self._exchange.leave(self.epoch, [rank for rank, reply in replies.items() if not reply.is_good])
-        self._exchange.stop(self.epoch)
+            for rank in [rank for rank, reply in replies.items() if not reply.is_good]:
+                self._board.leave.remote(self.epoch, rank)
+        self._board.stop.remote(self.epoch)
         if self._left():
             self._note_offers()
         return replies

@@ -3,8 +3,7 @@
 
 import itertools
 import math
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ import ray
 
 from ._pieces import PieceTable
 from ._remote.board import Board
-from ._remote.buckets import DRIVER, HELD, take_bucket
 
 # Blocks begin at multiples of this.
 ALIGNED = 64
@@ -100,27 +98,6 @@ class Exchange:
             self._board = made.options(scheduling_strategy="DEFAULT").remote()
             ray.get(self._board.begin.remote(epoch), timeout=timeout_s)
         return self._board
-
-    def read_held(self, epoch: int, rank: int, request: Any, timeout_s: float) -> Any:
-        """Return the digests of what a source rank and others hold, when it has begun.
-
-        Raises:
-            Late, Lost: it does not begin.
-        """
-        return take_bucket(self._board, epoch, rank, HELD, request.future(), time.monotonic() + timeout_s)
-
-    def go_on(self, epoch: int, ranks: Collection[int]) -> None:
-        """Have source ranks offer their first buckets."""
-        self._board.finish.remote(epoch, DRIVER, [(rank, HELD) for rank in ranks])
-
-    def leave(self, epoch: int, ranks: Collection[int]) -> None:
-        """Have the source ranks wait no longer for some target ranks."""
-        for rank in ranks:
-            self._board.leave.remote(epoch, rank)
-
-    def stop(self, epoch: int) -> None:
-        """End the waits of all ends."""
-        self._board.stop.remote(epoch)
 
     def close(self) -> None:
         """End the board."""

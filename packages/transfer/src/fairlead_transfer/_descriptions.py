@@ -62,6 +62,11 @@ def is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
+def one_sided(side: str, name: str, held: str, reason: str) -> Mismatch:
+    """Return what is wrong with a tensor of one side."""
+    return Mismatch(name, held if side == "source" else "", held if side == "target" else "", reason)
+
+
 def read_side(
     side: str, described: Sequence[Sequence[Sequence[Any]] | None], selection: Selection, *, renamed: bool
 ) -> Tensors:
@@ -79,20 +84,20 @@ def read_side(
                 continue
             if own_names.setdefault(name, tensor.name) != tensor.name:
                 text = f"two tensors of the {side} have this name: {own_names[name]!r} and {tensor.name!r}"
-                wrong.append(_mismatch(side, name, tensor.name, text))
+                wrong.append(one_sided(side, name, tensor.name, text))
                 continue
             libraries.add(tensor.library)
             devices.setdefault(rank, tensor.device)
             found.setdefault(name, {})[rank] = tensor
     if len(libraries) > 1:
-        wrong.append(_mismatch(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
+        wrong.append(one_sided(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
     layouts: dict[str, Layout] = {}
     known: dict[tuple[Any, ...], Layout] = {}
     for name, by_rank in found.items():
         kinds = {(one.dtype, one.shape) for one in by_rank.values()}
         if len(kinds) > 1:
             held = "; ".join(sorted(f"{dtype} {shape}" for dtype, shape in kinds))
-            wrong.append(_mismatch(side, name, held, f"the ranks of the {side} disagree about its dtype or shape"))
+            wrong.append(one_sided(side, name, held, f"the ranks of the {side} disagree about its dtype or shape"))
             continue
         (dtype, shape) = next(iter(kinds))
         itemsize = TRAVELLING.get(selection.travelling(dtype), next(iter(by_rank.values())).itemsize)
@@ -156,7 +161,3 @@ def with_ranks(tensors: Tensors, ranks: Collection[int]) -> Tensors:
         sizes[others] = 0
         made[layout] = Layout(layout.shape, layout.offsets, sizes, layout.itemsize)
     return replace(tensors, layouts={name: made[layout] for name, layout in tensors.layouts.items()})
-
-
-def _mismatch(side: str, name: str, held: str, reason: str) -> Mismatch:
-    return Mismatch(name, held if side == "source" else "", held if side == "target" else "", reason)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ._descriptions import Selection, read_side
+from ._descriptions import Selection, one_sided, read_side
 from ._plan import TransferPlan
 from ._remote.end import End
 from ._remote.entry import SHARED
 from ._remote.transport import explain_failure
 from ._routes import plan_orders
-from .exceptions import LayoutMismatchError, Mismatch, Phase, RankFailure, State, TransferError
+from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
 
 Side = Literal["source", "target"]
 EndpointTransport = Literal["auto", "shared_memory", "object_store"]
@@ -422,8 +422,7 @@ class Endpoint:
 
     def _refuse(self, side: Side, wrong: Iterable[tuple[str, str]]) -> None:
         host = self._node.partition(":")[0]
-        sides = (host, "") if side == "source" else ("", host)
-        if mismatches := tuple(Mismatch(name, *sides, why) for name, why in wrong):
+        if mismatches := tuple(one_sided(side, name, host, why) for name, why in wrong):
             raise LayoutMismatchError(mismatches)
 
     def _error(self, orders: EndpointOrders, version: int, phase: Phase, why: str, remedy: str) -> TransferError:

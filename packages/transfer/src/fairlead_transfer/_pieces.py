@@ -81,8 +81,7 @@ def make_pieces(
     With `same_processes`, source rank i and target rank i are one process.
     """
     grid = _Grid(source, target)
-    box, cell = grid.cells_of_sources()
-    wanted_box, wanted_cell = grid.cells_of_targets()
+    (box, cell), (wanted_box, wanted_cell) = map(grid.find_cells, grid.corners)
     held = np.unique(cell)
     found = np.isin(wanted_cell, held)
     missing = int(grid.volumes(wanted_cell[~found]).sum())
@@ -132,6 +131,7 @@ class _Grid:
 
     Attributes:
         sources, targets: the ranks of each distinct box of the source and of the target.
+        corners: of the distinct boxes of the source, and of the target, in numbers of edges.
     """
 
     def __init__(self, source: Layout, target: Layout) -> None:
@@ -148,7 +148,7 @@ class _Grid:
             corners[:, :, dim] = index.reshape(2, -1)
         lengths = [max(1, len(edges) - 1) for edges in self._edges]
         self._strides = np.array([int(np.prod(lengths[dim + 1 :], dtype=np.int64)) for dim in range(dims)], np.int64)
-        self._corners: list[Ints] = []
+        self.corners: list[Ints] = []
         found = []
         for ranks, part in ((kept[0], slice(0, split)), (kept[1], slice(split, None))):
             corner = corners[:, part]
@@ -156,19 +156,12 @@ class _Grid:
             for column in (*corner[0].T, *corner[1].T):
                 key = np.unique(key * (int(column.max(initial=0)) + 1) + column, return_inverse=True)[1]
             _, first, counts = np.unique(key, return_index=True, return_counts=True)
-            self._corners.append(corner[:, first])
+            self.corners.append(corner[:, first])
             found.append(Sets(np.concatenate([[0], np.cumsum(counts)]), ranks[np.argsort(key, kind="stable")]))
         self.sources, self.targets = found
 
-    def cells_of_sources(self) -> tuple[Ints, Ints]:
-        """Return a pair (number of the distinct box, cell) for each cell of each distinct source box."""
-        return self._cells(self._corners[0])
-
-    def cells_of_targets(self) -> tuple[Ints, Ints]:
-        """Return the same for the target."""
-        return self._cells(self._corners[1])
-
-    def _cells(self, corners: Ints) -> tuple[Ints, Ints]:
+    def find_cells(self, corners: Ints) -> tuple[Ints, Ints]:
+        """Return a pair (number of the distinct box, cell) for each cell of each distinct box of one side."""
         low, lengths = corners[0], corners[1] - corners[0]
         counts = lengths.prod(axis=1, dtype=np.int64)
         box = np.repeat(np.arange(len(counts)), counts)

@@ -3,7 +3,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,6 +90,11 @@ class Side:
         }
 
     @property
+    def live(self) -> list[int]:
+        """The ranks that are not lost."""
+        return [one.rank for one in self.members if one.failure is None]
+
+    @property
     def nodes(self) -> list[str]:
         """The node of each rank."""
         return [member.process.node_id for member in self.members]
@@ -152,9 +157,9 @@ class Side:
         if value.get("tensors") is not None:
             state.lacks, state.described = value["lacks"], value["tensors"]
 
-    def release(self, ranks: Iterable[int], epoch: int) -> None:
-        """Have ends drop the tensors of an attempt, without waiting for it."""
-        self.ask(ranks, "release", lambda rank: (epoch,))
+    def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
+        """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""
+        self.ask([rank for rank in self.live if ranks is None or rank in ranks], "release", lambda rank: (epoch,))
 
     def close(self) -> None:
         """Have the ends drop everything, without waiting for it. Nothing if the group has been shut down."""
@@ -162,7 +167,7 @@ class Side:
             self.look()
         except WorkerGroupError:
             return
-        self.ask([one.rank for one in self.members if one.failure is None], "close", lambda rank: ())
+        self.ask(self.live, "close", lambda rank: ())
         self.is_closed = True
 
 

@@ -36,6 +36,15 @@ from .transport import (
 )
 
 
+class StageOptions(NamedTuple):
+    """How a source rank stages."""
+
+    verify: bool  # whether digests are compared
+    fresh: bool  # into new memory, because a target may still read the old one
+    delta: tuple[int, bool, bool] | None = None  # as for `Base.follow`
+    offer: tuple[Any, int, float] | None = None  # the board, the rank and the seconds for a transfer in buckets
+
+
 class Intake(NamedTuple):
     """What a target rank gets in one attempt."""
 
@@ -115,19 +124,15 @@ class End:
         known: int,
         orders: dict[str, Any] | None,
         order_id: int,
-        verify: bool,
-        fresh: bool,
-        delta: tuple[int, bool, bool] | None = None,
-        offer: tuple[Any, int, float] | None = None,
+        *options: Any,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
-        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. `fresh` stages
-        into new memory, because a target may still read the old one. `delta` is as for `Base.follow`. `offer` has the
-        board, the rank and the seconds for a transfer in buckets, which ends when the targets have read them.
+        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. A transfer in
+        buckets ends when the targets have read them. The options are those of `StageOptions`.
         """
-        began = time.monotonic()
+        began, how = time.monotonic(), StageOptions(*options)
         if (late := self._enter(epoch)) is not None:
             return late
         reply: dict[str, Any] = {"number": self._collection.number}
@@ -139,12 +144,12 @@ class End:
             for kind, transport in self._transports.items():
                 kinds = [one["kind"] for one in orders["channels"]]
                 used = [at for at, one in enumerate(kinds) if one == kind]
-                transport.keep_only(used if offer is None else [0] * (kind in kinds))
+                transport.keep_only(used if how.offer is None else [0] * (kind in kinds))
         there = order_id and self._orders.get("id") == order_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, epoch, verify, fresh, delta, offer)
+            reply["staged"] = await self._in_thread(self._stage, epoch, how)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -303,29 +308,22 @@ class End:
         """Run what blocks: in a thread where other methods may run beside it."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
-    def _stage(
-        self,
-        epoch: int,
-        verify: bool,
-        fresh: bool,
-        delta: tuple[int, bool, bool] | None,
-        offer: tuple[Any, int, float] | None,
-    ) -> dict[str, Any]:
+    def _stage(self, epoch: int, how: StageOptions) -> dict[str, Any]:
         """Make what others need available to them: whole tensors, or what has changed in them."""
-        context, orders = self._context(), self._orders
+        context, orders, verify = self._context(), self._orders, how.verify
         finish(self._collection.values.values())
         held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
-        if offer is not None:
-            board, rank, within_s = offer
+        if how.offer is not None:
+            board, rank, within_s = how.offer
             place, deadline = Place(board, epoch, rank), time.monotonic() + within_s
             return {"channels": offer_buckets(place, context, held, verify, deadline)}
-        reason, channels = self._base.follow(context, epoch, delta, verify)
+        reason, channels = self._base.follow(context, epoch, how.delta, verify)
         if channels:
             for transport in self._transports.values():
                 transport.keep_only(())
         else:
             channels = [
-                stage_channel(context, number, channel, orders["id"], verify, fresh)
+                stage_channel(context, number, channel, orders["id"], verify, how.fresh)
                 for number, channel in enumerate(orders["channels"])
             ]
         reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}

@@ -4,12 +4,12 @@
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .agent import Agent, Run, collapse, dense, late_lock, late_reads
 from .tensors import copy_all, finish, nbytes, part, view_parts
-from .transport import Block, Blocked, Lost, Read, Transport, Wanted
+from .transport import Block, Blocked, Lost, Read, Transport, Wanted, Write
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
 RUN_BYTES = 32 << 10
@@ -53,11 +53,9 @@ class Nixl(Transport):
             self._agent = Agent()
         return self._agent
 
-    def stage(
-        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
-    ) -> dict[str, Any]:
+    def stage(self, write: Write) -> dict[str, Any]:
         """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
-        agent = self._get_agent()
+        agent, (tools, _, _, blocks, order, fresh) = self._get_agent(), write
         agent.serve(busy=True)
         tensors = {id(block.tensor): block.tensor for block in blocks}
         key = order, [(*tools.memory(tensor), tools.dtype_name(tensor)) for tensor in tensors.values()]

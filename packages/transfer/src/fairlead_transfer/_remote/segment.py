@@ -10,12 +10,11 @@ content changed while it was read.
 import mmap
 import os
 import struct
-from collections import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from .tensors import copy_all, part, view_parts
-from .transport import Block, Blocked, Overwritten, Read, Transport
+from .transport import Blocked, Overwritten, Read, Transport, Write
 
 NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
@@ -103,11 +102,10 @@ class SharedMemory(Transport):
         self._incoming: dict[int, tuple[Any, list[Any]]] = {}
         self._used: list[tuple[Mapping, int]] = []
 
-    def stage(
-        self, tools: Any, number: int, channel: abc.Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
-    ) -> tuple[Any, ...]:
+    def stage(self, write: Write) -> tuple[Any, ...]:
         """Copy the blocks into a segment, which is kept from one send to the next."""
-        segment, size = self._segments.get(number), channel["size"]
+        tools, number, size, blocks, order, fresh = write
+        segment = self._segments.get(number)
         if segment is None or segment.size != size or fresh:
             if segment is not None:
                 self._segments.pop(number).close()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .tensors import digest, part
-from .transport import Block, Blocked, Transport
+from .transport import Block, Blocked, Transport, Write
 
 
 class Context(NamedTuple):
@@ -34,7 +34,8 @@ def stage_channel(
         Block(context.tensors[at], box, dtypes[at], sizes, offset) for at, box, sizes, offset in channel["blocks"]
     ]
     try:
-        staged = context.transports[channel["kind"]].stage(context.tools, number, channel, blocks, order, fresh)
+        write = Write(context.tools, number, channel["size"], blocks, order, fresh)
+        staged = context.transports[channel["kind"]].stage(write)
     except Blocked as error:
         return {"kind": channel["kind"], "blocked": str(error), "digests": []}
     found = {"kind": channel["kind"], "staged": staged}

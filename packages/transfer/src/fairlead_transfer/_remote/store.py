@@ -2,13 +2,13 @@
 """Ray's object store as a transport: it works between any two processes of a cluster."""
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import ray
 
 from .tensors import nbytes, part, view_parts
-from .transport import Block, Read, Transport, fetch_stored
+from .transport import Read, Transport, Write, fetch_stored
 
 # Blocks from this size on are stored from where they are, the others are packed together first.
 ALONE_BYTES = 1 << 20
@@ -24,15 +24,14 @@ class ObjectStore(Transport):
     def __init__(self) -> None:
         self._packed: dict[int, bytearray] = {}
 
-    def stage(
-        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
-    ) -> Any:
+    def stage(self, write: Write) -> Any:
         """Store one value: where each block is, and the buffers."""
         buffers: list[Any] = [None]
+        tools, number = write.tools, write.number
         index: list[tuple[int, int]] = []
         small = []
         end = 0
-        for tensor, box, dtype, sizes, _ in blocks:
+        for tensor, box, dtype, sizes, _ in write.blocks:
             length, value = nbytes(tools, sizes, dtype), part(tensor, box)
             alone = tools.as_buffer(value) if length >= ALONE_BYTES and tools.dtype_name(value) == dtype else None
             if alone is not None:

@@ -19,6 +19,17 @@ class Block(NamedTuple):
     offset: int  # where it begins in the channel, in bytes
 
 
+class Write(NamedTuple):
+    """What a source rank makes available in a channel."""
+
+    tools: Any  # the library of the tensors
+    number: int  # of the channel
+    size: int  # of all blocks with what is between them, in bytes
+    blocks: Sequence[Block]
+    order: Any  # what identifies the orders; blocks of the same ones have the same sizes and offsets
+    fresh: bool  # use new memory, because a target may still read the old one
+
+
 class Wanted(NamedTuple):
     """A part of a block that a target rank fetches."""
 
@@ -62,18 +73,8 @@ class Read(NamedTuple):
 class Transport:
     """One way between processes, for one side of a link in one worker."""
 
-    def stage(
-        self, tools: Any, number: int, channel: Mapping[str, Any], blocks: Sequence[Block], order: Any, fresh: bool
-    ) -> Any:
+    def stage(self, write: Write) -> Any:
         """Make the blocks of a channel available; return what a target rank needs to find them.
-
-        Args:
-            tools: the library of the tensors.
-            number: of the channel.
-            channel: its orders.
-            blocks: what it carries.
-            order: what identifies the orders; blocks of the same ones have the same sizes and offsets.
-            fresh: use new memory, because a target may still read the old one.
 
         Raises:
             Blocked: this process cannot use the transport.
