@@ -163,17 +163,19 @@ class Attempt:
         first = ("prepare", self.epoch, options.before) if options.prepares else None
         requests = self.target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
         self._costs.rounds += 1
+        for rank, (_, ref) in requests.items():
+            # In place a late rank still reads from the sources, which may change from now on: that is no version.
+            ends[rank].unconfirmed = None if self.in_place else ref
         releases = self.source.name == "source"
         if releases and not self.in_place:
             self.source.release(self.epoch)
         replies = self._wait_for_commits(requests)
         if releases and self.in_place:
             self.source.release(self.epoch)
-        # In place a late rank still reads from the sources, which may change from now on: that is no version.
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
-            if reply.late and not self.in_place:
-                ends[rank].unconfirmed = requests[rank][1]
+            if not reply.late:
+                ends[rank].unconfirmed = None
             if reply.is_good:
                 if (reason := self.states.note(rank, ends[rank], reply.value)) is not None:
                     failures[rank] = reason

@@ -416,6 +416,40 @@ def test_tables(groups):
         assert repr(link) == "Link('policy' -> 'generation', version 0)"
 
 
+def test_interrupted_commit(groups, engine, gate, monkeypatch, eventually):
+    """Ctrl-C in the wait for commits leaves them to end: the link learns of each without another transfer."""
+    policy, _ = groups
+    policy.call("fill", 2.0).result()
+    wait = Side.wait
+
+    def interrupt(side, requests, timeout_s, *, all_of_them=False):
+        """Interrupt the wait for commits."""
+        if all_of_them:
+            raise KeyboardInterrupt
+        return wait(side, requests, timeout_s)
+
+    with Link(policy, engine, source="weights", target="weights") as link:
+        link.send(0, timeout=60)
+        ask = Side.ask
+
+        def ask_and_hold(side, ranks, operation, arguments, **options):
+            """Have a method of the target run when the commit arrives."""
+            if operation == "commit":
+                slow.append(engine.call("generate_until", gate))
+            return ask(side, ranks, operation, arguments, **options)
+
+        slow = []
+        monkeypatch.setattr(Side, "wait", interrupt)
+        monkeypatch.setattr(Side, "ask", ask_and_hold)
+        with pytest.raises(KeyboardInterrupt):
+            link.send(1, timeout=60)
+        monkeypatch.undo()
+        assert set(link.versions().values()) == {"committing"}
+        gate.touch()
+        slow[0].result()
+        assert eventually(lambda: link.versions() == dict.fromkeys(range(4), 1), 60)
+
+
 def test_commit_is_exclusive_on_asyncio_workers(groups, engine, gate, monkeypatch, eventually):
     """While methods of an asyncio worker overlap, the commit waits for them, and later ones wait for it."""
     policy, _ = groups
