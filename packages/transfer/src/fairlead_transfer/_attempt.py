@@ -196,9 +196,8 @@ class Attempt:
         route = self._route
         if route is None:
             return None
-        processes = {rank: self.source.ends[rank].process for rank in self._replies}
         described = {rank: self.target.ends[rank].described for rank in route.targets}
-        return Staged(self.version, route, dict(self._replies), processes, described)
+        return Staged(self.version, route, dict(self._replies), dict(self.source.ends), described)
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""

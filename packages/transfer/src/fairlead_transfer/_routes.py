@@ -11,7 +11,7 @@ from ._layout import Layout
 from ._orders import Orders, make_orders
 from ._plan import TransferPlan, find_mismatches, reshard
 from ._report import TransferExplanation
-from ._side import Side
+from ._side import EndState, Side
 from .exceptions import LayoutMismatchError
 
 Transport = Literal["auto", "shared_memory", "nixl", "object_store"]
@@ -40,7 +40,7 @@ class Staged:
     version: int  # which one
     route: Route  # by which it was staged
     replies: Mapping[int, Any]  # of the source ranks, which say where it is
-    processes: Mapping[int, tuple[int, int]]  # of the source ranks
+    ends: Mapping[int, EndState]  # of the source ranks, which are others after a restart
     described: Mapping[int, Any]  # the descriptions by the target ranks at that time
 
     def is_kept(self, source: Side, ranks: Collection[int]) -> bool:
@@ -49,10 +49,7 @@ class Staged:
         if not self.route.targets.issuperset(ranks):
             return False
         needed = {one for rank in ranks for one in orders[rank]["sources"] if one >= 0}
-        same = all(
-            rank in source.ends and source.ends[rank].process == self.processes.get(rank) and rank not in source.lost
-            for rank in needed
-        )
+        same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
         # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
         read = {kind for (_, rank), kind in self.route.orders.transports.items() if rank in ranks}
         patched = any(one["kind"] == "patch" for reply in self.replies.values() for one in reply["staged"]["channels"])

@@ -20,10 +20,10 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import LocalTensor
 from fairlead_transfer._remote import tensors
-from fairlead_transfer._remote.agent import MODULES, UCX, Agent, Run, collapse, explain_missing
+from fairlead_transfer._remote.agent import MODULES, UCX, Agent, collapse, explain_missing
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._remote.nixl import RUN_BYTES, Nixl
-from fairlead_transfer._remote.tensors import library
+from fairlead_transfer._remote.tensors import Run, library
 from fairlead_transfer._remote.transport import Late, Lost, Read
 
 from ..ends import Ends
@@ -124,7 +124,7 @@ def test_staging_has_huge_pages(name):
         pytest.skip(f"{thp} has no madvise")
     tools = library(name)
     buffer = tools.buffer(8 << 20, "cpu")
-    address, _, _ = tools.memory(buffer)
+    address = tools.memory(buffer).address
     for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         begin, end = (int(at, 16) for at in mapping.split(maxsplit=1)[0].split("-"))
         if begin <= address + (4 << 20) < end:
@@ -196,8 +196,8 @@ def test_end_after_the_death_of_a_source(run_python, end):
         import sys
         import time
         import numpy as np
-        from fairlead_transfer._remote.agent import Agent, Run
-        from fairlead_transfer._remote.tensors import library
+        from fairlead_transfer._remote.agent import Agent
+        from fairlead_transfer._remote.tensors import Run, library
         from fairlead_transfer._remote.transport import Lost
 
         def be_source(end):

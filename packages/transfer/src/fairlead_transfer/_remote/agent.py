@@ -25,10 +25,10 @@ import types
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from .entry import SHARED
-from .tensors import span
+from .tensors import Run, span
 from .transport import Blocked, Late, Lost
 
 logger = logging.getLogger(__name__)
@@ -88,14 +88,6 @@ def collapse(
 def dense(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the strides of a tensor in one piece."""
     return tuple(itemsize * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
-class Run(NamedTuple):
-    """A part of a tensor in a process's memory."""
-
-    device: str  # "cpu" or "cuda:0"
-    address: int  # of its first element
-    strides: tuple[int, ...]  # in bytes
 
 
 @dataclass

@@ -200,7 +200,7 @@ def _read(context: Context, at: int, box: tuple[slice, ...]) -> Any:
     np, tools, dtype = _numpy(), context.tools, context.orders["dtypes"][at]
     value, itemsize = context.part(at, box), nbytes(tools, (), dtype)
     kind = f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
-    address, strides, device = tools.memory(value)
+    device, address, strides = tools.memory(value)
     if device != "cpu" or tools.dtype_name(value) != dtype or 0 in value.shape:
         return np.frombuffer(as_bytes(tools, value, dtype), kind).reshape(tuple(value.shape))
     # Where they are, also if they are strided. Not through numpy(): see `TorchLibrary.as_buffer`.

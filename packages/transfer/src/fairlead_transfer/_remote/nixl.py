@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .agent import Agent, Run, collapse, dense, late_lock, late_reads
-from .tensors import copy_all, finish, nbytes, part, view_parts
+from .agent import Agent, collapse, dense, late_lock, late_reads
+from .tensors import Run, copy_all, finish, nbytes, part, view_parts
 from .transport import Block, Blocked, Lost, Read, Transport, Wanted, Write
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
@@ -79,9 +79,9 @@ class Nixl(Transport):
             return Outbox(key, [run for run in found if run], packed, [])
         small = [blocks[at] for at in packed]
         offsets, size = _line_up(tools, small)
-        buffer = tools.buffer(size, tools.memory(small[0].tensor)[2])
+        buffer = tools.buffer(size, tools.memory(small[0].tensor).device)
         agent.register("packed", tools, [buffer])
-        base, _, device = tools.memory(buffer)
+        device, base, _ = tools.memory(buffer)
         views = [
             tools.view(buffer, block.dtype, offset, block.sizes) for block, offset in zip(small, offsets, strict=True)
         ]
@@ -95,8 +95,7 @@ class Nixl(Transport):
         """Describe what has been fetched, so that other ranks of this node read it here."""
         agent = self._get_agent()
         agent.serve(busy=True)
-        runs = [Run(device, address, strides) for address, strides, device in map(tools.memory, views)]
-        return self._describe(agent, "relayed", runs)
+        return self._describe(agent, "relayed", list(map(tools.memory, views)))
 
     def _describe(self, agent: Agent, what: str, runs: list[Run]) -> dict[str, Any]:
         number, known = self._described.get(what, (0, []))
@@ -114,7 +113,7 @@ class Nixl(Transport):
         """Read the wanted blocks into memory of this process, or straight into tensors."""
         agent, source, staged, into = self._get_agent(), read.source, read.staged, read.into
         _release_ended()
-        places = [Run(device, address, strides) for address, strides, device in map(read.tools.memory, into or ())]
+        places = list(map(read.tools.memory, into or ()))
         key = staged["agent"], staged["metadata"], staged["number"], read.order, places
         # No other thread uses it while this one reads, and none ever does if the reads do not end.
         inbox = self._inboxes.pop(source, None)
@@ -189,12 +188,12 @@ class Nixl(Transport):
 def _find_run(tools: Any, block: Block) -> Run | None:
     """Return where a block is in a tensor's memory; None if it has to be packed."""
     value = part(block.tensor, block.box)
-    address, strides, device = tools.memory(value)
-    if tools.dtype_name(value) != block.dtype or any(stride < 0 for stride in strides):
+    run: Run = tools.memory(value)
+    if tools.dtype_name(value) != block.dtype or any(stride < 0 for stride in run.strides):
         return None
     itemsize = nbytes(tools, (1,), block.dtype)
-    length, _ = collapse(block.sizes, itemsize, strides, dense(block.sizes, itemsize))
-    return Run(device, address, strides) if length >= RUN_BYTES else None
+    length, _ = collapse(block.sizes, itemsize, run.strides, dense(block.sizes, itemsize))
+    return run if length >= RUN_BYTES else None
 
 
 def _line_up(tools: Any, blocks: Iterable[Block | Wanted]) -> tuple[list[int], int]:
@@ -227,7 +226,7 @@ def _make_inbox(agent: Agent, read: Read, key: Any) -> Inbox:
         offsets, size = _line_up(tools, chosen)
         buffer = tools.buffer(size, wanted[0].device)
         memory.append(buffer)
-        base, _, device = tools.memory(buffer)
+        device, base, _ = tools.memory(buffer)
         parts = view_parts(tools, [buffer], chosen, [(0, offset) for offset in offsets])
         for at, offset, value in zip(buffered, offsets, parts, strict=True):
             places[at], views[at] = Run(device, base + offset, dense(wanted[at].sizes, itemsizes[at])), value

@@ -13,12 +13,20 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .transport import Wanted
 
 # Bytes of a tensor that are copied at a time where only its digest is wanted.
 SLAB_BYTES = 1 << 20
+
+
+class Run(NamedTuple):
+    """A tensor, or a part of one, in this process's memory or another's."""
+
+    device: str  # "cpu" or "cuda:0"
+    address: int  # of its first element
+    strides: tuple[int, ...]  # in bytes
 
 
 class NumpyLibrary:
@@ -50,9 +58,9 @@ class NumpyLibrary:
         at = (where,) if to.flags.c_contiguous else self._numpy.unravel_index(where, to.shape)
         (to.reshape(-1) if to.flags.c_contiguous else to)[at] = self.view(values, dtype, 0, where.shape)
 
-    def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
-        """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
-        return value.__array_interface__["data"][0], value.strides, "cpu"
+    def memory(self, value: Any) -> Run:
+        """Return where a tensor is."""
+        return Run("cpu", value.__array_interface__["data"][0], value.strides)
 
     def watch(self, value: Any) -> Callable[[], bool] | None:
         """Return None: it is unknown later whether this memory exists. An array with weak references cannot resize."""
@@ -120,10 +128,10 @@ class TorchLibrary:
             else:
                 to[self._torch.unravel_index(at, to.shape)] = new
 
-    def memory(self, value: Any) -> tuple[int, tuple[int, ...], str]:
-        """Return the address of a tensor, the bytes from one element to the next in each dim, and the device."""
+    def memory(self, value: Any) -> Run:
+        """Return where a tensor is."""
         itemsize = value.element_size()
-        return value.data_ptr(), tuple(stride * itemsize for stride in value.stride()), str(value.device)
+        return Run(str(value.device), value.data_ptr(), tuple(stride * itemsize for stride in value.stride()))
 
     def watch(self, value: Any) -> Callable[[], bool] | None:
         """Return what says later whether the memory of a tensor still exists, and does not keep it."""
@@ -347,7 +355,7 @@ def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
 
 def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
     """Return the device of a tensor, the address where its memory begins, and the one where it ends."""
-    address, strides, device = tools.memory(tensor)
+    device, address, strides = tools.memory(tensor)
     steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
     begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
     return device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))
