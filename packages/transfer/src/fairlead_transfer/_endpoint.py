@@ -7,8 +7,6 @@ import hmac
 import os
 import secrets
 import socket
-import sys
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,7 +16,7 @@ from typing import Any, Literal
 from ._descriptions import Selection, one_sided, read_side
 from ._plan import TransferPlan
 from ._remote.end import End
-from ._remote.entry import SHARED
+from ._remote.entry import find_shared
 from ._remote.transport import explain_failure
 from ._routes import plan_orders
 from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
@@ -215,8 +213,7 @@ class Endpoint:
         self._node = find_node()
         key = self._token.hex(), "endpoint"
         self._end: End | None = End(key)
-        shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
-        shared.__dict__.setdefault("ends", {})[key] = self._end
+        find_shared("ends", {})[key] = self._end
         self._epoch = 0
         self._number = 0
         self._orders: EndpointOrders | None = None

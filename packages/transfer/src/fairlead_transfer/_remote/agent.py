@@ -18,16 +18,14 @@ import importlib
 import importlib.util
 import logging
 import math
-import sys
 import threading
 import time
-import types
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .entry import SHARED
+from .entry import find_shared
 from .tensors import Run, span
 from .transport import Blocked, Late, Lost
 
@@ -344,16 +342,11 @@ def _number(device: str) -> int:
 
 def late_reads() -> list[tuple[Agent, Any]]:
     """Return what late transfers of this process may still write, also those of links that were closed."""
-    late: list[tuple[Agent, Any]] = _shared().__dict__.setdefault("late", [])
+    late: list[tuple[Agent, Any]] = find_shared("late", [])
     return late
 
 
 def late_lock() -> threading.Lock:
     """Return the lock that is held while late transfers are given back, so that each is given back once."""
-    lock: threading.Lock = _shared().__dict__.setdefault("late_lock", threading.Lock())
+    lock: threading.Lock = find_shared("late_lock", threading.Lock())
     return lock
-
-
-def _shared() -> Any:
-    """Return the module that the copies of this code in a process share."""
-    return sys.modules.setdefault(SHARED, types.ModuleType(SHARED))

@@ -7,7 +7,6 @@ that a later attempt has superseded: a worker that was stopped and continues lat
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from .buckets import Place, Reader, offer_buckets
 from .collection import Collection, call
 from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
-from .entry import SHARED, note_weights
+from .entry import find_shared, note_weights
 from .faults import commit_fault
 from .nixl import Nixl
 from .reading import explain, fetch_channel, find_differing
@@ -301,8 +300,7 @@ class End:
     def _close(self) -> None:
         for transport in self._transports.values():
             transport.close()
-        shared: Any = sys.modules[SHARED]
-        shared.ends.pop(self._key, None)
+        find_shared("ends", {}).pop(self._key, None)
 
     async def _in_thread(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Run what blocks: in a thread where other methods may run beside it."""
@@ -432,8 +430,7 @@ class End:
         orders, tools = self._orders, context.tools
         if not orders["local"]:
             return []
-        shared: Any = sys.modules[SHARED]
-        own = shared.ends[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
+        own = find_shared("ends", {})[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
         finish(own.values())
         pieces = []
         for at, box, source_box, sizes in orders["local"]:
@@ -454,8 +451,7 @@ class End:
             own = (one for one in context.tensors if one is not None and 0 not in one.shape)
             self._claimed = [span(context.tools, one) for one in own]
         lost = []
-        shared: Any = sys.modules[SHARED]
-        for (link, _), end in shared.ends.items():
+        for (link, _), end in find_shared("ends", {}).items():
             if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
                 end._claimed, end._committed = [], None  # noqa: SLF001
                 lost.append(link)

@@ -10,13 +10,17 @@ import ray
 SHARED = "_fairlead_transfer"
 
 
+def find_shared(name: str, default: Any) -> Any:
+    """Return a value that the copies of this code in a process share, such as "ends"; set it if there is none."""
+    return sys.modules.setdefault(SHARED, types.ModuleType(SHARED)).__dict__.setdefault(name, default)
+
+
 def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str, *args: Any) -> Any:
     """Run an operation of the worker's end of a link; make the end first if this process has none.
 
     The code is the pickled class of the end; None if the process has been given it before.
     """
-    shared: Any = sys.modules.setdefault(SHARED, types.ModuleType(SHARED))
-    ends = shared.__dict__.setdefault("ends", {})
+    ends = find_shared("ends", {})
     if key not in ends:
         if operation in ("close", "release", "prepare"):
             return None
@@ -36,8 +40,7 @@ def check_version(key: tuple[str, str], needed: int, make_error: bytes) -> None:
 
     The caller gets the error that the pickled function returns for the rank and what it holds.
     """
-    shared: Any = sys.modules.get(SHARED)
-    end = None if shared is None else shared.ends.get(key)
+    end = find_shared("ends", {}).get(key)
     if end is not None and end.held != needed:
         refusal: Any = ray.exceptions.RayError(f"This worker holds version {end.held}, and the call needs {needed}.")
         refusal.fairlead_error = make_error, end.held
