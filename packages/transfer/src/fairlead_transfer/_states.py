@@ -26,11 +26,15 @@ class States:
         """Return what each rank holds; a restarted one holds nothing."""
         self._target.look()
         members, ends = self._target.members, self._target.ends
-        for rank, end in ends.items():
-            if (ref := end.unconfirmed) is not None and ray.wait([ref], timeout=0)[0]:
+        pending = {ref: (rank, end) for rank, end in ends.items() if (ref := end.unconfirmed) is not None}
+        for ref in ray.wait([*pending], num_returns=len(pending), timeout=0)[0] if pending else ():
+            rank, end = pending[ref]
+            reply: Any = {}
+            with contextlib.suppress(ray.exceptions.RayError):  # the roster will know that the worker is lost
+                reply = ray.get(ref)
+            if end.unconfirmed is ref:  # no other thread has noted it
                 end.unconfirmed = None
-                with contextlib.suppress(ray.exceptions.RayError):  # the roster will know that the worker is lost
-                    self.note(rank, end, ray.get(ref))
+                self.note(rank, end, reply)
         there = {one.rank for one in members if one.failure is None and one.rank in ends}
         return {one.rank: ends[one.rank].held if one.rank in there else None for one in members}
 
