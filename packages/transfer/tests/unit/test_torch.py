@@ -317,11 +317,8 @@ def test_gpus_are_waited_for(monkeypatch):
         def note(self):
             events.append("note")
 
-    def copy_all(self, pairs):
-        events.extend("copied" for _ in pairs)
-
     monkeypatch.setattr(end, "finish", lambda tensors: events.append("finished"))
-    monkeypatch.setattr(TorchLibrary, "copy_all", copy_all)
+    monkeypatch.setattr(TorchLibrary, "copy", lambda self, to, value: events.append("copied"))
     ends = Ends([Busy({"a": torch.ones(4)})], [Busy({"a": torch.zeros(4)})])
     ends.plan()
     staged = ends.stage(verify=False)
