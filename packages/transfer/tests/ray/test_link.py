@@ -454,6 +454,7 @@ def test_commit_is_exclusive_on_asyncio_workers(groups, engine, gate, monkeypatc
     """While methods of an asyncio worker overlap, the commit waits for them, and later ones wait for it."""
     policy, _ = groups
     policy.call("fill", 2.0).result()
+    engine.call("fill", 1.0).result()
     with Link(policy, engine, source="weights", target="weights") as link:
         calls = [engine.call("generate", 0.05) for _ in range(4)]
         done = threading.Event()
