@@ -436,6 +436,8 @@ def test_interrupted_commit(groups, engine, gate, monkeypatch, eventually):
             """Have a method of the target run when the commit arrives."""
             if operation == "commit":
                 slow.append(engine.call("generate_until", gate))
+                # Requests to an asyncio actor may overtake one whose argument is still fetched.
+                assert eventually(lambda: {one.method for one in engine.get_worker_status()} == {"generate_until"}, 60)
             return ask(side, ranks, operation, arguments, **options)
 
         slow = []
