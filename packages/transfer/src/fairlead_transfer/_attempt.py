@@ -166,12 +166,15 @@ class Attempt:
         for rank, (_, ref) in requests.items():
             # In place a late rank still reads from the sources, which may change from now on: that is no version.
             ends[rank].unconfirmed = None if self.in_place else ref
+            ends[rank].is_reading |= self.in_place
         releases = self.source.name == "source"
         if releases and not self.in_place:
-            self.source.release(self.epoch)
-        replies = self._wait_for_commits(requests)
-        if releases and self.in_place:
-            self.source.release(self.epoch)
+            self.source.release(self.epoch, late=self.states.reading)
+        try:
+            replies = self._wait_for_commits(requests)
+        finally:
+            if releases and self.in_place:
+                self.source.release(self.epoch, late=self.states.reading)
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
             if not reply.late:
@@ -201,7 +204,7 @@ class Attempt:
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
-        self.source.release(self.epoch)
+        self.source.release(self.epoch, late=self.states.reading)
         self.target.release(self.epoch, ranks)
 
     @contextlib.contextmanager
@@ -267,7 +270,7 @@ class Attempt:
         number = kept.orders.number if kept is not None and stage else 0
         self._verified = self.router.needs_digests(kept, self.verify)
         sources = [one.rank for one in self.source.members if one.rank not in lost]
-        arguments = self.source.method, number, self._verified, self.states.unconfirmed, self.delta
+        arguments = self.source.method, number, self._verified, self._fresh(), self.delta
         requests = self.source.ask(
             sources,
             "source",
@@ -324,7 +327,7 @@ class Attempt:
 
     def _ask_to_stage(self, route: Route, board: Any = None) -> Requests:
         """Have source ranks stage all of a version, or offer it in buckets on a board."""
-        orders, ends, fresh = route.orders, self.source.ends, self.states.unconfirmed
+        orders, ends, fresh = route.orders, self.source.ends, self._fresh()
 
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
@@ -334,6 +337,10 @@ class Attempt:
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
+
+    def _fresh(self) -> bool:
+        """Return whether target ranks may still use what was staged before."""
+        return self.states.unconfirmed or self.states.reading
 
     def _note_staged(self, route: Route, rank: int, value: Mapping[str, Any]) -> None:
         self.source.ends[rank].order_id = route.orders.number
@@ -351,6 +358,7 @@ class Attempt:
             here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
             arguments[rank] = self.epoch, self.version, *self._reading(route, here, rank)
             requests |= self.target.ask([rank], "fetch", arguments.__getitem__)
+            self.target.ends[rank].is_reading = True
         return requests
 
     def _reading(self, route: Route, staged: Mapping[int, Any], rank: int) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ class EndState:
         lacks: by transport, why this process cannot use it; an empty text if it can.
         held: the version of a target.
         unconfirmed: the commit that a target may still be at.
+        is_reading: whether a target may still read what source ranks have staged.
     """
 
     process: tuple[int, int]
@@ -49,6 +50,7 @@ class EndState:
     lacks: Mapping[str, str] = field(default_factory=dict)
     held: State = None
     unconfirmed: Any = None
+    is_reading: bool = False
 
 
 @dataclass
@@ -144,6 +146,7 @@ class Side:
         for rank, reply in replies.items():
             if reply.is_good and self.ends[rank].process == reply.worker.key:
                 self.ends[rank].installed = True
+                self.ends[rank].is_reading = reply.value.get("late", self.ends[rank].is_reading)
         return replies
 
     def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
@@ -157,9 +160,13 @@ class Side:
         if value.get("tensors") is not None:
             state.lacks, state.described = value["lacks"], value["tensors"]
 
-    def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
-        """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""
-        self.ask([rank for rank in self.live if ranks is None or rank in ranks], "release", lambda rank: (epoch,))
+    def release(self, epoch: int, ranks: Collection[int] | None = None, *, late: bool = False) -> None:
+        """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it.
+
+        With `late`, ends keep what other processes may still read.
+        """
+        chosen = [rank for rank in self.live if ranks is None or rank in ranks]
+        self.ask(chosen, "release", lambda rank: (epoch, late))
 
     def close(self) -> None:
         """Have the ends drop everything, without waiting for it. Nothing if the group has been shut down."""

@@ -502,7 +502,7 @@ def test_dropped_tensors_are_freed(make_ends):
     ends.send(1)
     held = [weakref.ref(workers[0].tensors["a"]) for workers in ends.workers.values()]
     for side, workers in ends.workers.items():
-        ends.ask(side, 0, "release", ends.epoch)
+        ends.ask(side, 0, "release", ends.epoch, False)
         workers[0].tensors = {}
     gc.collect()
     alive = [one() is not None for one in held]
@@ -519,13 +519,13 @@ def test_registration_ends_with_the_memory(kind, make_ends, monkeypatch):
     agent = ends.ends["source", 0]._nixl._agent
     register, registered = agent._nixl.register_memory, []
     monkeypatch.setattr(agent._nixl, "register_memory", lambda *args: registered.append(args) or register(*args))
-    ends.ask("source", 0, "release", ends.epoch)
+    ends.ask("source", 0, "release", ends.epoch, False)
     agent._give_back_freed()
     assert ("tensors" in agent._registered) == (kind != "array")
     ends.describe()
     ends.stage()
     assert len(registered) == (kind == "array")
-    ends.ask("source", 0, "release", ends.epoch)
+    ends.ask("source", 0, "release", ends.epoch, False)
     if kind == "resized":
         made.untyped_storage().resize_(0)
     else:
@@ -567,3 +567,72 @@ def test_refused_descriptions(make_ends, monkeypatch):
     monkeypatch.setattr(Agent, "prepare", refuse)
     (reply,) = ends.fetch(staged, 1)
     assert reply == {"blocked": {0: ("nixl", "nixlNotFoundError: NIXL_ERR_NOT_FOUND")}}
+
+
+@pytest.mark.parametrize("then", ["stage(1, tensors)", "stage(2, [*tensors, tensors[1][::2]])", "tensors.clear()"])
+def test_stopped_source_answers_late_reads(run_python, then):
+    """Over TCP a source that was stopped answers late reads from its memory; it crashed if that was given back."""
+    script = f"""
+        import multiprocessing
+        import os
+        import time
+        import numpy as np
+        from fairlead_transfer._remote.agent import Agent
+        from fairlead_transfer._remote.nixl import Nixl
+        from fairlead_transfer._remote.tensors import library
+        from fairlead_transfer._remote.transport import Block, Late, Read, Wanted, Write
+
+        tools = library("numpy")
+        here, there = multiprocessing.Pipe()
+
+        def be_source():
+            Agent.serve = lambda agent, *, busy: None  # it makes progress only where this function has it
+            nixl, tensors = Nixl(), [np.ones(1 << 19), np.ones(1 << 19)[::2]]
+
+            def stage(order, tensors, fresh=True):
+                blocks = [Block(one, (slice(None),), "float64", one.shape, 0) for one in tensors]
+                return nixl.stage(Write(tools, 0, 0, blocks, order, fresh))
+
+            def answer_reads():
+                while not there.poll(0.001):
+                    vars(nixl)["_agent"]._nixl.get_new_notifs()
+                return there.recv()
+
+            there.send(stage(1, tensors, fresh=False))
+            assert answer_reads() == "stop"
+            there.send("stopped")
+            assert there.recv() == "continue"
+            # What it was asked for while it was stopped.
+            nixl.keep_read(late=True)
+            nixl.release()
+            {then}
+            nixl.keep_read(late=True)
+            nixl.release()
+            assert answer_reads() == "end"
+            nixl.keep_read(late=False)
+            nixl.close()
+
+        if (source := os.fork()) == 0:
+            be_source()
+            os._exit(0)
+        nixl, staged = Nixl(), here.recv()
+        wanted = [Wanted(0, 0, (1 << 19,), "float64", None, "cpu"), Wanted(1, 0, (1 << 18,), "float64", None, "cpu")]
+
+        def read(within_s):
+            return nixl.fetch(Read(tools, 0, 0, staged, wanted, 1, time.monotonic() + within_s))
+
+        assert [one.sum() for one in read(30)] == [1 << 19, 1 << 18]
+        here.send("stop")
+        assert here.recv() == "stopped"
+        try:
+            print(read(0.5))
+        except Late:
+            here.send("continue")
+        deadline = time.monotonic() + 30
+        while nixl.is_writing() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        here.send("end")
+        print(os.waitpid(source, 0)[1], nixl.is_writing())
+        nixl.close()
+    """
+    assert run_python(script, UCX_TLS="tcp").split() == ["0", "False"]

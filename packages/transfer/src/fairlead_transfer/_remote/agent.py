@@ -6,7 +6,8 @@ the deadline to mean something. A dead source shows as an exception or as the st
 is released before it has ended goes on writing, so none is. NIXL's own progress thread keeps a core busy all the time,
 and makes TCP slower than a thread that sleeps between its looks. A process that was stopped, and continues after a
 process that read from it over TCP has died, is aborted by UCX. So is, in one of ten cases, a process that drops its
-agent after a process that it read from has died, unless it lets UCX make progress after it has disconnected.
+agent after a process that it read from has died, unless it lets UCX make progress after it has disconnected. Over TCP,
+a process answers reads out of its memory when it makes progress, and crashes if that memory has been given back.
 
 Seen of nixl-cu13 1.5.1 with memory of one H200: UCX opens the memory of the other process while it copies (CUDA IPC).
 The first allocation that it opens of a process stays open as long as that is connected. Memory of torch's
@@ -192,6 +193,12 @@ class Agent:
                 return False
             known.tensors = list(tensors)
             return True
+
+    def held(self, owner: Any) -> list[Any]:
+        """Return the tensors of an owner that are kept."""
+        with self._registering:
+            known = self._registered.get(owner)
+            return [] if known is None else known.tensors
 
     def let_go(self, owner: Any) -> None:
         """Keep the tensors of an owner no longer: their memory stays registered as long as it exists."""

@@ -39,7 +39,7 @@ class StageOptions(NamedTuple):
     """How a source rank stages."""
 
     verify: bool  # whether digests are compared
-    fresh: bool  # into new memory, because a target may still read the old one
+    fresh: bool  # whether a target may still use what was staged before
     delta: tuple[int, bool, bool] | None = None  # as for `Base.follow`
     offer: tuple[Any, int, float] | None = None  # the board, the rank and the seconds for a transfer in buckets
 
@@ -186,7 +186,11 @@ class End:
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
         intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-        return await self._in_thread(self._fetch_all if take is None else self._take_all, intake)
+        return self._note_late(await self._in_thread(self._fetch_all if take is None else self._take_all, intake))
+
+    def _note_late(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Say in the reply to a read whether an earlier one may still go on."""
+        return {**reply, "late": self._nixl.is_writing()} if "bytes" in reply else reply
 
     def _take_all(self, intake: Intake) -> dict[str, Any]:
         """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
@@ -213,7 +217,7 @@ class End:
     async def _commit(self, worker: Any, epoch: int, version: int, *args: Any) -> dict[str, Any]:
         """Put the version into place; then no source rank waits for this one any more."""
         try:
-            return await self._put_version(worker, epoch, version, *args)
+            return self._note_late(await self._put_version(worker, epoch, version, *args))
         finally:
             if (reading := args[-1]) is not None and reading[-1] is not None:
                 board, rank, _ = reading[-1]
@@ -285,9 +289,10 @@ class End:
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
 
-    async def _release(self, worker: Any, epoch: int) -> None:
-        """Drop the tensors of an attempt, which were kept alive until its end."""
+    async def _release(self, worker: Any, epoch: int, late: bool) -> None:
+        """Drop the tensors of an attempt, which were kept alive until its end, unless late targets may read them."""
         if epoch >= self._epoch:
+            self._nixl.keep_read(late=late)
             self._drop()
             self._staged = None
 

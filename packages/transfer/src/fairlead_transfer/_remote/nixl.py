@@ -37,6 +37,8 @@ class Outbox(NamedTuple):
     runs: list[Run]  # where each block is
     packed: list[int]  # the numbers of the blocks that are copied first
     views: list[Any]  # where they are copied to
+    kind: Any = None  # what their memory was made for
+    buffer: Any = None  # that memory
 
 
 class Nixl(Transport):
@@ -47,6 +49,8 @@ class Nixl(Transport):
         self._outbox = Outbox(None, [], [], [])
         self._described: dict[str, tuple[int, list[Run]]] = {}
         self._inboxes: dict[int, Inbox] = {}
+        # By their ids: the tensors that late transfers of other processes may still read.
+        self._read: dict[int, Any] = {}
 
     def _get_agent(self) -> Agent:
         if self._agent is None:
@@ -57,12 +61,14 @@ class Nixl(Transport):
         """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
         agent, (tools, _, _, blocks, order, fresh) = self._get_agent(), write
         agent.serve(busy=True)
+        if fresh:
+            self.keep_read(late=True)
         tensors = {id(block.tensor): block.tensor for block in blocks}
         key = order, [(*tools.memory(tensor), tools.dtype_name(tensor)) for tensor in tensors.values()]
         # These may be other objects than before, with the same memory.
         packed = set(self._outbox.packed)
         read = [block.tensor for at, block in enumerate(blocks) if at not in packed]
-        if self._outbox.key != key or (fresh and self._outbox.views) or not agent.hold("tensors", read):
+        if self._outbox.key != key or not agent.hold("tensors", read):
             self._outbox = self._make_outbox(agent, tools, blocks, key)
         kept = self._outbox
         copy_all(tools, zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
@@ -79,7 +85,8 @@ class Nixl(Transport):
             return Outbox(key, [run for run in found if run], packed, [])
         small = [blocks[at] for at in packed]
         offsets, size = _line_up(tools, small)
-        buffer = tools.buffer(size, tools.memory(small[0].tensor).device)
+        kind = tools.name, size, tools.memory(small[0].tensor).device
+        buffer = self._outbox.buffer if self._outbox.kind == kind else tools.buffer(*kind[1:])
         agent.register("packed", tools, [buffer])
         device, base, _ = tools.memory(buffer)
         views = [
@@ -89,7 +96,8 @@ class Nixl(Transport):
             Run(device, base + offset, dense(block.sizes, nbytes(tools, (1,), block.dtype)))
             for block, offset in zip(small, offsets, strict=True)
         )
-        return Outbox(key, [next(copies) if run is None else run for run in found], packed, views)
+        runs = [next(copies) if run is None else run for run in found]
+        return Outbox(key, runs, packed, views, kind, buffer)
 
     def relay(self, tools: Any, views: Sequence[Any]) -> dict[str, Any]:
         """Describe what has been fetched, so that other ranks of this node read it here."""
@@ -139,6 +147,16 @@ class Nixl(Transport):
         copy_all(read.tools, [pair for pair in zip(into, inbox.views, strict=True) if pair[0] is not pair[1]])
         return list(into)
 
+    def keep_read(self, *, late: bool) -> None:
+        """Keep the tensors and copies that are registered now, if late transfers may read them; else none.
+
+        Over TCP, UCX answers reads out of this process's memory, and crashes it where there is none any more.
+        """
+        if not late:
+            self._read = {}
+        elif self._agent is not None:
+            self._read |= {id(one): one for one in (*self._agent.held("tensors"), *self._outbox.views)}
+
     def release(self) -> None:
         """Look less often for the reads of others, and keep no tensor; other memory is kept for the next send."""
         if self._agent is not None:
@@ -172,6 +190,7 @@ class Nixl(Transport):
 
     def close(self) -> None:
         """Give all memory back; if late transfers may still write, when they have ended."""
+        self.keep_read(late=True)  # UCX makes progress as the agent closes
         self._outbox = Outbox(None, [], [], [])
         agent, self._agent = self._agent, None
         if agent is None:

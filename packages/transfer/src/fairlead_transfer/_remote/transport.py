@@ -27,7 +27,7 @@ class Write(NamedTuple):
     size: int  # of all blocks with what is between them, in bytes
     blocks: Sequence[Block]
     order: Any  # what identifies the orders; blocks of the same ones have the same sizes and offsets
-    fresh: bool  # use new memory, because a target may still read the old one
+    fresh: bool  # whether a target may still use what was staged before, whose memory is then kept for it
 
 
 class Wanted(NamedTuple):
