@@ -88,7 +88,7 @@ def test_a_step_on_a_full_disk(make_ledger, finish, tmp_path):
 def test_a_file_that_cannot_be_opened(tmp_path, reason):
     """Only a damaged file is moved aside, and never one that cannot be read or written now."""
     path = tmp_path / "journal" if reason == "full" else tmp_path / "missing" / "journal"
-    remedy = "Make room on its disk" if reason == "full" else "Make its folder"
+    remedy = "Make room on its disk" if reason == "full" else "a folder that exists"
     with small_disk(tmp_path), pytest.raises(JournalError, match=f"cannot be opened: .*{remedy}") as raised:
         Journal(path)
     assert not [one.name for one in tmp_path.iterdir() if "aside" in one.name]

@@ -33,6 +33,8 @@ __all__ = ["Journal", "read_steps"]
 BUFFERED_ROWS = 256
 # What SQLite says of a file that is no journal. Anything else is the machine's fault, and the file may be whole.
 DAMAGES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+# SQLite often says no more than "disk I/O error".
+REMEDY = "Make room on its disk, or use a path on a local disk, in a folder that exists, which this user may write."
 STEPS = "create table if not exists step (step integer primary key, snapshot blob not null);"
 
 
@@ -110,13 +112,7 @@ class Journal:
         return database
 
     def _error(self, what: str, error: Exception) -> JournalError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        remedy = "Make room on its disk, and try again."
-        if code == sqlite3.SQLITE_CANTOPEN:
-            remedy = "Make its folder, on a local disk that this user may write to."
-        elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            remedy = "Let this user write the file and its folder, or use another path."
-        return JournalError(str(self._path), f"{what}: {error}", remedy)
+        return JournalError(str(self._path), f"{what}: {error}", REMEDY)
 
     def _move_aside(self, reason: str) -> None:
         aside = next(
