@@ -13,10 +13,10 @@ GROUPS = 200
 
 
 @contextlib.contextmanager
-def small_disk(path):
-    """Let files grow no further, as on a disk that is full."""
+def small_disk(path=None):
+    """Let files grow no further than the largest of a folder, as on a disk that is full; without one not at all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    written = max((one.stat().st_size for one in path.iterdir()), default=0)
+    written = max((one.stat().st_size for one in path.iterdir()), default=0) if path else 0
     resource.setrlimit(resource.RLIMIT_FSIZE, (written, hard))
     try:
         yield
@@ -97,3 +97,12 @@ def test_a_file_that_cannot_be_opened(tmp_path, reason):
     path.parent.mkdir(exist_ok=True)
     with Journal(path):
         pass
+
+
+def test_an_old_journal_on_a_full_disk(tmp_path):
+    """It is not used, and can be opened when there is room."""
+    for _ in range(2):
+        with Journal(tmp_path / "journal"):
+            pass
+        with small_disk(), pytest.raises(JournalError, match="cannot be opened"):
+            Journal(tmp_path / "journal")

@@ -98,6 +98,10 @@ class Journal:
             if database.execute("pragma quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
             read_prompts(database), read_samples(database), read_meta(database)
+            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        except OSError as error:
+            database.close()
+            raise self._error("opened", error) from None
         except (sqlite3.DatabaseError, ValueError) as error:
             database.close()
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
@@ -108,7 +112,6 @@ class Journal:
                 raise self._error("opened", error) from None
             self._move_aside(f"it is damaged ({error})")
             return self._open()
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         return database
 
     def _error(self, what: str, error: Exception) -> JournalError:
