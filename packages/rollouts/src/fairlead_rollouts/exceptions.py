@@ -71,7 +71,17 @@ class InvariantError(RolloutError):
         )
 
 
-class SnapshotError(RolloutError):
+class _FileError(RolloutError):
+    """The base of errors about a file, which say what was found and what to do."""
+
+    def __init__(self, path: str, found: str, remedy: str) -> None:
+        super().__init__(path, found, remedy)
+        self.path = path
+        self.found = found
+        self.remedy = remedy
+
+
+class SnapshotError(_FileError):
     """A snapshot cannot be restored. No ledger has been made, and nothing has been released.
 
     Attributes:
@@ -83,17 +93,11 @@ class SnapshotError(RolloutError):
     The snapshot 'ckpt/rollouts.ledger' cannot be restored: its step is 7, not 8. Pass step=7.
     """
 
-    def __init__(self, path: str, found: str, remedy: str) -> None:
-        super().__init__(path, found, remedy)
-        self.path = path
-        self.found = found
-        self.remedy = remedy
-
     def __str__(self) -> str:
         return f"The snapshot {self.path!r} cannot be restored: {self.found}. {self.remedy}"
 
 
-class JournalError(RolloutError):
+class JournalError(_FileError):
     """A journal cannot be opened or written now. Rows that are not written stay in memory until the next attempt.
 
     Attributes:
@@ -104,12 +108,6 @@ class JournalError(RolloutError):
     >>> print(JournalError("/local/journal", "opened: unable to open database file", "Make its folder."))
     The journal '/local/journal' cannot be opened: unable to open database file. Make its folder.
     """
-
-    def __init__(self, path: str, found: str, remedy: str) -> None:
-        super().__init__(path, found, remedy)
-        self.path = path
-        self.found = found
-        self.remedy = remedy
 
     def __str__(self) -> str:
         return f"The journal {self.path!r} cannot be {self.found}. {self.remedy}"
