@@ -27,7 +27,7 @@ def simulate(script):
 
 
 def advance(sender, **changes):
-    with sender.roster._lock:
+    with sender.roster.lock:
         sender.roster._advance(**changes)
 
 

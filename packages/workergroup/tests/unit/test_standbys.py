@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that starts the standbys of a group, without Ray."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ def make(monkeypatch):
 
     def make(start):
         roster = SimpleNamespace(ending=False, is_over=False, connected=False, name_prefix="policy")
-        roster.standby_metadata, roster.report = [], lambda change: None
+        roster.standby_metadata, roster.report, roster.lock = [], lambda change: None, threading.Lock()
         spec = SimpleNamespace(start_timeout_s=60.0)
         made = standbys.Standbys(SimpleNamespace(resources=Resources(roster), spec=spec), 2)
         monkeypatch.setattr(made, "start_in", lambda slots, deadline: start(made, slots))

@@ -65,8 +65,9 @@ class Execution:
     _handed_out_bytes: int = 0
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
-    # What happens when the thread that repeats the call has done so; None if no thread does.
-    _repeated: Event | None = None
+    # What happens when a thread has tried to repeat an attempt, by the attempt and the number of the try. `setdefault`
+    # lets one thread at a time try, without a lock.
+    _repeating: dict[tuple[int, int], Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.submit_s = _world.current.now() - self.order.began
@@ -211,23 +212,16 @@ class Execution:
 
     def _repeat_once(self, attempt: int, limit: Deadline, repeat: Callable[[Deadline], bool]) -> bool:
         """Repeat an attempt, unless another thread does; return whether there is another attempt."""
-        mine = _world.current.event()
+        mine, at = _world.current.event(), 0
         try:
-            while True:
-                with self.sender.repeating:
-                    if self.attempt != attempt:
-                        return True
-                    if self._repeated is None:
-                        self._repeated = mine
-                    other = self._repeated
-                if other is mine:
+            while self.attempt == attempt:
+                if (other := self._repeating.setdefault((attempt, at), mine)) is mine:
                     return repeat(limit)
                 if not wait_for_event(other, limit):
                     raise self.late_error(self.pending())
+                at += 1
+            return True
         finally:
-            with self.sender.repeating:
-                if self._repeated is mine:
-                    self._repeated = None
             mine.set()
 
     def _repeat(self, limit: Deadline) -> bool:

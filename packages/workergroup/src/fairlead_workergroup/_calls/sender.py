@@ -149,8 +149,6 @@ class Sender:
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
     transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
     users_of_transport: int = 0  # how many blocks have opened it and not closed it
-    # It protects which thread repeats a call: one does, and others wait until it has.
-    repeating: _world.Lock = field(default_factory=lambda: _world.current.lock())
     is_owner: ClassVar[bool] = True  # whether this process has made the group
 
     @property

@@ -12,7 +12,6 @@ import ray
 from fairlead_placement import PlacementError, Slot
 from fairlead_placement.spi import head_deadline
 
-from .. import _world
 from .._membership.model import Notice, Place, WorkerProcess
 from .._observe.head import REQUEST_S, alive_nodes
 from .._ray_private import actor_id_of
@@ -55,8 +54,7 @@ class Standbys:
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
-        # It protects these: each slot is in one of the lists, and one thread fills.
-        self._lock = _world.current.lock()
+        # The lock of the roster protects these: each slot is in one of the lists, and one thread fills.
         self._warm: list[Standby] = []
         # Slots without a process, and those in which one is starting.
         self._cold: list[Slot] = []
@@ -67,7 +65,7 @@ class Standbys:
     @property
     def slots(self) -> list[Slot]:
         """The slots that are kept for standbys."""
-        with self._lock:
+        with self._roster.lock:
             return [*(standby.slot for standby in self._warm), *self._cold, *self._starting]
 
     def reserve(self, slots: Sequence[Slot]) -> None:
@@ -103,12 +101,12 @@ class Standbys:
                 raise ValueError(f"a process in {slot!r} could not take a rank's place: the slot holds other resources")
 
     def _add_cold(self, slots: Iterable[Slot]) -> None:
-        with self._lock:
+        with self._roster.lock:
             self._cold.extend(slots)
         self._show()
 
     def _show(self) -> None:
-        with self._lock:
+        with self._roster.lock:
             states = [("warm", one.slot) for one in self._warm]
             states += [("starting", slot) for slot in (*self._cold, *self._starting)]
         if self._is_over:
@@ -122,7 +120,7 @@ class Standbys:
         """Return how many are ready; those that have died are started again."""
         self._drop_dead()
         self.fill()
-        with self._lock:
+        with self._roster.lock:
             return len(self._warm)
 
     def take(self, places: Iterable[Place]) -> dict[int, Standby]:
@@ -130,7 +128,7 @@ class Standbys:
         self._drop_dead()
         usable = {slot.key for slot in usable_slots(self.slots)}
         taken = {}
-        with self._lock:
+        with self._roster.lock:
             ready = [one for one in self._warm if one.slot.key in usable]
             for place in places:
                 if not ready:
@@ -144,13 +142,13 @@ class Standbys:
 
     def give_back(self, standbys: Iterable[Standby]) -> None:
         """Keep standbys that were taken and not used."""
-        with self._lock:
+        with self._roster.lock:
             self._warm.extend(standbys)
         self._show()
 
     def fill(self) -> None:
         """Start what is missing, on a thread of its own."""
-        with self._lock:
+        with self._roster.lock:
             if self._is_filling or not self._cold or self._is_over:
                 return
             self._is_filling = True
@@ -208,7 +206,7 @@ class Standbys:
     def _fill(self) -> None:
         """Start standbys in the slots that have none; the work of a thread."""
         while True:
-            with self._lock:
+            with self._roster.lock:
                 if not self._cold or self._is_over:
                     # What did not start is tried again when the next one asks for standbys.
                     self._cold, self._starting = [*self._cold, *self._starting], []
@@ -224,7 +222,7 @@ class Standbys:
                 if not self._is_over:
                     logger.warning("A standby of %r did not start: %s", self._roster.name_prefix, error)
             else:
-                with self._lock:
+                with self._roster.lock:
                     self._starting.remove(slot)
                     self._warm.extend(ready)
                 where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
@@ -239,13 +237,13 @@ class Standbys:
 
     def _drop_dead(self) -> None:
         """Drop standbys that have died, and keep the slots on living nodes for others."""
-        with self._lock:
+        with self._roster.lock:
             if not self._warm and not self._cold:
                 return
             warm = list(self._warm)
         alive = alive_nodes()
         verdicts = self._roster.judge.ask([one.process for one in warm], look="head", within_s=REQUEST_S)
-        with self._lock:
+        with self._roster.lock:
             self._cold = [slot for slot in self._cold if slot.node_id in alive]
             lost = [one for one in self._warm if one in warm and verdicts[one.process].is_lost]
             self._warm = [one for one in self._warm if one not in lost]

@@ -53,8 +53,8 @@ class Roster:
         self.on_start: tuple[bytes, ...] = ()
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
-        # It protects the members and the actors, which change together.
-        self._lock = _world.current.lock()
+        # It protects the members and the actors, which change together, and the standbys, which become members.
+        self.lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
         # The members as they are now. It is read without the lock.
@@ -133,7 +133,7 @@ class Roster:
         resize: Resize | None,
     ) -> Snapshot:
         """Begin an epoch, with new members and new incarnations of old ones; the only way in which an epoch begins."""
-        with self._lock:
+        with self.lock:
             if self.ending:
                 raise self.ended_error()
             now = self.now
@@ -177,12 +177,12 @@ class Roster:
 
     def mark_repaired(self) -> None:
         """Record that all members have the facts of the present epoch."""
-        with self._lock:
+        with self.lock:
             self._change({}, is_broken=False)
 
     def adopt(self, epoch: int, sharding: NamedSharding, members: Sequence[tuple[str, Member]]) -> None:
         """Replace all members by those of the process that made the group, each with the id of its actor."""
-        with self._lock:
+        with self.lock:
             now = self.now
             self._by_actor.update((actor_id, member.process) for actor_id, member in members)
             resized = [
@@ -217,7 +217,7 @@ class Roster:
         self, failures: Sequence[WorkerFailure], applies: Callable[[Member, WorkerFailure], bool], **others: Any
     ) -> tuple[WorkerFailure, ...]:
         """Record the first failure that applies to each member; return the report that each has now."""
-        with self._lock:
+        with self.lock:
             rows = [(self.now[failure.rank], failure) for failure in reversed(failures)]
             changed = {member.rank: replace(member, failure=one) for member, one in rows if applies(member, one)}
             self._change(changed, **others)
@@ -225,12 +225,12 @@ class Roster:
 
     def mark_restarting(self, ranks: Iterable[int], running: bool = True) -> None:
         """Record that a restart of these ranks has begun, or with `running=False` that it has ended."""
-        with self._lock:
+        with self.lock:
             self._change({rank: replace(self.now[rank], restarting=running) for rank in ranks})
 
     def record_relaunch(self, ranks: Iterable[int], *, counted: Collection[int], together: bool) -> None:
         """Record the next incarnation of members, as a restart of those in `counted`, or of the group if `together`."""
-        with self._lock:
+        with self.lock:
             changed = {}
             for rank in ranks:
                 member = self.now[rank]
@@ -249,7 +249,7 @@ class Roster:
 
     def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
         """Show states that were observed from outside, except of workers that were replaced since `seen`."""
-        with self._lock:
+        with self.lock:
             for shown in self.worker_metadata:
                 rank = shown["global_rank"]
                 if rank in states and self.now[rank].process is seen[rank].process:
@@ -263,7 +263,7 @@ class Roster:
 
     def end(self) -> None:
         """Record that the group has no workers any more."""
-        with self._lock:
+        with self.lock:
             self.begin_end()
             self.handles = []
             self.worker_metadata = []
