@@ -29,8 +29,7 @@ from ._model import (
     Stack,
     Thread,
 )
-from ._node.look import look
-from ._node.references import calibrate
+from ._node.look import look, look_from_task
 
 _T = TypeVar("_T")
 TIMEOUT_S, WINDOW_S = 5.0, 1.0
@@ -117,16 +116,11 @@ def _choose(
     return wanted
 
 
-def _look_here(pids: list[int], drivers: list[int], window_s: float, timeout_s: float) -> dict[str, Any]:
-    """Look at processes of this node. This is the task that a probe runs."""
-    return look(pids, drivers, window_s, calibrate(ray.put(0)), timeout_s)
-
-
 def _probe(
     wanted: Mapping[str, tuple[set[int], set[int]]], window_s: float, timeout_s: float
 ) -> dict[str, dict[str, Any] | str]:
     """Return the answer of each node, or why there is none."""
-    task = ray.remote(num_cpus=0, max_retries=0)(_look_here)
+    task = ray.remote(num_cpus=0, max_retries=0)(look_from_task)
     sent = {}
     for node, (pids, drivers) in wanted.items():
         where = NodeAffinitySchedulingStrategy(node, soft=False)

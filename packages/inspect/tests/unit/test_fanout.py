@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A look at a large cluster, simulated where requests leave: Ray's tables and the probes."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,6 +72,26 @@ def test_a_probe_that_fails(monkeypatch):
     monkeypatch.setattr(ray, "get", get)
     answers = _fanout._probe({"a" * 56: ({1}, set())}, 1.0, 1.0)
     assert answers == {"a" * 56: "the probe failed: ModuleNotFoundError: No module named 'x'"}
+
+
+ALONE = """
+import os, ray, sys
+sys.modules.update(fairlead_inspect=None, fairlead_placement=None)
+task = ray.cloudpickle.loads(sys.stdin.buffer.read())
+ray.put = lambda value: ray.ObjectRef(bytes(range(28)))
+print(*(row[0] for row in task([os.getpid()], [], 0.0, 5.0)["processes"]), os.getpid())
+"""
+
+
+def test_a_node_without_fairlead(monkeypatch):
+    """The task of a probe runs in a Python that cannot import this package (seam: Ray's functions)."""
+    tasks = []
+    monkeypatch.setattr(ray, "remote", lambda **_: tasks.append)
+    _fanout._probe({}, 1.0, 1.0)
+    sent = ray.cloudpickle.dumps(*tasks)
+    done = subprocess.run([sys.executable, "-c", ALONE], input=sent, capture_output=True, timeout=60, check=False)
+    looked_at, own = done.stdout.split() or ("", done.stderr.decode())
+    assert looked_at == own
 
 
 def test_simulated_cluster(large):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ray
+
 from .collectives import find_ras, read_dump, read_ras
 from .environ import read_environ
 from .processes import (
@@ -24,6 +26,7 @@ from .processes import (
     read_wait,
 )
 from .pyspy import MISSING, dump, find_pyspy
+from .references import calibrate
 
 AT_A_TIME = 4
 # The least time for the stacks of one node. Those that seem wrong come first.
@@ -32,6 +35,11 @@ DUMPS_S = 2.0
 WAITS_INSIDE = re.compile(
     r"\.(?:wait|item|cpu|tolist|numpy|synchronize|block_until_ready|wait_stream)\s*\(|[Ss]tore\w*\.\w+\s*\(|[Cc]omm\w*\.\w+\s*\("
 )
+
+
+def look_from_task(pids: list[int], drivers: list[int], window_s: float, timeout_s: float) -> dict[str, Any]:
+    """Look at processes of this node. This is the task of a probe, and the node may lack Fairlead."""
+    return look(pids, drivers, window_s, calibrate(ray.put(0)), timeout_s)
 
 
 def look(
