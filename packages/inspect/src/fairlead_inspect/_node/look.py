@@ -66,8 +66,7 @@ def look(
     reader.start()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         list(pool.map(lambda row: _dump(row, program, offset, until), rows))
-        time.sleep(max(0.0, window_s))
-        list(pool.map(lambda row: _look_again(row, program, offset, until + window_s), rows))
+        list(pool.map(lambda row: _look_again(row, program, offset, window_s, until + window_s), rows))
     reader.join(max(0.0, until + window_s - time.monotonic()))
     clocks: dict[int, float | None] = {}
     table: dict[Any, int] = {}
@@ -124,10 +123,12 @@ def _read_records(rows: Sequence[dict[str, Any]], notes: list[str], window_s: fl
 
 def _dump(row: dict[str, Any], program: str, offset: int, until: float) -> None:
     row["threads"], row["references"], row["note"] = dump(row["pid"], program, offset, until)
+    row["dumped"] = time.monotonic()
 
 
-def _look_again(row: dict[str, Any], program: str, offset: int, until: float) -> None:
+def _look_again(row: dict[str, Any], program: str, offset: int, window_s: float, until: float) -> None:
     pid = row["pid"]
+    time.sleep(max(0.0, row["dumped"] + window_s - time.monotonic()))
     try:
         state, _, ticks, started = read_stat(f"/proc/{pid}")
     except OSError:
