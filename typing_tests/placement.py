@@ -42,6 +42,7 @@ from fairlead_placement import (
 from fairlead_placement.spi import (
     Agent,
     ErrorWithFields,
+    Job,
     OneTimeEvent,
     Output,
     Rounds,
@@ -365,7 +366,10 @@ def look_from_outside() -> None:
     assert_type(process_is_alive("worker"), bool | None)
     assert_type(compare_clocks(lambda: 1.0, lambda: 2.0), tuple[float, float] | None)
     assert_type(group_pairs((agent.node_id, agent) for agent in agents), dict[str, list[Agent]])
-    assert_type(run_in_thread(len, "abc"), Future[int])
+    job = run_in_thread(len, "abc")
+    assert_type(job, Job[int])
+    assert_type((job.began, job.future, job.over), tuple[float, Future[int], OneTimeEvent])
+    assert_type(job.result(1.0), int)
     assert_type(run_each(len, ["abc"], 4), list[Future[int]])
     assert_type(wait_until(agents.copy, 5.0, longest_s=1.0), bool)
     event = OneTimeEvent()

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
-from ._nodes.background import start
+from ._nodes.background import run_in_thread
 from ._nodes.head import ask_head
 from ._ray_private import connect_to_head
 from .exceptions import HeadTimeoutError, PlacementError
@@ -132,7 +132,7 @@ def attach_to(
     address = target.address
 
     def connect(*, find_token: bool) -> None:
-        start(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
+        run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
 
     try:
         try:

@@ -9,7 +9,7 @@ what a dropped object holds.
 from ._discovery import refuse_client
 from ._model import count_bundles, group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
-from ._nodes.background import OneTimeEvent, run_each, run_in_thread
+from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
 from ._nodes.directory import (
     Agent,
     compare_clocks,
@@ -44,6 +44,7 @@ from .exceptions import ErrorWithFields
 __all__ = [
     "Agent",
     "ErrorWithFields",
+    "Job",
     "OneTimeEvent",
     "Output",
     "Rounds",

@@ -14,12 +14,12 @@ import pytest
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._nodes.background import start
 from fairlead_placement._nodes.head import ask_head, head_deadline, head_is_silent
+from fairlead_placement.spi import run_in_thread
 
 
 def call_within(timeout_s, function, *args, undo=None):
-    return start(function, *args).result(timeout_s, undo)
+    return run_in_thread(function, *args).result(timeout_s, undo)
 
 
 def test_results():

@@ -8,12 +8,12 @@ go through `Head`, which gives them a deadline.
 import socket
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement.spi import drain_deadlines, run_each, run_in_thread
+from fairlead_placement.spi import Job, drain_deadlines, run_each, run_in_thread
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError
@@ -55,20 +55,21 @@ class Head:
             time.sleep(min(_PROBE_S, self.timeout_s) / 2)
         return self.result(run_in_thread(function, *args), undo=undo)
 
-    def result(self, request: Future[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
+    def result(self, job: Job[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
         """Wait for the result of a request for as long as the head answers; `undo` is as for `call`."""
+        request = job.future
 
         def reverse(request: Future[_T]) -> None:
             if undo is not None and request.exception() is None and ray.is_initialized():
                 undo(request.result())
 
         try:
-            while not wait((request,), _PROBE_S).done:
+            while not job.over.wait(_PROBE_S):
                 self.check()
         except BaseException as error:
             # After an interrupt the request still finishes, so that it can be reversed here.
             if undo is not None and not isinstance(error, HeadUnreachableError):
-                while not wait((request,), _PROBE_S).done and not self.is_silent():
+                while not job.over.wait(_PROBE_S) and not self.is_silent():
                     pass
             request.add_done_callback(reverse)
             raise

@@ -275,11 +275,11 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
     asked = []
 
     def start(*args):
-        job = background.start(*args)
+        job = background.run_in_thread(*args)
         asked.append((args[0].__name__, job))
         return job
 
-    monkeypatch.setattr(placement_head, "start", start)
+    monkeypatch.setattr(placement_head, "run_in_thread", start)
     monkeypatch.setattr(_head, "REQUEST_S", DEADLINE_S)
     monkeypatch.setattr(query, "HEAD_S", DEADLINE_S)
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid

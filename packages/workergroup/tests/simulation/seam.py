@@ -6,10 +6,10 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+from fairlead_placement.spi import Job
 from fairlead_workergroup._lifecycle.resources import Resources
 
 from .actors import SimRef
@@ -50,18 +50,18 @@ def _wait_until(world: SimulatedWorld, is_true: Callable[[], bool], seconds: flo
     return True
 
 
-def _run_in_thread(world: SimulatedWorld, function: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a task of its own, and return a future of its result, as `run_in_thread` does."""
-    future: Future[Any] = Future()
+def _run_in_thread(world: SimulatedWorld, function: Callable[[], Any]) -> Job[Any]:
+    """Run a function on a task of its own, as `run_in_thread` does."""
+    job: Job[Any] = Job(world.now())
 
     def run() -> None:
         try:
-            future.set_result(function())
+            job.future.set_result(function())
         except Exception as error:  # noqa: BLE001  it is the outcome
-            future.set_exception(error)
+            job.future.set_exception(error)
 
     world.spawn("in the background", run)
-    return future
+    return job
 
 
 def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict[str, Any]:

@@ -64,9 +64,10 @@ def agents_of(instead_of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _create(keys: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
-    """Create agents on several threads, none of which keeps the process alive if the head is silent."""
-    made = run_each(_create_actor, keys, CREATED_AT_ONCE)
-    return {key: one.result() for key, one in zip(keys, made, strict=True)}
+    """Create agents, on this thread and others, none of which keeps the process alive if the head is silent."""
+    first, *others = keys
+    made = run_each(_create_actor, others, CREATED_AT_ONCE - 1)
+    return {first: _create_actor(first)} | {key: one.result() for key, one in zip(others, made, strict=True)}
 
 
 def _create_actor(key: tuple[str, str, str]) -> Any:

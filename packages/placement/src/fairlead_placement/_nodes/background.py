@@ -60,9 +60,13 @@ class OneTimeEvent:
 
 @dataclass(eq=False)
 class Job(Generic[_T]):
-    """A function on a background thread. `over` is set once it has returned and its thread holds no references.
+    """A function on a background thread.
 
-    Ray must not be shut down while a thread drops references. `future` has the answer a moment earlier.
+    Attributes:
+        began: when it was called, by `time.monotonic`.
+        future: what it returns.
+        over: happens a moment later, when the thread holds no references any more: Ray must not be shut down while a
+            thread drops some.
     """
 
     began: float
@@ -70,10 +74,16 @@ class Job(Generic[_T]):
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
     def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
-        """Return what the function returns.
+        """Wait for the function, and return what it returns.
 
-        If this raises a TimeoutError or is interrupted, `undo` reverts what the function did when it returns. After an
-        interrupt this waits for that until the timeout.
+        Args:
+            timeout_s: the seconds to wait.
+            undo: reverts what the function did if it returns after a TimeoutError or an interrupt of this call. After
+                an interrupt this call waits for the function until the timeout.
+
+        Raises:
+            TimeoutError: the function did not return in time. It continues in the background.
+            Exception: any exception of the function.
         """
 
         def revert(future: Future[_T]) -> None:
@@ -97,8 +107,17 @@ _idle: collections.deque[queue.SimpleQueue[_Work]] = collections.deque()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def start(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
-    """Call a function on a daemon thread that never starts a Ray. `name` is the name of the thread until then."""
+def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
+    """Call a function on a thread that never starts a Ray and does not keep the process alive.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        name: the name of the thread until it returns.
+
+    Returns:
+        The job, of which `future` will have what the function returns.
+    """
     job: Job[_T] = Job(time.monotonic())
     call = functools.partial(_call, job.future, function, *args)
     try:
@@ -122,17 +141,6 @@ def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
         future.set_exception(error)
 
 
-def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Future[_T]:
-    """Call a function on a thread that never starts a Ray, and return the future of what it will return.
-
-    Args:
-        function: the function.
-        args: its arguments.
-        name: the name of the thread until then. It does not keep the process alive.
-    """
-    return start(function, *args, name=name).future
-
-
 def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: int) -> list[Future[_T]]:
     """Call a function with each item, on so many threads that never start a Ray, in the context of the caller.
 
@@ -154,7 +162,7 @@ def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: i
                 _call(future, context.run, function, item)
 
     for _ in range(min(at_once, len(items))):
-        start(serve)
+        run_in_thread(serve)
     return futures
 
 

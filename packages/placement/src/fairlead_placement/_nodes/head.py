@@ -20,7 +20,7 @@ from .._plan.topology import physical_order
 from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
-from .background import Job, start
+from .background import Job, run_in_thread
 
 _T = TypeVar("_T")
 # The limit of methods that have none of their own.
@@ -96,7 +96,7 @@ def ask_head(
             if not late[1].over.wait(max(0.0, began + timeout_s - now)):
                 raise TimeoutError
             timeout_s -= time.monotonic() - now
-        job = start(function, *args)
+        job = run_in_thread(function, *args)
         try:
             return job.result(max(0.0, timeout_s), undo)
         except BaseException:

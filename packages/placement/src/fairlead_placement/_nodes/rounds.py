@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .background import OneTimeEvent, start
+from .background import OneTimeEvent, run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -104,21 +104,14 @@ class _Monitor:
             Python allows for this class of queue only.
         active: the rounds that are to begin or under way, each with the seconds that the exit waits for them.
         exiting: whether the interpreter is ending.
+        thread: the thread itself.
     """
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
         self.active: dict[Rounds, list[float]] = {}
         self.exiting: bool = False
-        self._thread = threading.Thread(target=self._serve, name="fairlead-monitor", daemon=True)
-
-    def begin(self) -> None:
-        """Start the thread, unless it runs or the interpreter is ending."""
-        if self._thread.ident is None:
-            with contextlib.suppress(RuntimeError):  # another caller has started it
-                self._thread.start()
-                # After Ray's own hook, so that it runs before it.
-                atexit.register(self._stop)
+        self.thread = threading.Thread(target=self._serve, name="fairlead-monitor", daemon=True)
 
     def _serve(self) -> None:
         numbers = itertools.count()
@@ -130,9 +123,9 @@ class _Monitor:
                 heapq.heappush(due, (time.monotonic() + seconds, next(numbers), run))
                 del run
             while due and due[0][0] <= time.monotonic():
-                start(heapq.heappop(due)[2])
+                run_in_thread(heapq.heappop(due)[2])
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Begin no more rounds, and wait a moment for those that are under way."""
         self.exiting = True
         for rounds in [*self.active]:
@@ -143,8 +136,14 @@ class _Monitor:
 
 
 def start_monitor() -> None:
-    """Start the thread that begins the rounds of this process, unless it runs."""
-    _monitors.setdefault(os.getpid(), _Monitor()).begin()
+    """Start the thread that begins the rounds of this process, unless it runs or the interpreter is ending."""
+    here = os.getpid()
+    monitor = _monitors.get(here) or _monitors.setdefault(here, _Monitor())
+    if monitor.thread.ident is None:
+        with contextlib.suppress(RuntimeError):  # another caller has started it
+            monitor.thread.start()
+            # After Ray's own hook, so that it runs before it.
+            atexit.register(monitor.stop)
 
 
 _monitors: dict[int, _Monitor] = {}  # by process: a fork has none at first

@@ -6,7 +6,8 @@ The count is per driver. Ray keeps an actor pending, without an error, if its bu
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .._slot import Slot
@@ -25,6 +26,7 @@ _closed: set[_Key] = set()
 _lock = threading.RLock()
 
 
+@dataclass(eq=False, repr=False)
 class SlotClaim:
     """A worker group's right to run in a set of slots. `claim_slots` creates it; `release` ends it.
 
@@ -32,11 +34,10 @@ class SlotClaim:
         holder: the name of the group, for messages.
     """
 
-    def __init__(self, holder: str, keys: frozenset[_Key], group: object | None) -> None:
-        self.holder = holder
-        self._keys = keys
-        # Weak: the registration must not keep a dropped group alive.
-        self._group = (lambda: None) if group is None else weakref.ref(group)
+    holder: str
+    _keys: frozenset[_Key]
+    # Weak: the registration must not keep a dropped group alive.
+    _group: Callable[[], object | None]
 
     def __repr__(self) -> str:
         return f"SlotClaim({self.holder!r}, {len(self._keys)} slots)"
@@ -62,7 +63,8 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     Raises:
         ResourceInsufficientError: a slot is full. The message names its holders.
     """
-    claim = SlotClaim(holder, frozenset(slot.key for slot in slots), group)
+    reference = (lambda: None) if group is None else weakref.ref(group)
+    claim = SlotClaim(holder, frozenset(slot.key for slot in slots), reference)
     if (full := _enter(claim, slots)) is not None:
         wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
         full = _enter(claim, slots)

@@ -5,13 +5,12 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from fairlead_placement.spi import group_pairs, run_in_thread, run_on_nodes
+from fairlead_placement.spi import Job, group_pairs, run_in_thread, run_on_nodes
 
 from .. import _host
 from .._health import Head, dead_nodes, gone_nodes, silent_nodes
@@ -68,14 +67,15 @@ def run_once(targets: Sequence[Target], scope: RunScope) -> tuple[list[HostCall]
         head.call(start, undo=lambda _: [cancel_task(call.ref) for call in calls])
         return calls, watch(calls, scope)
     finally:
-        cancel(calls, head)
+        if running := [call for call in calls if not call.done]:
+            cancel(running, head)
 
 
 def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
     """Wait until every call is done, or the reason why not is clear; return the errors in the order of arrival."""
     head = scope.head
     nodes = frozenset(call.target.node_id for call in calls)
-    request: Future[Collection[str]] | None = None
+    request: Job[Collection[str]] | None = None
     pending = {call.ref: call for call in calls}
     errors: list[HostError] = []
     first_at = checked_at = time.monotonic()
@@ -95,8 +95,9 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
                 pending[call.ref] = call
         now = time.monotonic()
         # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
-        if not errors and request is not None and request.done():
-            errors += _blame_nodes(head.result(request), calls, "its node is dead")
+        if not errors and request is not None and request.over.is_set():
+            if dead := head.result(request):
+                errors += _blame_nodes(dead, calls, "its node is dead")
             request, first_at = None, now
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
@@ -152,13 +153,10 @@ def _is_clear(errors: list[HostError], calls: Sequence[HostCall], scope: RunScop
     return waited_s >= (max(scope.grace_s, scope.crash_grace_s) if crashed else scope.grace_s)
 
 
-def cancel(calls: Sequence[HostCall], head: Head) -> None:
-    """End the calls that still run, and wait until their processes are gone, at most `_CANCEL_S`."""
-    running = [call for call in calls if not call.done]
+def cancel(running: Sequence[HostCall], head: Head) -> None:
+    """End calls that still run, and wait until their processes are gone, at most `_CANCEL_S`."""
     for call in running:
         cancel_task(call.ref)
-    if not running:
-        return
     deadline = time.monotonic() + _CANCEL_S
     try:
         gone = head.call(gone_nodes, {call.target.node_id for call in running})

@@ -207,7 +207,7 @@ class Resources:
 
     def start_thread(self, name: str, function: Callable[[], _T]) -> Future[_T]:
         """Call a function on a background thread, for which the end of the group waits; return what it will return."""
-        future = run_in_thread(function)
+        future = run_in_thread(function).future
         self._threads[future] = name
         # The error of one that has ended would keep the frames of its callers, and with them the group.
         future.add_done_callback(lambda one: self._threads.pop(one, None))
