@@ -222,7 +222,7 @@ class TestTurns:
                 whole_sender.send(order)
             assert other.submit(self._is_free, whole_sender.membership).result(60)
 
-        assert interrupt_everywhere(send, signal.SIGINT, "_calls/sender.py", "_membership/gate.py")
+        assert interrupt_everywhere(send, signal.SIGINT, "_calls/sender.py", "_membership/roster.py")
 
     def test_opening_and_closing(self, sender, other, interrupt_everywhere):
         """After Ctrl-C at any moment at which a lane opens or closes another thread can make a call."""

@@ -146,3 +146,15 @@ class Deadline:
 
 
 NEVER = Deadline()
+
+
+# How often a wait with a deadline looks at the clock, which a test may set forward.
+SLICE_S = 0.5
+
+
+def wait_for_event(event: Event, deadline: Deadline) -> bool:
+    """Wait until an event has happened; return whether that was before the deadline."""
+    while not event.wait(deadline.left() if deadline.at is None else deadline.left(at_most=SLICE_S)):
+        if deadline.passed:
+            return event.is_set()
+    return True

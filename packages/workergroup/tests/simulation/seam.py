@@ -128,7 +128,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
             "joins the threads of a group", lambda: all(one.done() for one in futures), seconds
         ),
         # How often waits look at the clock, or whether they are to be given up.
-        f"{ours}._membership.gate.SLICE_S": math.inf,
+        f"{ours}._world.SLICE_S": math.inf,
         f"{ours}._lifecycle.delivery.LOOK_EVERY_S": 2.0,
         f"{ours}._lifecycle.shutdown.LOOK_EVERY_S": 2.0,
     }

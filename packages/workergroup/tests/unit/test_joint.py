@@ -15,7 +15,7 @@ from fairlead_workergroup._calls.map import MapOptions
 from fairlead_workergroup._calls.plan import CallOptions, Mesh
 from fairlead_workergroup._calls.sender import Admitted, Sent
 from fairlead_workergroup._calls.view import Target
-from fairlead_workergroup._membership.gate import Gate
+from fairlead_workergroup._membership.roster import Gate
 from fairlead_workergroup._start.worker_class import Described, Method, WorkerClass
 from fairlead_workergroup.exceptions import name_group
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from ray import ObjectRef
 
 from .. import _world
-from .._membership.gate import wait_for_event
 from .._observe.calls import Outcome
 from .._start.worker_class import Method
 from .._transport.futures import (
@@ -26,7 +25,7 @@ from .._transport.futures import (
     sum_sizes,
     wait,
 )
-from .._world import NEVER, Deadline, Event, check_timeout
+from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .errors import Refused, describe_missing, explain_failure, retrieve_late
 from .plan import CallOptions, Recipients

@@ -11,12 +11,11 @@ import ray
 from fairlead_placement import PortLease
 
 from .._lifecycle.resources import Resources
-from .._membership.gate import Gate
 from .._membership.judge import Evidence
 from .._membership.machine import Membership
 from .._membership.model import Snapshot
 from .._membership.operations import Route
-from .._membership.roster import Roster
+from .._membership.roster import Gate, Roster
 from .._observe.evidence import evidence_of
 from .._observe.query import late_workers
 from .._ray_private import refuse_methods

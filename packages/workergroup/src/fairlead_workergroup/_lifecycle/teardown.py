@@ -6,10 +6,9 @@ import threading
 from collections import deque
 
 from .. import _world
-from .._membership.gate import wait_for_event
 from .._membership.machine import Membership
 from .._observe.head import REQUEST_S
-from .._world import Deadline
+from .._world import Deadline, wait_for_event
 from .launcher import Launcher
 from .resources import JOIN_S
 from .shutdown import wait_for_cleanup

@@ -17,12 +17,11 @@ from ray.exceptions import RayTaskError, TaskCancelledError
 
 from fairlead_placement.spi import OneTimeEvent
 
-from .._membership.gate import wait_for_event
 from .._membership.model import Snapshot
 from .._remote.references import dump
 from .._transport.futures import end_of
 from .._transport.messages import Message, MessageStream, Transport
-from .._world import Deadline
+from .._world import Deadline, wait_for_event
 from ..exceptions import WorkerGroupError, format_lines
 from .worker import ADDRESS, USE_LAUNCH, LocalWorker, pickle_error
 

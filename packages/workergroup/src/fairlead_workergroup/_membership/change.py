@@ -5,9 +5,8 @@ import contextvars
 from collections.abc import Callable
 
 from .. import _world
-from .._world import NEVER, Deadline
+from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import LateWorker, ResizeTimeoutError
-from .gate import wait_for_event
 from .operations import Operation
 from .roster import Roster
 

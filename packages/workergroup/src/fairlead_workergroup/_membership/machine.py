@@ -9,14 +9,13 @@ from typing import Any
 from fairlead_placement.spi import head_deadline
 
 from .. import _world
-from .._world import NEVER, Deadline
+from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
-from .gate import Gate, wait_for_event
 from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy
 from .phases import LEGAL, Phase
 from .ports import Crew, Hooks, Transport
-from .roster import Roster
+from .roster import Gate, Roster
 from .steps import Steps
 
 _NEVER_RESTART = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")

@@ -10,8 +10,8 @@ from fairlead_sharding import NamedSharding
 
 from .._world import NEVER, Deadline
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
-from .gate import Gate
 from .model import Resize, Snapshot
+from .roster import Gate
 
 CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "

@@ -12,12 +12,11 @@ from fairlead_placement import HeadTimeoutError
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change
-from .gate import Gate
 from .model import Notice, Snapshot, Started
 from .operations import Plan
 from .phases import Phase
 from .ports import Crew, HookCall, Hooks, Transport
-from .roster import Roster
+from .roster import Gate, Roster
 
 logger = logging.getLogger(__name__)
 

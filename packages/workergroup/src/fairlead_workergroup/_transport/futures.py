@@ -235,8 +235,9 @@ class Waiter:
         The transfer of values to the driver does not count against the deadline.
         """
         while True:
+            seconds = REPORT_EVERY_S if deadline.at is None else deadline.left(at_most=REPORT_EVERY_S)
             try:
-                return get(futures, timeout=deadline.left(at_most=REPORT_EVERY_S))
+                return get(futures, timeout=seconds)
             except Exception as error:
                 if not is_not_ready(error):
                     raise
