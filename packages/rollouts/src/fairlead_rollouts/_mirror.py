@@ -50,7 +50,8 @@ class MirrorLedger(Ledger):
             failed: the groups that failed. A group that is not listed any more has failed too.
         """
         self.closed = {key: reason for key, reason in self.closed.items() if key in listed}
-        for key in sorted((one for one in listed if one not in self.ordinals | self.closed), key=listed.__getitem__):
+        known = self.ordinals | self.closed
+        for key in sorted((one for one in listed if one not in known), key=listed.__getitem__):
             self.follow(listed[key])
             (ordinal,) = self.offer([key])
             self.ordinals[key], self._keys[ordinal] = ordinal, key

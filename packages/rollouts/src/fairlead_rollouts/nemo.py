@@ -98,7 +98,8 @@ class LedgerSampler:
         keys = self._mirror.take(max_prompt_groups, min_prompt_groups)
         if keys is None:
             return None, 0
-        places = [self._keys.index(key) for key in keys]
+        place_of = {key: place for place, key in enumerate(self._keys)}
+        places = [place_of[key] for key in keys]
         first, *others = [self._buffer.meta_list[place] for place in places]
         await self._buffer.remove(places, remove_in_dp=False)
         return first.concat(*others), len(keys)
