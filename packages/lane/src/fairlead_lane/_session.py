@@ -52,9 +52,9 @@ class Body:
     sources: tuple[tuple[int | str, Any], ...]
 
     @property
-    def is_ready(self) -> bool:
-        """Whether all of the arguments exist."""
-        return all(source.done for _, source in self.sources if isinstance(source, Message))
+    def awaited(self) -> Message | None:
+        """The last argument that has not arrived; None if all have."""
+        return next((one for _, one in reversed(self.sources) if isinstance(one, Message) and not one.done), None)
 
     @property
     def failed(self) -> Message | None:
@@ -66,12 +66,6 @@ class Body:
     def has_references(self) -> bool:
         """Whether an argument holds references, which a message cannot carry."""
         return any(source.has_references for _, source in self.sources if isinstance(source, Message))
-
-    def call_when_ready(self, carrier: object, notify: Callable[[], None]) -> None:
-        """Call a function when an argument arrives that another carrier delivers."""
-        for _, source in self.sources:
-            if isinstance(source, Message) and source.carrier is not carrier and not source.done:
-                source.add_callback(lambda _: notify())
 
     def frames(self) -> list[bytes]:
         """Return the frames of the message."""
@@ -129,6 +123,7 @@ class Session:
     actor_id: bytes
     identity: bytes
     send_frames: Callable[[bytes, Sequence[Any]], bool]  # returns whether there is a connection
+    wake: Callable[["Session"], None]  # lets the lane's thread `pump`
     # Of the serve call, which yields the answers that go through the object store; None before Ray is asked for it.
     items: ObjectRefGenerator | None = None
     greeted: bool = False  # whether the worker has connected and said what it has received
@@ -141,6 +136,8 @@ class Session:
     _unacked: deque[tuple[int, list[bytes]]] = field(default_factory=deque)
     _waiting: deque[_Pending | int] = field(default_factory=deque)
     _calls: dict[int, _Pending] = field(default_factory=dict)
+    # The argument whose arrival wakes this session.
+    _awaited: Message | None = None
     # Answers in order, from the first one that is stored and whose reference has not arrived.
     _arrived: deque[tuple[_Pending, int, int, Sequence[bytes]]] = field(default_factory=deque)
     _stopping: bool = False
@@ -148,11 +145,11 @@ class Session:
     # The error of calls that have no answer, once the serve call has ended.
     _end_error: BaseException | None = None
 
-    def call(self, future: Message | MessageStream, body: Body) -> bool:
-        """Send a call, or queue it until its turn; return `is_busy`. It fails if the serve call has ended."""
+    def call(self, future: Message | MessageStream, body: Body) -> None:
+        """Send a call, or queue it until its turn. It fails if the serve call has ended."""
         if self._end_error is not None:
             future.resolve(error=self._end_error)
-            return False
+            return
         pending = _Pending(future.task, body, future if isinstance(future, Message) else weakref.ref(future))
         if self._waiting or not self.greeted or len(self._calls) >= WINDOW or body.sources:
             self._waiting.append(pending)
@@ -160,7 +157,6 @@ class Session:
         else:
             self._send(CALL, pending.task, (body.pickled,))
             self._calls[self._sent] = pending
-        return self.is_busy
 
     def stop(self) -> None:
         """Let the worker end the serve call when it has answered the calls before."""
@@ -189,28 +185,25 @@ class Session:
         """Whether an answer has arrived whose reference has not."""
         return bool(self._arrived)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether calls or answers wait here, for a reason that other messages or the object store may remove."""
-        return bool(self._waiting or self._arrived)
-
-    def pump(self) -> bool:
-        """Send the calls whose turn it is, as far as the window allows; return whether one of them was dropped."""
-        was_dropped = False
+    def pump(self) -> None:
+        """Send the calls whose turn it is, as far as the window allows; the arrival of an argument wakes the rest."""
+        awaited: Message | None = None
         while self._waiting and self.greeted and len(self._calls) < WINDOW:
             first = self._waiting[0]
             if not isinstance(first, _Pending):
                 self._waiting.popleft()
                 self._send(first)
-            elif not first.body.is_ready:
-                break
-            else:
+            elif (awaited := first.body.awaited) is None:
                 self._waiting.popleft()
-                was_dropped |= not self._send_call(first)
-        return was_dropped
+                self._send_call(first)
+            else:
+                if awaited is not self._awaited:
+                    awaited.add_callback(lambda _: self.wake(self))
+                break
+        self._awaited = awaited
 
-    def _send_call(self, call: _Pending) -> bool:
-        """Send a call, or fail it because of its arguments; return whether it was sent."""
+    def _send_call(self, call: _Pending) -> None:
+        """Send a call, or fail it because of its arguments."""
         # The worker runs also a generator whose items are not read any more, because it may do more than yield them.
         target = call.target()
         if (failed := call.body.failed) is not None:
@@ -230,8 +223,6 @@ class Session:
         else:
             self._send(CALL, call.task, call.body.frames())
             self._calls[self._sent] = call
-            return True
-        return False
 
     def cancel(self, task: bytes, error: BaseException, *, asks: bool) -> bool:
         """Drop a call that has not been sent, or with `asks` cancel one that was; return whether it was dropped."""
@@ -239,13 +230,14 @@ class Session:
             if isinstance(call, _Pending) and call.task == task:
                 del self._waiting[at]
                 call.fail(error)
+                self.pump()
                 return True
         if asks and any(call.task == task for call in self._calls.values()):
             self._send(CANCEL, task)
         return False
 
     def accept(self, message: Sequence[bytes]) -> bool:
-        """Take a message of the worker, as frames; return `is_busy`."""
+        """Take a message of the worker, as frames; return `awaits_store`."""
         first, *others = message
         kind, _, form, number, acked, call = _ANSWER.unpack_from(first)
         while self._unacked and self._unacked[0][0] <= acked:
@@ -278,7 +270,7 @@ class Session:
                     self._send_unnumbered(ACK)
         if self._waiting:
             self.pump()
-        return self.is_busy
+        return bool(self._arrived)
 
     def hand_out(self) -> None:
         """Hand out the answers that have arrived, up to one whose reference has not."""
@@ -311,6 +303,7 @@ class Session:
         self._calls.clear()
         self._waiting.clear()
         self._unacked.clear()
+        self._awaited = None
         for call in calls:
             call.fail(error)
 

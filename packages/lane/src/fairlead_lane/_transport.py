@@ -106,8 +106,8 @@ class Lane(Transport):
         self._commands: deque[Callable[[], object]] = deque()
         # Ray reports here, on a thread of its own, which serve calls have ended.
         self._ended: deque[tuple[Session, BaseException | None]] = deque()
-        # The rest belongs to the lane's thread: sessions with calls or answers that wait, futures to be called back.
-        self._busy: set[Session] = set()
+        # The rest belongs to the lane's thread: sessions that await the object store, futures to be called back.
+        self._awaiting: set[Session] = set()
         self._resolved: deque[Message] = deque()
         self._watchers: list[_Watcher] = []
         self._checked = time.monotonic()
@@ -163,8 +163,6 @@ class Lane(Transport):
 
     def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
         """Wait while too many calls of these workers wait to be sent; return whether there is room in time."""
-        if not self._busy:
-            return True
         sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
         return self.run(lambda: all(one.backlog < self.most_waiting for one in sessions), timeout_s) or self._closed
 
@@ -251,7 +249,6 @@ class Lane(Transport):
         def drop() -> None:
             sessions = [one for one in self._by_identity.values() if task.endswith(one.actor_id)]
             dropped.append(any(one.cancel(task, error, asks=asks) for one in sessions))
-            self._pump()
 
         self._do(drop)
         self.run(lambda: bool(dropped), CANCEL_S)
@@ -284,7 +281,7 @@ class Lane(Transport):
         identity = struct.pack("<I", member.rank) + uuid.uuid4().bytes
         config = self._router.config(identity, is_local=member.process.node_id == self._node_id)
         actor_id = bytes.fromhex(actor_id_of(member.handle))
-        session = Session(member.rank, member.handle, actor_id, identity, self._router.send)
+        session = Session(member.rank, member.handle, actor_id, identity, self._router.send, self._wake)
         # Before the request, so that the lane knows the name when the worker connects.
         self._by_identity[identity] = session
         try:
@@ -329,9 +326,15 @@ class Lane(Transport):
     def _submit(self, calls: Sequence[tuple[Session, Any, Body]]) -> None:
         with self._router.batch(self._note_lost):
             for session, future, body in calls:
-                if session.call(future, body):
-                    self._busy.add(session)
-                    body.call_when_ready(self, self._router.interrupt)
+                session.call(future, body)
+
+    def _wake(self, session: Session) -> None:
+        """Send the calls of a worker that have waited for an argument; the carrier of that argument calls this."""
+        if threading.current_thread() is self._thread:
+            with block_shutdown():
+                session.pump()
+        else:
+            self._do(session.pump)
 
     def _note_lost(self, identity: bytes) -> None:
         """Note that there is no connection with a worker at present."""
@@ -375,7 +378,7 @@ class Lane(Transport):
 
     def _turn(self, timeout_s: float) -> None:
         """Wait for something to do, do it, and answer the threads that have waited for it."""
-        awaits_ray = self._ended or any(one.awaits_store for one in self._busy)
+        awaits_ray = self._ended or self._awaiting
         self._router.wait(0.0 if self._commands else min(timeout_s, REPORT_S) if awaits_ray else timeout_s)
         self._in_turn = True
         try:
@@ -401,17 +404,17 @@ class Lane(Transport):
         """Take the messages that have arrived."""
         for stopped in [*self._stopped]:
             stopped.stop()
-            if stopped.is_busy:
-                self._busy.add(stopped)
         self._check_sessions()
         # What these workers sent before their end has arrived, and is taken before they are given up.
         ended = len(self._ended)
         for identity, message in self._router.receive(drains=bool(ended)):
             session = self._by_identity.get(identity)
             if session is not None and session.accept(message):
-                self._busy.add(session)
-        for waiting in list(self._busy):
+                self._awaiting.add(session)
+        for waiting in [*self._awaiting]:
             waiting.hand_out()
+            if not waiting.awaits_store:
+                self._awaiting.discard(waiting)
         for _ in range(ended):
             session, error = self._ended.popleft()
             if session.awaits_store and error is None and not session.exhausted:
@@ -421,22 +424,12 @@ class Lane(Transport):
             if error is not None:
                 self._site.report_end(session.actor_id.hex(), error, "its lane ended")
             self._drop(session, error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
-        self._pump()
 
     def _drop(self, session: Session, error: BaseException) -> None:
         session.end(error)
         self._by_identity.pop(session.identity, None)
         self._stopped.discard(session)
-        self._busy.discard(session)
-
-    def _pump(self) -> None:
-        """Send the calls whose arguments have arrived, also those that were arguments of calls that fail here."""
-        was_dropped = True
-        while was_dropped:
-            was_dropped = False
-            for session in self._busy:
-                was_dropped |= session.pump()
-        self._busy -= {session for session in self._busy if not session.is_busy}
+        self._awaiting.discard(session)
 
     def _check_sessions(self) -> None:
         """Look from time to time for serve calls whose end has not been reported."""

@@ -480,35 +480,41 @@ class TestChains:
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_stored_argument(self, group, monkeypatch, first):
-        """A call is sent at once when the large answer that is its argument is handed out, in any order of workers."""
+        """A call is sent at once when the large answer that is its argument is handed out."""
         monkeypatch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
         source = Message(group.lane, bytes(24))
-        with group.hold():
-            waits, gives = group.lane._sessions[first], group.lane._sessions[1 - first]
-
-            def hand_out():
-                source.resolve([pickle.dumps(5)])
-
-            gives.hand_out = hand_out
+        gives = group.lane._sessions[1 - first]
+        gives.hand_out = lambda: source.resolve([pickle.dumps(5)])
         sent = group.send("echo", source, ranks=[first])
         with group.hold():
-            group.lane._busy = _InOrder([waits, gives])
-            group.lane._receive()
-            group.lane._busy = {waits, gives}
-            assert not waits.backlog
+            group.lane._awaiting.add(gives)
         assert futures_of.get(sent, 20) == [((5,), {})]
 
     @pytest.mark.parametrize("last", [0, 1])
-    def test_failed_arguments(self, group, last):
+    def test_failed_arguments(self, group, monkeypatch, last):
         """The failure of an argument reaches the calls of all workers that depend on it at once."""
+        monkeypatch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
         source = Message(group.lane, bytes(24))
         (middle,) = group.send("echo", source, ranks=[1 - last])
         (end,) = group.send("echo", middle, ranks=[last])
+        source.resolve(error=ActorDiedError())
+        group.router.interrupt()
+        for future in (middle, end):
+            with pytest.raises(RayTaskError):
+                futures_of.get([future], 20)
+
+    def test_calls_of_others(self, group):
+        """A call that waits for an argument, and those behind it, take no time of the calls of other workers."""
+        source, looks = Message(group.lane, bytes(24)), []
+        sent = [*group.send("echo", source, ranks=[0]), *group.send("echo", 2, ranks=[0])]
         with group.hold():
-            source.resolve(error=ActorDiedError())
-            group.lane._pump()
-            assert middle.failed
-            assert end.failed
+            waits = group.lane._sessions[0]
+            waits.pump = lambda: looks.append(1) or type(waits).pump(waits)
+        for i in range(100):
+            futures_of.get(group.send("add", i, ranks=[1]))
+        assert len(looks) < 20
+        source.resolve([pickle.dumps(1)])
+        assert futures_of.get(sent, 20) == [((1,), {}), ((2,), {})]
 
     def test_cancelled_argument(self, group):
         """The cancellation of a call that waits fails a call that depends on it at once."""
@@ -529,21 +535,6 @@ class TestChains:
                 sent = [*fast.send("add", 1, ranks=[0]), *slow.send("add", 2, ranks=[0])]
                 threading.Timer(0.3, slow.gate.set).start()
                 assert futures_of.get(sent, 50) == [1, 2]
-
-
-class _InOrder(list):
-    """A list in the place of a set, with a known order."""
-
-    def __isub__(self, others):
-        return _InOrder(one for one in self if one not in others)
-
-    def add(self, one) -> None:
-        if one not in self:
-            self.append(one)
-
-    def discard(self, one) -> None:
-        if one in self:
-            self.remove(one)
 
 
 class TestReferences:
