@@ -4,7 +4,7 @@
 import copy
 import copyreg
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 import numpy as np
@@ -30,11 +30,27 @@ def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
     """Return the keys of leaves that are named, one by one or by the part before a dot; ValueError if there is none."""
     found: dict[str, None] = {}
     for key in [keys] if isinstance(keys, str) else keys:
-        named = [other for other in known if other == key or other.startswith(f"{key}.")]
+        named = [other for other in known if other == key or _is_part(other, key)]
         if not named:
             raise ValueError(f"Unknown key {key!r}; the batch has {sorted(known)}.")
         found.update(dict.fromkeys(named))
     return list(found)
+
+
+def _is_part(name: str, key: str) -> bool:
+    """Return whether a leaf is one of a mapping that was stored under ``key``."""
+    return name.startswith(f"{key}.")
+
+
+def _flatten(key: str, item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of an item with their keys, dotted if it is a mapping; ValueError for an empty mapping."""
+    if not isinstance(item, Mapping) or is_registered(item):
+        yield key, item
+    elif not item:
+        raise ValueError(f"Leaf {key!r} is an empty mapping, which has no leaves: leave it out.")
+    else:
+        for name, leaf in item.items():
+            yield from _flatten(f"{key}.{name}", leaf)
 
 
 class Samples(UserDict[str, Any], Generic[Content]):
@@ -50,15 +66,25 @@ class Samples(UserDict[str, Any], Generic[Content]):
         self._views = False
 
     def __setitem__(self, key: str, item: Any) -> None:
-        if not isinstance(item, Mapping) or is_registered(item):
-            super().__setitem__(key, item)
-            return
-        if not item:
-            raise ValueError(f"Leaf {key!r} is an empty mapping, which has no leaves: leave it out.")
-        for inside in [other for other in self.data if other.startswith(f"{key}.")]:
-            del self[inside]
-        for name, leaf in item.items():
-            self[f"{key}.{name}"] = leaf
+        leaves = dict(_flatten(key, item))
+        if key not in leaves:  # a mapping, which replaces everything of that name
+            self.data = {name: leaf for name, leaf in self.data.items() if name != key and not _is_part(name, key)}
+        self.data.update(leaves)
+
+    def copy(self) -> Self:
+        """Return a new batch with the same leaves, which are not copied, with the plan."""
+        # That of UserDict empties this batch while it copies, which another thread would see.
+        return copy.copy(self)
+
+    def __or__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
+        return self._replace({**self.data, **type(self)(other).data})
+
+    def __ror__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
+        return self._replace({**type(self)(other).data, **self.data})
+
+    def __ior__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
+        self.update(other)
+        return self
 
     def __copy__(self) -> Self:
         new = super().__copy__()

@@ -2,13 +2,15 @@
 """Operations on the samples of a batch."""
 
 import copy
+import sys
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_batching import BatchedDataDict, SlicedDataDict
+from fairlead_batching import BatchedDataDict, RemoteBatch, SlicedDataDict
 
 
 def example():
@@ -295,6 +297,51 @@ def test_copies():
         assert np.shares_memory(duplicate["x"], shard["x"]) == shares
         duplicate["new"] = 1
         assert "new" not in shard
+
+
+def test_copies_on_threads():
+    """A batch, and a handle, can be copied by several threads at the same time."""
+    batch = example()
+    handle = RemoteBatch(({"x": None, "y": None},), BatchedDataDict(piece=[0] * 4, row=[0, 1, 2, 3]))
+    wrong: list[object] = []
+
+    def make_copies() -> None:
+        for _ in range(500):
+            sizes = batch.copy().size, len(handle.select("x")), batch.size, len(handle)
+            if sizes != (4, 4, 4, 4):
+                wrong.append(sizes)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=make_copies) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert (batch.size, len(handle)) == (4, 4)
+
+
+def test_operators():
+    """`|` and `|=` set leaves as `update` does, so what else belongs to the batch stays."""
+    padded = example().pad_to_multiple(3)
+    padded.meta["step"] = 3
+    joined = padded | {"y": {"z": [1] * 6}, "name": list("ABCDEF")}
+    assert list(joined) == ["x", "flag", "name", "sample_mask", "y.z"]
+    assert joined["name"] == list("ABCDEF")
+    assert joined.drop_padding().size == 4
+    assert joined.meta == {"step": 3}
+    assert "y.z" not in padded
+    reverse = {"y": {"z": [1] * 6}, "name": list("ABCDEF")} | padded
+    assert reverse["name"] == padded["name"]
+    assert reverse.drop_padding().size == 4
+    same = padded
+    same |= {"y": {"z": [1] * 6}}
+    assert same is padded
+    assert padded["y.z"] == [1] * 6
 
 
 def test_arrays_are_not_moved():

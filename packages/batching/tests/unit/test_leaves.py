@@ -320,6 +320,11 @@ def test_nested_mappings_have_dotted_keys():
     assert joined["obs.depth"] == [1, 2]
     with pytest.raises(ValueError, match="Leaf 'x' is an empty mapping, which has no leaves: leave it out"):
         batch["x"] = {}
+    with pytest.raises(ValueError, match=r"Leaf 'obs\.text' is an empty mapping"):
+        batch["obs"] = {"image": [7, 8], "text": {}}
+    assert batch == {"y": [3, 4], "obs.depth": [5, 6]}
+    batch["y"] = {"class": [9, 10]}
+    assert batch == {"obs.depth": [5, 6], "y.class": [9, 10]}
 
 
 def test_meta_follows_the_batch():
