@@ -109,7 +109,6 @@ class LocalSocket:
         return True
 
     def close(self) -> None:
-        """Close the socket and its connections."""
         for guest in (self._listener, *self._guests.values()):
             guest.close()
         for packets in self._by_name.values():

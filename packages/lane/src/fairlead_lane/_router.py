@@ -152,7 +152,6 @@ class Router:
         return True
 
     def close(self) -> None:
-        """Close the sockets."""
         self._close_sockets()
         self._local.close()
         self._poller.close()

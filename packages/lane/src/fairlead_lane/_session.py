@@ -52,23 +52,11 @@ class Body:
     sources: tuple[tuple[int | str, Any], ...]
 
     @property
-    def awaited(self) -> Message | None:
-        """The last argument that has not arrived; None if all have."""
-        return next((one for _, one in reversed(self.sources) if isinstance(one, Message) and not one.done), None)
-
-    @property
-    def failed(self) -> Message | None:
-        """The first argument that is the error of a worker; None without one."""
-        futures = (source for _, source in self.sources if isinstance(source, Message))
-        return next((future for future in futures if future.failed), None)
-
-    @property
-    def has_references(self) -> bool:
-        """Whether an argument holds references, which a message cannot carry."""
-        return any(source.has_references for _, source in self.sources if isinstance(source, Message))
+    def messages(self) -> list[Message]:
+        """The answers of workers among the arguments."""
+        return [source for _, source in self.sources if isinstance(source, Message)]
 
     def frames(self) -> list[bytes]:
-        """Return the frames of the message."""
         if not self.sources:
             return [self.pickled]
         return [self.pickled, pickle.dumps([(key, _describe(source)) for key, source in self.sources], 5)]
@@ -127,6 +115,7 @@ class Session:
     # Of the serve call, which yields the answers that go through the object store; None before Ray is asked for it.
     items: ObjectRefGenerator | None = None
     greeted: bool = False  # whether the worker has connected and said what it has received
+    has_begun: bool = False  # whether a worker that overlaps, and will end the serve call, has begun all calls before
     has_left: bool = False  # whether the worker has said that no answer follows
     error: BaseException | None = None  # which ended the serve call
     exhausted: bool = False  # whether the object store lacks an answer that the worker has announced
@@ -141,7 +130,6 @@ class Session:
     # Answers in order, from the first one that is stored and whose reference has not arrived.
     _arrived: deque[tuple[_Pending, int, int, Sequence[bytes]]] = field(default_factory=deque)
     _stopping: bool = False
-    _has_begun: bool = False
     # The error of calls that have no answer, once the serve call has ended.
     _end_error: BaseException | None = None
 
@@ -166,11 +154,6 @@ class Session:
             self.pump()
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the worker, which will end the serve call, has begun all calls before; for one that overlaps."""
-        return self._has_begun or self.over
-
-    @property
     def over(self) -> bool:
         """Whether the serve call has ended."""
         return self._end_error is not None
@@ -193,7 +176,8 @@ class Session:
             if not isinstance(first, _Pending):
                 self._waiting.popleft()
                 self._send(first)
-            elif (awaited := first.body.awaited) is None:
+            # The last one, because answers arrive about in order.
+            elif (awaited := next((one for one in reversed(first.body.messages) if not one.done), None)) is None:
                 self._waiting.popleft()
                 self._send_call(first)
             else:
@@ -206,14 +190,14 @@ class Session:
         """Send a call, or fail it because of its arguments."""
         # The worker runs also a generator whose items are not read any more, because it may do more than yield them.
         target = call.target()
-        if (failed := call.body.failed) is not None:
+        if (failed := next((one for one in call.body.messages if one.failed), None)) is not None:
             # The death of the worker that should have made the argument is not the death of this one.
             error = failed.error
             if error is not None and not isinstance(error, RayTaskError):
                 error = RayTaskError("a call", f"An argument could not be computed:\n{error}", error, ip=LOCAL)
             if target is not None:
                 target.resolve(frames=failed.frames, ref=failed.ref, error=error, failed=True)
-        elif call.body.has_references:
+        elif any(one.has_references for one in call.body.messages):
             call.fail(
                 LaneError(
                     "an answer that is an argument of this call holds references, which cannot travel by the lane. "
@@ -250,7 +234,7 @@ class Session:
         elif number == self._received + 1:
             self._received = number
             if kind == BEGUN:
-                self._has_begun = True
+                self.has_begun = True
             elif kind == BYE:
                 self.has_left = True
                 self._send_unnumbered(ACK)
@@ -289,7 +273,7 @@ class Session:
 
     def end(self, error: BaseException) -> None:
         """Fail all calls that have no answer, because the serve call has ended."""
-        self._end_error = error
+        self._end_error, self.has_begun = error, True
         lost: dict[bytes, _Pending] = {}
         for pending, kind, form, frames in self._arrived:
             # What follows an item that is lost is lost too.

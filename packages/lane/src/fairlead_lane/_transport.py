@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,15 +60,14 @@ SILENT = "_fairlead_silent"
 CLOSED = "the lane has been closed"
 
 
+@dataclass(eq=False)
 class _Watcher:
     """A thread that waits until there is enough."""
 
-    def __init__(self, is_enough: Callable[[], bool]) -> None:
-        self.is_enough = is_enough
-        self.found = False
-        # Whether the thread does not wait any more.
-        self.left = False
-        self.answered = OneTimeEvent()
+    is_enough: Callable[[], bool]
+    found: bool = False
+    left: bool = False  # whether the thread does not wait any more
+    answered: OneTimeEvent = field(default_factory=OneTimeEvent)
 
 
 class Lane(Transport):
@@ -141,13 +141,11 @@ class Lane(Transport):
             )
 
     def encode(self, requests: Iterable[Any]) -> list[tuple[str, Body]]:
-        """Return the method and the content of each request."""
         return list(encode(requests))
 
     def send(
         self, now: Snapshot, ranks: Sequence[int], encoded: Sequence[tuple[str, Body]], *, yields_items: bool
     ) -> list[Any]:
-        """Send a request to each rank, and return their answers; `yields_items` is for a generator method."""
         with self._order:
             calls: list[tuple[Session, Any, Body]] = []
             first, self._next_task = self._next_task, self._next_task + len(encoded)
@@ -162,7 +160,6 @@ class Lane(Transport):
             return [future for _, future, _ in calls]
 
     def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
-        """Wait while too many calls of these workers wait to be sent; return whether there is room in time."""
         sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
         return self.run(lambda: all(one.backlog < self.most_waiting for one in sessions), timeout_s) or self._closed
 
@@ -179,7 +176,6 @@ class Lane(Transport):
         return not ahead
 
     def wait_for_way(self, ranks: Collection[int], timeout_s: float | None) -> bool:
-        """Wait until these workers have begun all earlier calls; return whether they have in time."""
         ahead = self._find(ranks)
         return self.run(lambda: all(one.has_begun or one not in self._stopped for one in ahead), timeout_s)
 
@@ -304,7 +300,6 @@ class Lane(Transport):
         self._router.interrupt()
 
     def _do(self, command: Callable[[], object]) -> None:
-        """Let the lane's thread do something."""
         self._commands.append(command)
         self._router.interrupt()
         if self._closed:  # no other thread does it any more
@@ -439,9 +434,9 @@ class Lane(Transport):
         sessions = list(self._by_identity.values())
         for unused in (one for one in sessions if one.items is None and one.has_left):
             self._drop(unused, WorkerGroupError(CLOSED))  # Ctrl-C came before it was used
-        streams = {one: one.items for one in sessions if one.items is not None}
-        outcomes = find_ended(list(streams.values()))
-        self._ended.extend((list(streams)[at], error) for at, error in outcomes.items())
+        streams = [(one, one.items) for one in sessions if one.items is not None]
+        outcomes = find_ended([items for _, items in streams])
+        self._ended.extend((streams[at][0], error) for at, error in outcomes.items())
 
     def _finish(self, error: BaseException) -> None:
         """Close the sockets, and fail what has not been answered."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 POLL_MS = 250
 HEARTBEAT_MS, DEAD_LINK_MS, RECONNECT_MS = 5_000, 20_000, 50
@@ -56,11 +56,9 @@ class Packets:
         self._unsent: deque[bytes] = deque()
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     @property
@@ -104,9 +102,6 @@ class Packets:
 
 
 def _split(message: Sequence[bytes]) -> Iterator[bytes]:
-    if len(message) == 1 and len(message[0]) <= PACKET_BYTES:
-        yield message[0]
-        return
     content = pickle.dumps([bytes(frame) for frame in message], 5)
     for at in range(0, len(content), PACKET_BYTES):
         kind = PART if at + PACKET_BYTES < len(content) else LAST_PART
@@ -128,30 +123,11 @@ def _join(frames: list[bytes]) -> list[bytes]:
     return message
 
 
-class Link(Protocol):
-    """A worker's connection with the driver."""
-
-    lost_at: float | None  # by `time.monotonic`; None while there is a connection
-    is_new: bool  # whether the worker has not said anything on it
-
-    def files(self) -> list[int]:
-        """Return the files that become readable when something happens."""
-
-    def send(self, message: Sequence[bytes]) -> None:
-        """Send a message so that it arrives whatever this thread does next."""
-
-    def receive(self, *, waits: bool) -> list[bytes] | None:
-        """Return a message; None if there is none, after at most `POLL_MS` if it `waits`."""
-
-    def close(self) -> None:
-        """Close the socket."""
-
-
 class LocalLink:
     """A Unix socket, whose connection ends with the driver. If `send` does not wait, a thread sends the rest."""
 
-    lost_at: float | None = None
-    is_new: bool = True
+    lost_at: float | None = None  # by `time.monotonic`; None while there is a connection
+    is_new: bool = True  # whether the worker has not said anything on it
 
     def __init__(self, config: LaneConfig, *, waits: bool = True) -> None:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -177,6 +153,7 @@ class LocalLink:
         return [self._packets.fileno()]
 
     def send(self, message: Sequence[bytes]) -> None:
+        """Send a message so that it arrives whatever this thread does next."""
         try:
             with self._sending:
                 self._packets.send(message)
@@ -203,6 +180,7 @@ class LocalLink:
             self._flush()
 
     def receive(self, *, waits: bool) -> list[bytes] | None:
+        """Return a message; None if there is none, after at most `POLL_MS` if it `waits`."""
         try:
             message = None
             while message is None:
@@ -316,7 +294,7 @@ class NetworkLink:
                 self.lost_at = self.lost_at or time.monotonic()
 
 
-def connect(config: LaneConfig, *, waits: bool = True) -> Link:
+def connect(config: LaneConfig, *, waits: bool = True) -> LocalLink | NetworkLink:
     """Connect with the driver of a lane: by its Unix socket if it is on this node and can be reached so."""
     if config.local_address:
         with contextlib.suppress(OSError):  # such as in a network namespace of its own

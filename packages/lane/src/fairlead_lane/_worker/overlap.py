@@ -70,7 +70,6 @@ class _Calls:
         self._turn = asyncio.Lock()
 
     def start(self, call: int, task: bytes, frames: list[bytes]) -> None:
-        """Start a call."""
         self.unfinished += 1
         self.waiting.add(task)
         self._tasks[task] = asyncio.get_running_loop().create_task(self._run(call, task, frames))

@@ -59,9 +59,10 @@ NOTHING = Answer(INLINE, (pickle.dumps(None, 5),))
 
 
 def make_answer(value: Any) -> Answer:
-    if value is None:
-        return NOTHING
-    frames = dump(value)
+    return NOTHING if value is None else _choose_form(value, dump(value))
+
+
+def _choose_form(value: Any, frames: Sequence[Any] | None) -> Answer:
     if frames is None:
         return Answer(STORED_REFERENCES, stored=value)
     if sum(map(len, frames)) > INLINE_BYTES:
@@ -75,18 +76,11 @@ def make_error(name: str, error: BaseException) -> Answer:
     # Where Ray does not run, asking for the address would start it.
     address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
     shown, frames = dump_error(name, error, package="fairlead_lane", address=address)
-    if frames is None:
-        return Answer(STORED_REFERENCES, stored=(shown,))
-    if sum(map(len, frames)) > INLINE_BYTES:
-        return Answer(STORED, stored=(shown,))
-    return Answer(INLINE, frames)
+    return _choose_form((shown,), frames)
 
 
 def load_request(frames: Sequence[bytes]) -> tuple[str, list[Any], dict[str, Any]]:
     """Return the name of the host's method, and its positional and keyword arguments, fetched from the object store."""
-    if len(frames) == 1:  # all arguments are in it
-        name, args, kwargs = pickle.loads(frames[0])
-        return name, args, kwargs
     name, args, kwargs, refs = read_request(frames)
     if refs:
         fill(args, kwargs, zip(refs, ray.get(list(refs.values())), strict=True))
@@ -132,11 +126,9 @@ class Connection:
         self._heard_at = time.monotonic()
 
     def close(self) -> None:
-        """Close the socket."""
         self._link.close()
 
     def files(self) -> list[int]:
-        """Return the files that become readable when something happens."""
         return self._link.files()
 
     @property
