@@ -106,7 +106,9 @@ class Lane(Transport):
         self._commands: deque[Callable[[], object]] = deque()
         # Ray reports here, on a thread of its own, which serve calls have ended.
         self._ended: deque[tuple[Session, BaseException | None]] = deque()
-        # The rest belongs to the lane's thread: sessions that await the object store, futures to be called back.
+        # The rest belongs to the lane's thread: sessions with as many calls as may wait to be sent, sessions that await
+        # the object store, futures to be called back.
+        self._crowded: set[Session] = set()
         self._awaiting: set[Session] = set()
         self._resolved: deque[Message] = deque()
         self._watchers: list[_Watcher] = []
@@ -160,8 +162,10 @@ class Lane(Transport):
             return [future for _, future, _ in calls]
 
     def wait_for_room(self, ranks: Iterable[int], timeout_s: float | None) -> bool:
-        sessions = [session for rank in ranks if (session := self._sessions.get(rank)) is not None]
-        return self.run(lambda: all(one.backlog < self.most_waiting for one in sessions), timeout_s) or self._closed
+        if not self._crowded:
+            return True
+        sessions = {self._sessions.get(rank) for rank in ranks}
+        return self.run(lambda: self._crowded.isdisjoint(sessions), timeout_s) or self._closed
 
     def makes_way(self, ranks: Collection[int]) -> bool:
         """Return whether Ray can be given a call of these ranks now, in its turn.
@@ -322,6 +326,8 @@ class Lane(Transport):
         with self._router.batch(self._note_lost):
             for session, future, body in calls:
                 session.call(future, body)
+                if session.backlog >= self.most_waiting:
+                    self._crowded.add(session)
 
     def _wake(self, session: Session) -> None:
         """Send the calls of a worker that have waited for an argument; the carrier of that argument calls this."""
@@ -419,6 +425,7 @@ class Lane(Transport):
             if error is not None:
                 self._site.report_end(session.actor_id.hex(), error, "its lane ended")
             self._drop(session, error or LaneError(f"rank {session.rank} ended the lane before it had answered"))
+        self._crowded = {one for one in self._crowded if one.backlog >= self.most_waiting}
 
     def _drop(self, session: Session, error: BaseException) -> None:
         session.end(error)
