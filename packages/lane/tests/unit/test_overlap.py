@@ -15,8 +15,8 @@ import ray
 
 from fairlead_lane._worker import overlap
 from fairlead_lane._worker.serve import BEGUN, CALL, CANCEL, END, ERROR, ITEM, STOP, VALUE, make_answer
-from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import OverlappingRecord, cancel_tasks
+from fairlead_workergroup.spi import start_tick
 
 TASKS = [bytes([number]) * 24 for number in range(1, 6)]
 

@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 import ray
+from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import PerWorker, RayWorkerBuilder, RayWorkerGroup, Shard
-from fairlead_workergroup._ray_private import object_sizes
 
 from ..calling import MB
 
@@ -49,7 +49,8 @@ class TestCopies:
         call = group.call(give_back, value)
         assert call.statistics().bytes_fetched == 0
         assert call.result() == [value] * 8
-        assert call.statistics().bytes_fetched == sum(object_sizes(call.futures)) > 0
+        told = get_local_object_locations(call.futures).values()
+        assert call.statistics().bytes_fetched == sum(one["object_size"] for one in told) > 0
 
     def test_the_store_holds_one_copy(self, group, store_used):
         """By the object store's own count, 64 MB sent to eight workers take 64 MB, and later none."""

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, report_progress
-from fairlead_workergroup._observe.stuck import add_odd_ranks, find_method_frames
+from fairlead_workergroup._observe.stuck import add_odd_ranks
 from fairlead_workergroup._remote import stacks as _stacks
+from fairlead_workergroup.spi import find_method_frames
 from fairlead_workergroup.testing import hang
 
 SIGNAL = signal.SIGRTMIN + 5

@@ -7,20 +7,21 @@ from typing import Any
 
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
+from fairlead_workergroup import Place
 from fairlead_workergroup._calls.execution import Execution
 from fairlead_workergroup._calls.plan import CallOptions, Recipients
 from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._membership.judge import Judge
 from fairlead_workergroup._membership.machine import Membership
-from fairlead_workergroup._membership.model import Place, Started, make_process
+from fairlead_workergroup._membership.model import Started, make_process
 from fairlead_workergroup._membership.operations import RestartPolicy
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.calls import Counters
 from fairlead_workergroup._observe.evidence import RayWitnesses
-from fairlead_workergroup._ray_private import actor_id_of
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method
 from fairlead_workergroup._world import Deadline
+from fairlead_workergroup.spi import actor_id_of
 
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld

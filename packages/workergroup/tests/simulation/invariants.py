@@ -7,8 +7,8 @@ from typing import Any
 
 from fairlead_placement import Slot
 from fairlead_workergroup._calls.execution import Execution
-from fairlead_workergroup._membership.model import Member, Snapshot
 from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup.spi import Member, Snapshot
 
 from .actors import Actor
 from .placement import PretendedPlacement

@@ -9,8 +9,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import alive_nodes
-from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
+from fairlead_workergroup._ray_private import actor_id_of_ref, dead_actors
 from fairlead_workergroup._remote.process import find_ended
+from fairlead_workergroup.spi import actor_id_of
 
 from .actors import HANG, Takes
 from .exploration import explore

@@ -7,7 +7,12 @@ import pytest
 import ray
 
 from fairlead_workergroup import PerWorker, Shard
-from fairlead_workergroup._transport.arguments import Arguments, NotPicklableError, is_inlined
+from fairlead_workergroup.testing import LocalGroup
+
+
+class Worker:
+    def take(self, value):
+        pass
 
 
 class Holder:
@@ -21,6 +26,13 @@ class Holder:
 class Raising:
     def __reduce__(self):
         raise OSError("this value is bound to its process")
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A group of two workers, which are threads of the test."""
+    with LocalGroup(Worker, workers=2) as group:
+        yield group
 
 
 @pytest.mark.parametrize(
@@ -40,12 +52,9 @@ class Raising:
     ],
     ids=type,
 )
-def test_a_whole_argument_is_inlined_up_to_10_kb(value, inlined):
+def test_a_whole_argument_is_inlined_up_to_10_kb(group, value, inlined):
     """The total of a container's values counts, in bytes."""
-    assert is_inlined(value) == inlined
-    stored = []
-    Arguments(lambda one: stored.append(one) or "ref").prepare(value)
-    assert len(stored) == (not inlined)
+    assert group.call("take", value).statistics().puts == (not inlined)
 
 
 @pytest.mark.parametrize("mark", [Shard([1, 2], "dp"), PerWorker([1, 2])])
@@ -57,23 +66,23 @@ def test_a_whole_argument_is_inlined_up_to_10_kb(value, inlined):
         (lambda mark: {"batch": {"x": (1, mark)}}, "['batch']['x'][1]"),
     ],
 )
-def test_a_nested_mark_is_refused(mark, nest, path):
+def test_a_nested_mark_is_refused(group, mark, nest, path):
     """A mark inside an argument is refused at any depth, and the message has its place."""
-    with pytest.raises(NotPicklableError) as caught:
-        Arguments(ray.cloudpickle.dumps).prepare(nest(mark))
+    with pytest.raises(TypeError) as caught:
+        group.call("take", nest(mark))
     assert path in str(caught.value)
     assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)
 
 
 @pytest.mark.parametrize("mark", [Shard([1, 2], "dp", "tp"), PerWorker([1, 2])])
-def test_marks_can_be_pickled(mark):
+def test_marks_can_be_pickled(group, mark):
     """A program may send a mark to the process that makes the call."""
-    with pytest.raises(NotPicklableError):
-        Arguments(ray.cloudpickle.dumps).prepare([mark])
+    with pytest.raises(TypeError, match="is not split"):
+        group.call("take", [mark])
     assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark
 
 
-def test_the_part_that_cannot_be_pickled():
+def test_the_part_that_cannot_be_pickled(group):
     """The message has the path to the innermost part and the innermost reason, in one line."""
     lock, holder = threading.Lock(), Holder()
     for value, part in [
@@ -81,7 +90,7 @@ def test_the_part_that_cannot_be_pickled():
         (lambda: lock, "its part .lock of type lock cannot"),
         (Raising(), "a Raising cannot be pickled: OSError: this value is bound to its process"),
     ]:
-        with pytest.raises(NotPicklableError) as caught:
-            Arguments(ray.cloudpickle.dumps).prepare(value)
+        with pytest.raises(TypeError, match="argument 'value' of 'take'") as caught:
+            group.call("take", value)
         assert part in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from fairlead_workergroup._lifecycle.teardown import Teardown
-from fairlead_workergroup._membership.model import Notice
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe import extensions
-from fairlead_workergroup._observe.calls import CallObserver, ObservedCalls
+from fairlead_workergroup._observe.calls import ObservedCalls
 from fairlead_workergroup._observe.extensions import extend
+from fairlead_workergroup.spi import CallObserver, Notice
 
 
 @pytest.fixture

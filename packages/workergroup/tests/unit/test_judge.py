@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import fairlead_workergroup
 from fairlead_placement import HeadTimeoutError
-from fairlead_workergroup._membership.judge import Evidence, Judge, decide
-from fairlead_workergroup._membership.model import WorkerProcess
+from fairlead_workergroup._membership.judge import Judge
 from fairlead_workergroup._observe import evidence as witnesses
 from fairlead_workergroup._observe.evidence import RayWitnesses, check_head, evidence_of, judge_errors
+from fairlead_workergroup.spi import Evidence, WorkerProcess, decide
 
 WORKER = WorkerProcess(3, {"dp": 3}, "a" * 8, "10.0.0.1", 77, 123, "actor")
 

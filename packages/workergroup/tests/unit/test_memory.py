@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from fairlead_workergroup import WorkerGroupError
-from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe import memory
 from fairlead_workergroup._world import Deadline
+from fairlead_workergroup.spi import WorkerProcess
 
 
 def test_silent_agent_of_a_group_that_ends(monkeypatch):

@@ -9,8 +9,9 @@ from fairlead_placement.spi import Agent
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
 from fairlead_workergroup._observe import publications
-from fairlead_workergroup._observe.publications import RegisteredGroup, merge_boards
+from fairlead_workergroup._observe.publications import merge_boards
 from fairlead_workergroup._observe.registration import KEY, SCHEMA
+from fairlead_workergroup.spi import RegisteredGroup
 
 MESH = NamedSharding.from_shape(dp=2, tp=2)
 DRIVER = {"job_id": "01000000", "worker_id": "w", "node_id": "n", "host": "head", "pid": 7, "started": 1}

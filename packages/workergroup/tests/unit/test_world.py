@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the seam to the clock and to threads."""
+"""Tests of the events that threads of a group wait for."""
 
 import contextlib
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from fairlead_workergroup._world import RealWorld
+from fairlead_placement.spi import OneTimeEvent
 
 
 def test_interrupted_waits(interrupter):
@@ -15,7 +15,7 @@ def test_interrupted_waits(interrupter):
     moments = 0
     with ThreadPoolExecutor(1) as other:
         while True:
-            event = RealWorld().event()
+            event = OneTimeEvent()
             threading.Timer(0.002, event.set).start()
             with (
                 contextlib.suppress(KeyboardInterrupt),
@@ -31,7 +31,7 @@ def test_interrupted_waits(interrupter):
 
 def test_waits():
     """A wait ends at its timeout, and for all threads when the event happens."""
-    event = RealWorld().event()
+    event = OneTimeEvent()
     assert not event.wait(0.01)
     assert not event.is_set()
     with ThreadPoolExecutor(8) as threads:
