@@ -29,6 +29,7 @@ def make_weights(seed=0, count=40, scale=997):
         ("mask", torch.rand(33, generator=generator) > 0.5),
         ("turned", torch.rand(30, 20, generator=generator).t()),
         ("complex", torch.rand(7, 2, generator=generator).to(torch.complex64)),
+        ("conjugate", torch.complex(*torch.rand(2, 9, generator=generator)).conj()),
     ]
     for at in range(count):
         tensor = torch.rand(scale * (at % 7) + 1, generator=generator)
@@ -40,7 +41,7 @@ def digest(tensor):
     """Return dtype, shape and a digest of the bits of a tensor."""
     import torch
 
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
     return str(tensor.dtype), tuple(tensor.shape), zlib.crc32(content)
 
 

@@ -2,7 +2,6 @@
 """Streams of weights in this process: buckets, connections, and what each side raises."""
 
 import asyncio
-import os
 import pickle
 import socket
 import subprocess
@@ -11,10 +10,10 @@ import time
 
 import pytest
 
-from fairlead_transfer import TransferError
+from fairlead_transfer import Endpoint, RankFailure, TransferError
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
 from fairlead_transfer.adapters._channel import Gone, Late, accept, connect, reserve
-from fairlead_transfer.adapters._stream import make_memberships
+from fairlead_transfer.adapters._stream import WeightStream, make_memberships
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from ..engines import digest, leave_nothing, make_weights
@@ -167,6 +166,59 @@ def test_leader_that_exits_before_others_connect():
     assert time.monotonic() - began < 15
 
 
+def test_cancelled_before_it_connects():
+    """No thread goes on waiting for the first sender when the caller has given up."""
+    engines = make_engines(1, 1, timeout=30.0)
+    began = time.monotonic()
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(receive(engines[1]), 0.3))
+    assert time.monotonic() - began < 10
+    engines[0].finalize()
+
+
+def test_error_after_some_have_the_bucket(monkeypatch):
+    """An engine may have loaded a bucket that the next receiver did not get: the error says so."""
+    engines = make_engines(1, 2)
+    tell = WeightStream._tell
+
+    def fail(self, number, kind, content):
+        if (number, kind) == (2, "bucket"):
+            raise self._lost([2], Gone("the connection was closed"))
+        tell(self, number, kind, content)
+
+    monkeypatch.setattr(WeightStream, "_tell", fail)
+    sent = engines[0].send_weights(iter(make_weights(1, count=1)), 5)
+    error = asyncio.run(run_all(sent, *map(receive, engines[1:])))[0]
+    assert isinstance(error, TransferError)
+    assert (error.phase, error.versions) == ("commit", {0: "torn", 1: "torn"})
+    for one in engines:  # the first receiver may have all that it wants
+        one.finalize()
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_error_of_the_endpoint(monkeypatch, side):
+    """What a process cannot do in a later bucket is its error, with the version, and says that engines have a part."""
+    engines = make_engines(2, 1)
+
+    def fail(endpoint, orders, *args, **options):
+        seen.append(orders.rank)
+        if not orders.rank and seen.count(0) > 1:
+            failure = RankFailure(side, orders.rank, "host", "too many open files")
+            raise TransferError("move", 2, (failure,), {}, "Plan with transport='object_store'.")
+        return done(endpoint, orders, *args, **options)
+
+    name, seen = {"source": "stage", "target": "fetch"}[side], []
+    done = getattr(Endpoint, name)
+    monkeypatch.setattr(Endpoint, name, fail)
+    sent = [one.send_weights(iter(make_weights(1)), 5) for one in engines[:2]]
+    for error in asyncio.run(run_all(*sent, receive(engines[2]))):
+        assert isinstance(error, TransferError)
+        assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "torn"})
+        assert f"{side} rank 0 on node" in str(error)
+        assert "too many open files" in str(error)
+        assert "object_store" not in str(error)
+
+
 def test_other_hosts():
     """Processes that cannot share memory, or have other buckets, are refused before they connect."""
     engines = [FairleadCheckpointEngine(size) for size in (4096, 8192)]
@@ -190,7 +242,7 @@ def test_strangers():
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 1).close()
     with pytest.raises(Late):
-        connect(address, SECRET, 1, time.monotonic() + 0.2, os.getpid())
+        connect(address, SECRET, 1, time.monotonic() + 0.2, lambda: False)
     listener.listen(4)
     deadline = time.monotonic() + 10
     with socket.create_connection(address, 1) as stranger:
@@ -200,7 +252,7 @@ def test_strangers():
         assert len(stranger.recv(100)) <= 32  # the question, and no answer
     results = asyncio.run(
         run_all(
-            asyncio.to_thread(connect, address, b"w" * 32, 1, deadline, os.getpid()),
+            asyncio.to_thread(connect, address, b"w" * 32, 1, deadline, lambda: False),
             asyncio.to_thread(accept, listener, SECRET, deadline),
         )
     )

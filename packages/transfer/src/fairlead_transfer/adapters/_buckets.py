@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._remote.tensors import resolve
+
 STRIPE = 1 << 20
 # Every tensor begins where any dtype may begin.
 ALIGNED = 64
@@ -98,7 +100,7 @@ class Packer:
         torch = self._torch
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "placements") or tensor.layout is not torch.strided:
             raise TypeError(f"{name!r} is a {type(tensor).__qualname__}: yield whole, dense torch tensors.")
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        content = resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
         length, capacity, begin = content.numel(), self._shape.capacity, 0
         if self.parts and self._filled + length > capacity and length <= capacity:
             yield

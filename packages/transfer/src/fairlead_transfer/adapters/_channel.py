@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .._endpoint import prove
@@ -21,6 +22,8 @@ from .._endpoint import prove
 NONCE = 32
 # A stranger may connect and say nothing.
 PROOF_S = 5.0
+# Seconds between two looks for processes that have exited, or a caller that has given up.
+LOOK_S = 0.2
 HEAD = struct.Struct("!Q")
 NUMBER = struct.Struct("!I")
 
@@ -80,19 +83,26 @@ def has_exited(pid: int) -> bool:
         os.close(process)
 
 
-def connect(address: tuple[str, int], secret: bytes, number: int, deadline: float, pid: int) -> Channel:
-    """Connect as the member with this number to the one that listens; wait until it does, or its process exits."""
+def connect(
+    address: tuple[str, int], secret: bytes, number: int, deadline: float, is_over: Callable[[], bool]
+) -> Channel:
+    """Connect as the member with this number to the one that listens; wait until it does, or it never will."""
     while True:
         try:
             connection = socket.create_connection(address, max(0.01, deadline - time.monotonic()))
             break
         except OSError as error:
-            if has_exited(pid):
+            if is_over():
                 raise Gone("it does not listen") from error
             if time.monotonic() > deadline - 0.05:
                 raise Late(f"{type(error).__name__}: {error}") from error
             time.sleep(0.05)
     try:
+        while not multiprocessing.connection.wait([connection], LOOK_S):
+            if is_over():
+                raise Gone("it does not answer")
+            if time.monotonic() > deadline:
+                raise Late("no answer by the deadline")
         theirs = _read(connection, NONCE, deadline)
         mine = secrets.token_bytes(NONCE) + NUMBER.pack(number)
         _run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))

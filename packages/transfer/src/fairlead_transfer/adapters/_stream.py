@@ -11,29 +11,30 @@ import contextlib
 import multiprocessing.connection
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._endpoint import (
     Endpoint,
     EndpointDescription,
+    EndpointOrders,
     EndpointPlan,
+    StagedPieces,
     plan_endpoints,
     share_secret,
     with_tensors,
 )
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
-from ._channel import Channel, Gone, Late, accept, connect, has_exited, reserve
+from ._channel import LOOK_S, Channel, Gone, Late, accept, connect, has_exited, reserve
 
 AGAIN = (
     "Start lost processes again and update the weights again. Engines that have loaded a part hold a mixture of two "
     "versions until then."
 )
-# Seconds between two looks for processes that have exited before they connected, and seconds that the others have to
-# connect and to learn it.
-LOOK_S, GRACE_S = 0.2, 5.0
+# Seconds that others have to connect, and to learn it, when a process has exited before it connected.
+GRACE_S = 5.0
 Side = Literal["source", "target"]
 
 
@@ -183,14 +184,18 @@ class WeightStream:
         mark = digest(parts)
         for number in others:
             self._tell(number, "stage", (self._bucket, mark, plan.sources[number] if is_new else None))
-        self._own().replace({"bucket": share})
-        staged = {0: self._own().stage(plan.sources[0], self._bucket)}
+        staged = {0: self._stage(plan.sources[0], share)}
         staged |= self._gather(set(others), "staged", "stage its share of")
+        self._copying, self._delivered = set(receivers), True
         for number in receivers:
             orders = plan.targets[number - me.senders] if is_new else None
             self._tell(number, "bucket", (self._bucket, parts, rows, orders, list(staged.values()), last))
-        self._copying, self._delivered = set(receivers), True
         self._bucket += 1
+
+    def _stage(self, orders: EndpointOrders, share: Any) -> StagedPieces:
+        self._own().replace({"bucket": share})
+        with self._blaming_itself():
+            return self._own().stage(orders, self._bucket)
 
     def _make_plan(self, me: Membership, rows: int) -> EndpointPlan:
         shape = self._shape
@@ -237,9 +242,7 @@ class WeightStream:
             text = "Have all senders yield the same names, dtypes and shapes in the same order."
             raise self._error({self._joined().number: why}, text)
         self._orders[rows] = orders or self._orders[rows]
-        self._own().replace({"bucket": share})
-        staged = self._own().stage(self._orders[rows], bucket)
-        self._tell(0, "staged", staged)
+        self._tell(0, "staged", self._stage(self._orders[rows], share))
         self._bucket, self._delivered = bucket + 1, True
 
     def _take(self, unpacker: Unpacker) -> tuple[list[Part], Any, bool]:
@@ -249,8 +252,9 @@ class WeightStream:
         self._orders[rows] = orders or self._orders[rows]
         memory, endpoint = unpacker.make(rows), self._own()
         endpoint.replace({"bucket": memory})
-        endpoint.fetch(self._orders[rows], staged, timeout=self._timeout)
-        endpoint.commit()
+        with self._blaming_itself():
+            endpoint.fetch(self._orders[rows], staged, timeout=self._timeout)
+            endpoint.commit()
         endpoint.replace({})
         self._tell(0, "copied", bucket)
         self._bucket, self._delivered, self._ended = bucket + 1, True, last
@@ -270,8 +274,12 @@ class WeightStream:
         deadline = began + self._timeout
         if me.number:
             if not self._channels:
+
+                def is_over() -> bool:
+                    return self._me is not me or has_exited(me.pids[0])
+
                 try:
-                    self._channels[0] = connect(me.address, me.secret, me.number, deadline, me.pids[0])
+                    self._channels[0] = connect(me.address, me.secret, me.number, deadline, is_over)
                 except Late as error:
                     raise self._late({0}, f"accept a connection at {me.address}: {error}") from error
                 except Gone as error:
@@ -340,6 +348,15 @@ class WeightStream:
             with contextlib.suppress(Late, Gone):  # it will see that the connection is closed
                 channel.send(("failed", report), time.monotonic() + 1.0)
         self.close()
+
+    @contextlib.contextmanager
+    def _blaming_itself(self) -> Iterator[None]:
+        """Raise what the endpoint could not do as an error of this process; the endpoint knows one bucket only."""
+        try:
+            yield
+        except TransferError as error:
+            reason = "; ".join(one.reason for one in error.failures)
+            raise self._error({self._joined().number: f"bucket {self._bucket}: {reason}"}, AGAIN) from error
 
     def _late(self, numbers: Iterable[int], doing: str) -> TransferError:
         why = f"it did not {doing} within {self._timeout:g} s"
