@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints: transfers between processes that are not workers of a group. The caller carries the messages."""
 
-import asyncio
 import hashlib
 import hmac
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -218,7 +216,6 @@ class Endpoint:
         self._number = 0
         self._orders: EndpointOrders | None = None
         self._fetched: tuple[EndpointOrders, int] | None = None
-        self._held: State = None
 
     def replace(self, tensors: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Hold other tensors from now on. A plan that was made for other boxes or dtypes is refused.
@@ -278,13 +275,11 @@ class Endpoint:
         """
         self._check(orders, "source")
         self._expect(orders, self.describe().tensors)
-        content = orders.content
-        news = None if orders is self._orders else content
-        reply = self._ask("source", None, self._number, news, content["id"], verify, False)
+        reply = self._ask("source", None, self._number, *self._give(orders), verify, False)
+        self._orders = orders
         channels = reply["staged"]["channels"]
         if blocked := [one["blocked"] for one in channels if "blocked" in one]:
             raise self._error(orders, version, "stage", blocked[0], "Plan with transport='object_store'.")
-        self._orders = orders
         return StagedPieces(orders.rank, version, channels, _prove_staged(orders, orders.rank, version, channels))
 
     def fetch(self, orders: EndpointOrders, staged: Iterable[StagedPieces], *, timeout: float = 600.0) -> None:
@@ -329,13 +324,13 @@ class Endpoint:
         self._expect(orders, tuple(map(tuple, reply["tensors"])))
         replies = {rank: {"staged": {"channels": one.channels}} for rank, one in pieces.items()}
         verify = all("digests" in channel for one in pieces.values() for channel in one.channels)
-        news = None if orders is self._orders else orders.content
-        reply = self._ask("fetch", version, news, orders.content["id"], replies, verify, timeout)
+        reply = self._ask("fetch", version, *self._give(orders), replies, verify, timeout)
         self._orders = orders
         if "blocked" in reply:
             source, (kind, why) = next(iter(reply["blocked"].items()))
             text = f"it cannot read from source {source} by {kind}: {why}"
-            raise self._error(orders, version, "move", text, "Plan with transport='object_store'.")
+            remedy = "Stage the version again; if this happens again, plan with transport='object_store'."
+            raise self._error(orders, version, "move", text, remedy)
         if "bytes" not in reply:
             late = f"After {timeout} s: " if "waiting" in reply else ""
             raise self._error(orders, version, "move", late + explain_failure(reply), "Stage the version again.")
@@ -365,10 +360,9 @@ class Endpoint:
         self._fetched = None
         reply = self._ask("commit", version, None, None, None, 0, None)
         if "committed" in reply:
-            self._held = version
             return version
-        self._held = "torn" if reply.get("torn") else self._held
-        why = reply.get("error", "what it fetched is gone, because a source has staged again or was closed")
+        gone = "a source has staged again or was closed, or this endpoint has described or staged its tensors since"
+        why = reply.get("error", f"what it fetched is gone: {gone}")
         raise self._error(orders, version, "commit", why, "Stage, fetch and commit the version again.")
 
     def close(self) -> None:
@@ -393,17 +387,20 @@ class Endpoint:
     def _ask(self, operation: str, *args: Any) -> dict[str, Any]:
         if self._end is None:
             raise ValueError("This endpoint has been closed: make another one.")
-        end = self._end
-
-        def serve() -> dict[str, Any]:
-            reply: dict[str, Any] = asyncio.run(end.serve(self, operation, (self._epoch, *args)))
+        # Without an event loop, so that Ctrl-C ends a wait, and a framework may call this on the loop of its worker.
+        steps = getattr(self._end, f"_{operation}")(self, self._epoch, *args)
+        try:
+            steps.send(None)
+        except StopIteration as done:
+            reply: dict[str, Any] = done.value
             return reply
+        raise TypeError(f"The function that returns the tensors must not wait in a coroutine: {self._tensors!r}")
 
-        if asyncio._get_running_loop() is None:  # noqa: SLF001
-            return serve()
-        # A framework may call this on the event loop of its worker.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(serve).result()
+    def _give(self, orders: EndpointOrders) -> tuple[Mapping[str, Any] | None, int]:
+        """Return the orders as the end takes them: None and their number for those that it has."""
+        # What fails below may have given it these or not.
+        known, self._orders = self._orders, None
+        return None if orders is known else orders.content, orders.content["id"]
 
     def _check(self, orders: EndpointOrders, side: Side) -> None:
         if orders.side != side or not hmac.compare_digest(prove(self._token, orders.secret), orders.membership):
@@ -423,7 +420,7 @@ class Endpoint:
             raise LayoutMismatchError(mismatches)
 
     def _error(self, orders: EndpointOrders, version: int, phase: Phase, why: str, remedy: str) -> TransferError:
-        versions = {orders.rank: self._held} if phase == "commit" else {}
+        versions: dict[int, State] = {orders.rank: self._end.held} if phase == "commit" and self._end else {}
         failure = RankFailure(orders.side, orders.rank, self._node, why)
         return TransferError(phase, version, (failure,), versions, remedy)
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints in this process: plans, proofs of membership, and what fails before tensors change."""
 
+import asyncio
 import pickle
+import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fairlead_transfer import Endpoint, LayoutMismatchError, LocalTensor, TransferError, plan_endpoints
+from fairlead_transfer._remote import end, segment
 
 from ..engines import leave_nothing
 
@@ -114,6 +117,57 @@ def test_failures_before_the_commit(sides):
     targets[0].close()
     with pytest.raises(ValueError, match="has been closed"):
         targets[0].describe()
+
+
+def test_orders_after_a_failure(sides, monkeypatch):
+    """What fails with the orders of one plan leaves those of another one usable."""
+    sources, targets, w, copies = sides
+    plan, other = plan_all(sources, targets), plan_all(sources, targets, dtype="float32")
+
+    def fail(*args):
+        raise MemoryError("no memory")
+
+    others = [one.stage(mine, 1) for one, mine in zip(sources, other.sources, strict=True)]
+    staged = [one.stage(mine, 1) for one, mine in zip(sources, plan.sources, strict=True)]
+    targets[0].fetch(plan.targets[0], staged)
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "Segment", fail)
+        with pytest.raises(MemoryError):
+            sources[0].stage(other.sources[0], 2)
+        patch.setattr(end, "await_replies", fail)
+        with pytest.raises(MemoryError):
+            targets[0].fetch(other.targets[0], others)
+    staged = [one.stage(mine, 3) for one, mine in zip(sources, plan.sources, strict=True)]
+    targets[0].fetch(plan.targets[0], staged)
+    assert targets[0].commit() == 3
+    assert np.array_equal(copies[0], w[:, :3])
+
+
+def test_interrupt(sides):
+    """Ctrl-C ends a step at once, and the next one works; a step may be called on an event loop."""
+    sources, targets, w, copies = sides
+    plan, reached = plan_all(sources, targets), []
+    whole = {"w": LocalTensor(copies[0], (4, 6), (0, 0))}
+
+    def interrupt():
+        signal.raise_signal(signal.SIGINT)
+        reached.append(True)
+        return whole
+
+    async def describe(endpoint):
+        return endpoint.describe()
+
+    staged = [one.stage(mine, 1) for one, mine in zip(sources, plan.sources, strict=True)]
+    for step in (lambda: targets[0].describe(), lambda: targets[0].fetch(plan.targets[0], staged)):
+        targets[0].replace(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        targets[0].replace(whole)
+    assert not reached
+    assert asyncio.run(describe(targets[0])) == targets[0].describe()
+    targets[0].fetch(plan.targets[0], staged)
+    targets[0].commit()
+    assert np.array_equal(copies[0], w[:, :3])
 
 
 def test_plans_that_are_refused(sides):

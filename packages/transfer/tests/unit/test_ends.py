@@ -216,6 +216,23 @@ def test_hooks_that_fail(hook, torn, done, value):
     assert ends.workers["target"][0].tensors["a"].tolist() == [value] * 4
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError])
+def test_interrupted_commit_is_torn(error):
+    """An end whose commit was interrupted or cancelled midway says that it holds a mixture."""
+    ends = Ends([Worker({"a": np.ones(4), "b": np.ones(4)})], [Worker({})], apply="load")
+    ends.send(1, chunk_bytes=8)
+    ends.plan()
+    ends.fetch(ends.stage(), 2)
+
+    def load(tensors):
+        raise error
+
+    ends.workers["target"][0].load = load
+    with pytest.raises(error):
+        ends.commit(2, chunk_bytes=8)
+    assert ends.ends["target", 0].held == "torn"
+
+
 def test_apply_takes_chunks():
     """An engine that loads tensors itself gets whole tensors in chunks of bounded size."""
     values = {f"t{number}": np.full((4, 4), number, "float32") for number in range(5)} | {

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .buckets import Place, Reader, offer_buckets
 from .collection import Collection, call
@@ -85,7 +85,7 @@ class End:
         self._concurrent = False
 
     @property
-    def held(self) -> int | str | None:
+    def held(self) -> int | Literal["torn"] | None:
         """The version in place, as in `Link.versions`."""
         return "torn" if self._torn else self._committed and self._committed[1]
 
@@ -281,10 +281,11 @@ class End:
             self._torn, self._committed = False, (epoch, version)
             await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
-            self._torn = self._torn or self._writing
             done = self._committed == (epoch, version)
             return {**reply, **describe_error(error), "torn": self._writing, "done": done}
         finally:
+            # Also if a hook was cancelled, or Ctrl-C came.
+            self._torn = self._torn or self._writing
             note_weights(self.held)
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
