@@ -35,7 +35,7 @@ class Selection:
 
     def excludes(self, name: str) -> bool:
         """Return whether a name is left out."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+        return name in self.exclude or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def travelling(self, dtype: str) -> str:
         """Return the dtype in which a tensor travels."""

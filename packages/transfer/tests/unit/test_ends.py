@@ -2,6 +2,7 @@
 """What the ends of a link do in the workers, on numpy arrays and torch tensors."""
 
 import asyncio
+import concurrent.futures
 import gc
 import os
 import random
@@ -17,10 +18,15 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LayoutMismatchError, LocalTensor
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
+from fairlead_transfer._remote import segment
+from fairlead_transfer._remote.entry import note_weights
 from fairlead_transfer._remote.segment import NAME, Mapping, Segment
 from fairlead_transfer._remote.tensors import library
+from fairlead_transfer._remote.transport import fetch_value
+from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
 from ..ends import Ends
+from ..engines import leave_nothing
 
 MODEL = {"embed": (12, 8), "norm": (5,), "step": (), "deep": (2, 3, 4, 5), "none": (0, 3)}
 
@@ -552,3 +558,52 @@ def test_targets_that_cannot_be_written(kind):
     }[kind]
     _, (reply,) = Ends([Worker({"a": np.ones(value.shape)})], [Worker({"a": value})]).describe()
     assert [name for name, _ in reply.get("refused", [])] == ["a"]
+
+
+def test_segment_that_cannot_be_made(monkeypatch):
+    """A segment for which there is no memory leaves no open file."""
+
+    def fail(*args, **options):
+        raise OSError("no memory")
+
+    with leave_nothing(), monkeypatch.context() as patch:
+        patch.setattr(segment.mmap, "mmap", fail)
+        with pytest.raises(OSError, match="no memory"):
+            Segment(4096)
+
+
+def test_value_that_comes_at_the_deadline():
+    """A value that arrives between the end of the wait and the look at it is returned."""
+
+    class Arriving(concurrent.futures.Future):
+        def result(self, timeout=None):
+            try:
+                return super().result(timeout)
+            except TimeoutError:
+                self.set_result("value")
+                raise
+
+    assert fetch_value(types.SimpleNamespace(future=Arriving), 0.0) == "value"
+
+
+def test_names_with_brackets():
+    """A name is excluded as it is, also one that is another pattern."""
+    selection = Selection(str, None, ("layers[0].w", "head[12]"))
+    assert [one for one in ("layers[0].w", "layers0.w", "head1", "head12") if selection.excludes(one)] == [
+        "layers[0].w",
+        "layers0.w",
+        "head1",
+    ]
+
+
+@pytest.mark.parametrize("version", [-1, 2**63, 2**70])
+def test_versions_that_a_record_cannot_hold(monkeypatch, version):
+    """The worker's record shows no version then, and works on."""
+    record = Record(["call"])
+    monkeypatch.setitem(sys.modules, "_fairlead_worker", types.SimpleNamespace(record=record))
+    note_weights(7)
+    assert record._weights == 7
+    note_weights(version)
+    assert record._weights == NO_WEIGHTS
+    note_weights(8)
+    assert record._weights == 8

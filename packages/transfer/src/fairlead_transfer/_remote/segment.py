@@ -10,6 +10,7 @@ content changed while it was read.
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -30,6 +31,7 @@ class Segment:
         self._token = os.urandom(16)
         self._generation = 0
         self._file = os.memfd_create(NAME)
+        self._close = weakref.finalize(self, os.close, self._file)  # also if the next line fails
         os.ftruncate(self._file, size + 2 * HEAD)
         self._page = mmap.mmap(self._file, size + 2 * HEAD)
         self._mark(0, 0)
@@ -52,9 +54,7 @@ class Segment:
 
     def close(self) -> None:
         """Give the memory back as soon as no process maps it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._close()
 
 
 class Mapping:

@@ -112,8 +112,8 @@ def fetch_value(ref: ray.ObjectRef[Any], deadline: float) -> Any:
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError as error:
-        if future.done():  # the task's own error
-            raise
+        if future.done():  # it came at the last moment, or this is the task's own error
+            return future.result()
         raise Late from error
 
 
