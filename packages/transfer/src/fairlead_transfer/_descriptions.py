@@ -2,7 +2,7 @@
 """From what the workers say about their tensors to layouts: names, dtypes, boxes, and what does not fit."""
 
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -55,6 +55,20 @@ class Tensors:
 
 # The dtypes in which floating-point tensors can travel, and the bytes of an element.
 TRAVELLING = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def make_selection(
+    rename: Mapping[str, str] | Callable[[str], str] | None, dtype: str | None, exclude: Iterable[str]
+) -> Selection:
+    """Return what the arguments of a user select; TypeError or ValueError for those that select nothing sensible."""
+    if dtype is not None and not isinstance(dtype, str):
+        raise TypeError(f"dtype must be the name of a dtype, such as 'bfloat16', got {dtype!r}")
+    if dtype is not None and dtype not in TRAVELLING:
+        raise ValueError(f"dtype must be one of {', '.join(TRAVELLING)}, got {dtype!r}")
+    if isinstance(exclude, str):
+        raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
+    names = {} if callable(rename) else dict(rename or {})
+    return Selection(rename if callable(rename) else lambda name: names.get(name, name), dtype, tuple(exclude))
 
 
 def is_floating(dtype: str) -> bool:

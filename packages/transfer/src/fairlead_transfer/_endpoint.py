@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ._descriptions import Selection, one_sided, read_side
+from ._descriptions import make_selection, one_sided, read_side
 from ._plan import TransferPlan
 from ._remote.end import End
 from ._remote.entry import find_shared
@@ -110,16 +110,16 @@ def plan_endpoints(
         transport: "shared_memory" between processes of one node, "object_store" between processes that are connected
             to one Ray cluster, or "auto": the first where a pair shares a node.
         rename: the names in the target by the names in the source; other names stay.
-        dtype: the dtype in which floating-point tensors travel.
-        exclude: patterns of names that are left out on both sides.
+        dtype: the dtype in which floating-point tensors travel, such as "bfloat16".
+        exclude: names or patterns that are left out on both sides.
 
     Returns:
         The plan, with the orders for each endpoint.
 
     Raises:
         LayoutMismatchError: tensors that do not fit; lists all of them.
-        ValueError: no source or no target, a transport that does not exist, or shared memory for endpoints of
-            different nodes.
+        TypeError, ValueError: no source or no target, a dtype or a transport that does not exist, or shared memory for
+            endpoints of different nodes.
 
     >>> import numpy as np
     >>> with Endpoint({"w": np.arange(4.0)}) as trainer, Endpoint({"w": np.zeros(4)}) as engine:
@@ -134,7 +134,7 @@ def plan_endpoints(
     nodes = [one.node for one in sources], [one.node for one in targets]
     if transport == "shared_memory" and len(found := sorted({*nodes[0], *nodes[1]})) > 1:
         raise ValueError(f"transport='shared_memory' needs one node, got {found}: use transport='auto'")
-    selection = Selection(lambda name: (rename or {}).get(name, name), dtype, tuple(exclude))
+    selection = make_selection(rename, dtype, exclude)
     held = read_side("source", [one.tensors for one in sources], selection, renamed=True)
     wanted = read_side("target", [one.tensors for one in targets], selection, renamed=False)
     secret = share_secret([*sources, *targets])

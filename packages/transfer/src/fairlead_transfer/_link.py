@@ -20,7 +20,7 @@ from fairlead_workergroup.spi import Need, add_state, check_calls, record_span
 from ._attempt import Attempt
 from ._bounded import BoundedAttempt
 from ._buckets import LEAST, Exchange
-from ._descriptions import TRAVELLING, Selection
+from ._descriptions import make_selection
 from ._orders import CommitOptions
 from ._remote.entry import check_version
 from ._report import TransferExplanation, TransferReport
@@ -127,12 +127,7 @@ class Link:
             raise ValueError("pauses=True needs before_commit=, the method that makes the worker quiet")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be a whole number of at least 1, got {chunk_bytes!r}")
-        if dtype is not None and not isinstance(dtype, str):
-            raise TypeError(f"dtype must be the name of a dtype, such as 'bfloat16', got {dtype!r}")
-        if dtype is not None and dtype not in TRAVELLING:
-            raise ValueError(f"dtype must be one of {', '.join(TRAVELLING)}, got {dtype!r}")
-        if isinstance(exclude, str):
-            raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
+        selection = make_selection(rename, dtype, exclude)
         # Each raises AttributeError if there is no such method.
         source_group.at().explain(source)
         for method, args in ((target, ()), (apply, ({},)), (before_commit, ()), (after_commit, ())):
@@ -141,12 +136,6 @@ class Link:
         self._id = uuid.uuid4().hex
         self._source = Side("source", source_group, self._id, source)
         self._target = Side("target", target_group, self._id, target)
-        renamed = rename if callable(rename) else dict(rename or {})
-
-        def new_name(name: str) -> str:
-            return renamed(name) if callable(renamed) else renamed.get(name, name)
-
-        selection = Selection(new_name, dtype, tuple(exclude))
         self._router = Router(
             self._source,
             self._target,

@@ -178,6 +178,11 @@ def test_plans_that_are_refused(sides):
         plan_endpoints([], described[2:])
     with pytest.raises(ValueError, match="transport must be"):
         plan_endpoints(described[:2], described[2:], transport="pigeon")
+    for dtype in ("int32", "double", "bool"):
+        with pytest.raises(ValueError, match="dtype must be one of float64"):
+            plan_endpoints(described[:2], described[2:], dtype=dtype)
+    with pytest.raises(TypeError, match="several names or patterns, got the text"):
+        plan_endpoints(described[:2], described[2:], exclude="*.inv_freq")
     with pytest.raises(LayoutMismatchError, match="no source rank holds 12 of the elements"):
         plan_endpoints(described[:1], described[2:])
     far = [replace(one, node="another") for one in described[2:]]
