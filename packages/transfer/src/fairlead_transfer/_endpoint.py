@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints: transfers between processes that are not workers of a group. The caller carries the messages."""
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -245,11 +246,8 @@ class Endpoint:
         ...     endpoint.describe().tensors[0][:5]
         ('w', 'numpy', 'float64', 8, (2, 3))
         """
-        self._epoch += 1
-        reply = self._ask("source", "_read", 0, None, 0, False, False)
-        self._refuse("source", reply.get("refused", ()))
-        self._number = reply["number"]
-        return EndpointDescription(self._node, tuple(map(tuple, reply["tensors"])), self._token)
+        with self._keeping_none():
+            return EndpointDescription(self._node, self._describe(), self._token)
 
     def stage(self, orders: EndpointOrders, version: int, *, verify: bool = False) -> StagedPieces:
         """Make the pieces that targets need available to them, as they are now. The last staged version is dropped.
@@ -274,8 +272,9 @@ class Endpoint:
         7
         """
         self._check(orders, "source")
-        self._expect(orders, self.describe().tensors)
-        reply = self._ask("source", None, self._number, *self._give(orders), verify, False)
+        with self._keeping_none():
+            self._expect(orders, self._describe())
+            reply = self._ask("source", None, self._number, *self._give(orders), verify, False)
         self._orders = orders
         channels = reply["staged"]["channels"]
         if blocked := [one["blocked"] for one in channels if "blocked" in one]:
@@ -384,6 +383,21 @@ class Endpoint:
     def _read(self) -> Mapping[str, Any]:
         return self._tensors() if callable(self._tensors) else self._tensors
 
+    def _describe(self) -> tuple[tuple[Any, ...], ...]:
+        self._epoch += 1
+        reply = self._ask("source", "_read", 0, None, 0, False, False)
+        self._refuse("source", reply.get("refused", ()))
+        self._number = reply["number"]
+        return tuple(map(tuple, reply["tensors"]))
+
+    @contextlib.contextmanager
+    def _keeping_none(self) -> Iterator[None]:
+        """Keep none of the tensors that were read after the block: what the process drops is then free."""
+        try:
+            yield
+        finally:
+            self._ask("release", False)
+
     def _ask(self, operation: str, *args: Any) -> dict[str, Any]:
         if self._end is None:
             raise ValueError("This endpoint has been closed: make another one.")
@@ -392,7 +406,7 @@ class Endpoint:
         try:
             steps.send(None)
         except StopIteration as done:
-            reply: dict[str, Any] = done.value
+            reply: dict[str, Any] = done.value or {}
             return reply
         raise TypeError(f"The function that returns the tensors must not wait in a coroutine: {self._tensors!r}")
 

@@ -4,6 +4,7 @@
 import asyncio
 import pickle
 import signal
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -141,6 +142,24 @@ def test_orders_after_a_failure(sides, monkeypatch):
     targets[0].fetch(plan.targets[0], staged)
     assert targets[0].commit() == 3
     assert np.array_equal(copies[0], w[:, :3])
+
+
+def test_keeps_no_tensor_of_a_source():
+    """What a source has staged or described, it may drop: its memory is free then."""
+    made = []
+
+    def read():
+        w = np.arange(4.0)
+        made.append(weakref.ref(w))
+        return {"w": w}
+
+    with Endpoint(read) as trainer, Endpoint({"w": np.zeros(4)}) as engine:
+        plan = plan_endpoints([trainer.describe()], [engine.describe()])
+        assert made[-1]() is None
+        staged = trainer.stage(plan.sources[0], 1)
+        assert made[-1]() is None
+        engine.fetch(plan.targets[0], [staged])
+        assert engine.commit() == 1
 
 
 def test_interrupt(sides):
