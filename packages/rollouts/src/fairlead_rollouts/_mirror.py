@@ -65,6 +65,7 @@ class MirrorLedger(Ledger):
             else:
                 continue
             del self._given[key]
+        self.drop([self.ordinals[key] for key in self.find_sealed() if key not in listed], "failed")
 
     def _lease_listed(self) -> None:
         """Lease the groups in generation. Without room they wait, although the framework generates them."""

@@ -112,6 +112,19 @@ def test_groups_that_disappear_have_failed():
     assert sampler.ledger.statistics().drops == {"failed": 1}
 
 
+def test_finished_groups_that_disappear():
+    """A finished group that the controller removes from the buffer is never claimed either."""
+    buffer = BufferStandIn()
+    sampler = LedgerSampler(buffer, groups_per_version=2, policy="ready_first")
+    fill(buffer, 0, "a")
+    assert select(sampler, 0, 2) == (None, 0)
+    run(buffer.remove([0], remove_in_dp=True))
+    fill(buffer, 0, "bc")
+    assert select(sampler, 0, 2) == (["b", "c"], 2)
+    assert sampler.ledger.statistics().drops == {"failed": 1}
+    sampler.ledger.check()
+
+
 def test_admission():
     """Gated policies dispatch at most K batches ahead, also after a resume; `windowed` has no gate."""
     sampler = LedgerSampler(BufferStandIn(), groups_per_version=2, max_staleness_versions=1)
