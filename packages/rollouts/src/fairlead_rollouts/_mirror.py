@@ -88,3 +88,8 @@ class MirrorLedger(Ledger):
             return None
         self._step = claim.step
         return [sample.ref.value for group in claim.groups for sample in group.samples]
+
+    def give_back(self) -> None:
+        """Return the groups of the last batch, which the framework did not get."""
+        self.unclaim(self._step)
+        self._step -= 1

@@ -101,7 +101,11 @@ class LedgerSampler:
         place_of = {key: place for place, key in enumerate(self._keys)}
         places = [place_of[key] for key in keys]
         first, *others = [self._buffer.meta_list[place] for place in places]
-        await self._buffer.remove(places, remove_in_dp=False)
+        try:
+            await self._buffer.remove(places, remove_in_dp=False)
+        except BaseException:
+            self._mirror.give_back()
+            raise
         return first.concat(*others), len(keys)
 
     async def evict(self, *, current_train_weight: int) -> int:

@@ -125,6 +125,25 @@ def test_finished_groups_that_disappear():
     sampler.ledger.check()
 
 
+def test_cancelled_selection():
+    """A selection that is cancelled, or fails, leaves its groups to the next one."""
+    buffer = BufferStandIn()
+    sampler = LedgerSampler(buffer, groups_per_version=2, policy="ready_first")
+    fill(buffer, 0, "abc")
+    remove = buffer.remove
+
+    async def fail(idxs, remove_in_dp):
+        raise asyncio.CancelledError
+
+    buffer.remove = fail
+    with pytest.raises(asyncio.CancelledError):
+        select(sampler, 0, 2)
+    buffer.remove = remove
+    assert select(sampler, 0, 2) == (["a", "b"], 2)
+    assert sampler.ledger.statistics().claimed == 2
+    sampler.ledger.check()
+
+
 def test_admission():
     """Gated policies dispatch at most K batches ahead, also after a resume; `windowed` has no gate."""
     sampler = LedgerSampler(BufferStandIn(), groups_per_version=2, max_staleness_versions=1)
