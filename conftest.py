@@ -6,6 +6,7 @@ import contextlib
 import dis
 import gc
 import importlib.util
+import inspect
 import os
 import random
 import re
@@ -495,6 +496,9 @@ class Interrupter:
         self.has_raised = False
 
     def __enter__(self) -> "Interrupter":
+        # Python 3.12 has events for opcodes only if a frame wants them when the trace begins.
+        if (here := inspect.currentframe()) is not None:
+            here.f_trace_opcodes = True
         sys.settrace(self._trace)
         return self
 
@@ -504,6 +508,8 @@ class Interrupter:
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if not frame.f_code.co_filename.endswith(self._files):
             return None
+        # Python 3.13 needs it here already: otherwise the first run of a function has no events.
+        frame.f_trace = self._trace_opcode
         frame.f_trace_opcodes = True
         return self._trace_opcode
 

@@ -323,14 +323,14 @@ def test_builders_that_are_killed(root, as_user, work, monkeypatch):
         time.sleep(0.02)
 
     monkeypatch.setattr(Runner, "uv", slow)
-    end = time.monotonic() + BUILDERS_S
+    end, over = time.monotonic() + BUILDERS_S, root.parent / "over"
 
     def build():
         own = random.Random()
         with log.open("a") as used:
             used.write(f"{os.getpid()} begins\n")
             used.flush()
-            while time.monotonic() < end:
+            while not over.exists():
                 spec = VenvSpec(requirements=["alpha"], setup=["true", str(own.randrange(5))])
                 python = Path(create_local_venv(spec, force_rebuild=own.random() < 0.3, timeout_s=60))
                 assert {python.read_text(), python.with_name("complete").read_text()} == {str(os.geteuid())}
@@ -340,21 +340,25 @@ def test_builders_that_are_killed(root, as_user, work, monkeypatch):
     with ThreadPoolExecutor(8) as pool:
 
         def keep_building(user):
-            killed = 0
-            while time.monotonic() < end:
+            while not over.exists():
                 assert as_user(user, build) == ""
-                killed += 1
-            return killed
 
         builders = [pool.submit(keep_building, user) for user in (ANN, BOB) * 4]
-        while time.monotonic() < end:
-            time.sleep(0.3 if BUILDERS_S < 10 else 1.0)
-            pids = [int(line.split()[0]) for line in log.read_text().splitlines() if line.endswith("begins")]
-            if alive := [pid for pid in pids[-8:] if os.path.exists(f"/proc/{pid}")]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(chance.choice(alive), signal.SIGKILL)
-        killed = sum(builder.result() for builder in builders) - 8
-    used = [line for line in log.read_text().splitlines() if not line.endswith("begins")]
-    sys.stdout.write(f"{len(used)} environments used, {killed} builders killed\n")
-    assert killed > 0
-    assert {str(ANN), str(BOB)} <= set(used)
+        used, kills = [], 0
+        try:
+            # A busy machine may need longer until something has happened.
+            while time.monotonic() < end or not (kills and {str(ANN), str(BOB)} <= set(used)):
+                assert time.monotonic() < end + 60, f"{len(used)} environments used, {kills} builders killed"
+                time.sleep(0.3 if BUILDERS_S < 10 else 1.0)
+                lines = log.read_text().splitlines()
+                used = [line for line in lines if not line.endswith("begins")]
+                pids = [int(line.split()[0]) for line in lines if line.endswith("begins")]
+                if alive := [pid for pid in pids[-8:] if os.path.exists(f"/proc/{pid}")]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(chance.choice(alive), signal.SIGKILL)
+                        kills += 1
+        finally:
+            over.touch()
+        for builder in builders:
+            builder.result()
+    sys.stdout.write(f"{len(used)} environments used, {kills} builders killed\n")
