@@ -21,7 +21,6 @@ from fairlead_workergroup._calls import sender
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._membership.judge import Judge
 from fairlead_workergroup._ray_private import actors_being_made
-from fairlead_workergroup._remote import process
 
 from ..restarting import find_running
 
@@ -213,7 +212,7 @@ def test_dead_worker(group, tmp_path):
 @pytest.mark.parametrize("how", ["spin", "stop"])
 def test_hung_worker(group, monkeypatch, how):
     """A worker that never answers again is ended too."""
-    monkeypatch.setattr(process, "WORKER_GRACE_S", 1.0)
+    monkeypatch.setattr(shutdown, "WORKER_GRACE_S", 1.0)
     processes = pids(group)
     if how == "spin":
         group.run_single_worker_single_data("spin", 1)

@@ -134,11 +134,10 @@ def test_find_by_marks(parent, tmp_path):
     assert find_running(pids.values()) == [pids["cleared"]]
 
 
-def test_worker_that_does_not_end(parent, tmp_path, monkeypatch):
+def test_worker_that_does_not_end(parent, tmp_path):
     """A worker that does not end gets SIGKILL, whether it is known or not; then its children end."""
-    monkeypatch.setattr(process, "WORKER_GRACE_S", 0.1)
     pids = read_pids(tmp_path)
-    assert process.end_trees([], *process.find_children([parent]), ["group-3-"], 20) == []
+    assert process.end_trees([], *process.find_children([parent]), ["group-3-"], 20, grace_s=0.1) == []
     assert find_running(pids.values()) == []
 
 

@@ -115,7 +115,7 @@ def _wait(
     deadline = time.monotonic() + GONE_S
     answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, GONE_S)
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
-    left = _end_trees(workers, children, deadline)
+    left = _end_trees(workers, children, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
@@ -150,7 +150,7 @@ def _end_trees(
     children: Mapping[RunningWorker, Sequence[Process]],
     deadline: float,
     *,
-    grace_s: float = WORKER_GRACE_S,
+    grace_s: float,
 ) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
