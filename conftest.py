@@ -48,8 +48,8 @@ QUICK_DEATHS = {
     "health_check_failure_threshold": 2,
     "health_check_timeout_ms": 5000,
 }
-# Each of these processes of a head imports Ray, and serves no test.
-NEEDLESS = "start_log_monitor", "start_api_server"
+# Each of these processes of a head imports Ray, and serves no test. The monitor is an autoscaler that adds no node.
+NEEDLESS = "start_log_monitor", "start_api_server", "start_monitor"
 # What the dashboard agent of a node does if the packages for the dashboard are missing, without importing Ray for that.
 DASHBOARD_AGENT = """
 for port in metrics_agent_port metrics_export_port dashboard_agent_listen_port

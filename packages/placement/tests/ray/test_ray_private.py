@@ -30,20 +30,21 @@ def test_autoscalers_without_configuration(tmp_path, eventually):
     """A cluster with nothing but the autoscaler that Ray starts with each head, of either version, counts as fixed."""
     client = ray._private.worker.global_worker.gcs_client
 
-    def report():
-        return GetClusterStatusReply.FromString(client.get_cluster_status()).autoscaling_state
+    def has_reported(version):
+        if version == 1:
+            return b"node_type_mapping" in (client.internal_kv_get(STATUS, None) or b"")
+        state = GetClusterStatusReply.FromString(client.get_cluster_status()).autoscaling_state
+        return state.last_seen_cluster_resource_state_version
 
-    assert eventually(lambda: b"node_type_mapping" in (client.internal_kv_get(STATUS, None) or b""))
-    assert not autoscaler_is_there()
-    process = services.start_monitor(
-        client.address, str(tmp_path), str(tmp_path / "out"), str(tmp_path / "err"), autoscaler_v2=True
-    ).process
-    try:
-        assert eventually(lambda: report().last_seen_cluster_resource_state_version)
-    finally:
-        process.kill()
-        process.wait()
-    assert not autoscaler_is_there()
+    for version in (1, 2):
+        output = str(tmp_path / "out"), str(tmp_path / "err")
+        started = services.start_monitor(client.address, str(tmp_path), *output, autoscaler_v2=version == 2)
+        try:
+            assert eventually(lambda version=version: has_reported(version))
+        finally:
+            started.process.kill()
+            started.process.wait()
+        assert not autoscaler_is_there()
     with pytest.raises(ResourceInsufficientError):
         RayVirtualCluster([17], use_gpus=False, reserve_timeout_s=600).reserve()
 
