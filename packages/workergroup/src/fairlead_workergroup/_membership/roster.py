@@ -55,7 +55,7 @@ class Roster:
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
         # It protects the members and the actors, which change together, and the standbys, which become members.
-        self.lock = _world.current.lock()
+        self.lock: _world.Lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
         # The members as they are now. It is read without the lock.
