@@ -65,34 +65,3 @@ def test_failure_and_threads(run_python, tmp_path):
         PYTHONPATH=str(SCRIPTS),
     )
     assert printed.splitlines() == ["executed", "broken", "executed", str([1] * 8)]
-
-
-def test_lasting(run_python, tmp_path):
-    """What the import of Ray creates is not collected; what comes later is, also after a failed import."""
-    (tmp_path / "broken.py").write_text("import gc\nraise OSError(gc.isenabled())\n")
-    printed = run_python(
-        """
-        import gc
-        import weakref
-        import defer_imports
-        import ray
-
-        class Cycle:
-            def __init__(self):
-                self.itself = self
-
-        print(gc.get_freeze_count() > 20_000, gc.isenabled())
-        gone = weakref.ref(Cycle())
-        gc.collect()
-        print(gone())
-        defer_imports.LASTING.add("broken")
-        for change in (gc.enable, gc.disable):
-            change()
-            try:
-                import broken
-            except OSError as error:
-                print(error, gc.isenabled())
-        """,
-        PYTHONPATH=str(SCRIPTS),
-    )
-    assert printed.splitlines() == ["True True", "None", "False True", "False False"]

@@ -3,19 +3,14 @@
 
 Each worker of Ray imports Ray, which is most of what its start costs. A third of that goes to modules that the workers
 of tests do not use. The first access to an attribute of such a module imports it, and so does importing a part of it.
-
-What the import of Ray or torch creates lives to the end of the process. The garbage collector does not look at it,
-neither during the import nor when the process ends. Both take a fourth of the time of a process that only imports them.
 """
 
-import gc
 import sys
 import threading
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 DEFERRED = {"jsonschema", "requests", "yaml"}
-LASTING = {"ray", "torch"}
 LOCK = threading.RLock()
 
 
@@ -40,34 +35,12 @@ def execute(module: ModuleType) -> None:
             module.__class__ = ModuleType
 
 
-def find_lasting(name: str) -> ModuleSpec | None:
-    """Return the specification of a package; what exists after its import is not subject to garbage collection."""
-    spec = PathFinder.find_spec(name)
-    if spec is not None:
-        execute_module = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            was_enabled = gc.isenabled()
-            gc.disable()
-            try:
-                execute_module(module)
-            finally:
-                gc.freeze()
-                if was_enabled:
-                    gc.enable()
-
-        spec.loader.exec_module = exec_module
-    return spec
-
-
 class Finder:
     """Finds the modules in `DEFERRED`, and defers their execution."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the specification of a deferred module, or of one that the execution of its package has imported."""
-        if name in LASTING:
-            return find_lasting(name)
         if name not in DEFERRED:
             package = sys.modules.get(name.partition(".")[0])
             if type(package) is Deferred:
