@@ -265,8 +265,8 @@ def soak(session: nox.Session) -> None:
     """Inject random faults on several hosts while calls run, for 300 seconds; `nox -s soak -- 60` for 60 seconds.
 
     With 300 seconds or more, the diagnosis, 1,000 random changes of a group, 10,000 orders of its steps, 20 kills and
-    200 interrupts of drivers, nodes of an autoscaler, two users of a cache, stragglers, plans and faults of transfers
-    are repeated too.
+    200 interrupts of drivers, nodes of an autoscaler, two users of a cache, stragglers, plans and faults of transfers,
+    and links between groups that change are repeated too.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         session.skip("network namespaces need root, and the program ip (iproute2)")
@@ -301,6 +301,8 @@ def soak(session: nox.Session) -> None:
         tests = [f"packages/transfer/tests/ray/test_{name}.py" for name in ("faults", "bounded")]
         tests.append(f"{MULTIHOST}/test_transfer.py")
         session.run("pytest", *tests, "-s", "--timeout=1200", env=faults)
+        links = "packages/transfer/tests/ray/test_soak.py"
+        session.run("pytest", links, "-s", env={**RAY_ENV, "FAIRLEAD_SOAK_S": "60"})
 
 
 @nox.session
