@@ -154,7 +154,7 @@ class Link:
         self._staged: Staged | None = None
         self._closed = False
         self._guards: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the link
         name = f"link from {source_group.name_prefix} ({self._id[:6]})"
         end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
         self._end_showing = weakref.finalize(self, end_showing)
@@ -326,18 +326,20 @@ class Link:
     def close(self) -> None:
         """Drop everything that the link holds in the workers. Can be repeated; workers that are gone do not matter.
 
-        A link that is dropped without it is closed in the background, with a ResourceWarning.
+        It waits until a transfer of another thread has ended, whose timeout limits the wait. A link that is dropped
+        without it is closed in the background, with a ResourceWarning.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._end_showing()
-        for end_guard in self._guards:
-            end_guard()
-        self._staged = None
-        if self._router.exchange is not None:
-            self._router.exchange.close()
-        _release(self._source, self._target)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end_showing()
+            for end_guard in self._guards:
+                end_guard()
+            self._staged = None
+            if self._router.exchange is not None:
+                self._router.exchange.close()
+            _release(self._source, self._target)
 
     def __enter__(self) -> "Link":
         return self
@@ -377,13 +379,13 @@ class Link:
         """Keep other threads from using the link; the value is the deadline."""
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-        if self._closed:
-            raise ValueError(f"{self!r} has been closed; make a new link")
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
             text = f"Another thread uses the link, for all of the {timeout:g} s; wait for it, or give more time."
             raise TransferError("collect", version, (), self._states.read(), text)
         try:
+            if self._closed:
+                raise ValueError(f"{self!r} has been closed; make a new link")
             yield deadline
         finally:
             self._lock.release()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links between groups of real workers."""
 
+import concurrent.futures
 import contextlib
 import gc
 import logging
@@ -368,6 +369,40 @@ def hold(gate, eventually):
     return hold_group
 
 
+def is_used(link):
+    """Return whether another thread uses a link."""
+    free = link._lock.acquire(blocking=False)
+    if free:
+        link._lock.release()
+    return not free
+
+
+def test_close_waits_for_its_turn(groups, gate, hold, eventually):
+    """A send that has begun ends before another thread closes the link; one that waits is refused."""
+    policy, generation = groups
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        link = Link(policy, generation, source="weights", target="weights")
+        policy.call("fill", 8.0).result()
+        busy = hold(policy)
+        sending = threads.submit(link.send, 0, 60)
+        assert eventually(lambda: is_used(link), 60)
+        closing = threads.submit(link.close)
+        time.sleep(0.2)
+        gate.touch()
+        assert sending.result().version == 0
+        closing.result()
+        busy.result()
+        assert generation.call("holds").result() == [8.0] * 4
+        link = Link(policy, generation, source="weights", target="weights")
+        link.send(0, timeout=60)
+        with link._lock:
+            waiting = threads.submit(link.send, 1, 60)
+            time.sleep(0.2)
+            link.close()
+        with pytest.raises(ValueError, match="has been closed"):
+            waiting.result()
+
+
 def test_one_transfer_at_a_time(groups, gate, hold, eventually):
     """A second thread waits for its turn, at most for its timeout."""
     policy, generation = groups
@@ -377,7 +412,7 @@ def test_one_transfer_at_a_time(groups, gate, hold, eventually):
         busy = hold(policy)
         sender = threading.Thread(target=link.send, args=(1,))
         sender.start()
-        assert eventually(link._lock.locked, 60)
+        assert eventually(lambda: is_used(link), 60)
         with pytest.raises(TransferError, match="Another thread uses the link"):
             link.send(2, timeout=0.2)
         gate.touch()
