@@ -30,16 +30,16 @@ def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
     """Return the keys of leaves that are named, one by one or by the part before a dot; ValueError if there is none."""
     found: dict[str, None] = {}
     for key in [keys] if isinstance(keys, str) else keys:
-        named = [other for other in known if other == key or _is_part(other, key)]
+        named = [other for other in known if _is_named(other, key)]
         if not named:
             raise ValueError(f"Unknown key {key!r}; the batch has {sorted(known)}.")
         found.update(dict.fromkeys(named))
     return list(found)
 
 
-def _is_part(name: str, key: str) -> bool:
-    """Return whether a leaf is one of a mapping that was stored under ``key``."""
-    return name.startswith(f"{key}.")
+def _is_named(name: str, key: str) -> bool:
+    """Return whether a leaf is the one under ``key``, or one of a mapping that was stored under it."""
+    return name == key or name.startswith(f"{key}.")
 
 
 def _flatten(key: str, item: Any) -> Iterator[tuple[str, Any]]:
@@ -68,7 +68,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
     def __setitem__(self, key: str, item: Any) -> None:
         leaves = dict(_flatten(key, item))
         if key not in leaves:  # a mapping, which replaces everything of that name
-            self.data = {name: leaf for name, leaf in self.data.items() if name != key and not _is_part(name, key)}
+            self.data = {name: leaf for name, leaf in self.data.items() if not _is_named(name, key)}
         self.data.update(leaves)
 
     def copy(self) -> Self:

@@ -115,12 +115,9 @@ class RayVirtualCluster:
         self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
         gpus = self._accelerators.get("GPU", 0.0)
         self.use_gpus: bool = gpus > 0
-        wanted: Mapping[int, frozenset[str]] = {}
-        if gpu_ids is not None and gpu_ids != "auto":
-            wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
+        wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
         self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
-        if segment_size is not None:
-            _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
+        _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
         asks = _model.make_asks(
             counts,
             capacity * cpus_per_worker,
@@ -379,8 +376,7 @@ class RayVirtualCluster:
         if any(other.bundle != model.bundle for other in others):
             what = "a cluster whose node_resource_constraints differ between logical nodes"
             raise ValueError(f"{what} {remedy} constraints that you need")
-        if self.segment_size is not None:
-            _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
+        _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
         self.slots()
         return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 

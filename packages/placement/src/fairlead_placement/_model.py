@@ -193,6 +193,8 @@ def check_seconds(name: str, value: Any) -> float:
 
 def check_segments(size: Any, used: int, strategy: str) -> None:
     """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
+    if size is None:
+        return
     check_positive("segment_size", size)
     if strategy != "STRICT_PACK":
         raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
@@ -239,8 +241,7 @@ def make_asks(
     if model:
         bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
     selector = dict(labels or {})
-    if selector:
-        check_selector(selector)
+    check_selector(selector)
     extras = [{}] * len(counts) if constraints is None else constraints
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")

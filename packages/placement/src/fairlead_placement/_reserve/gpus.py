@@ -32,10 +32,12 @@ Fillers = Mapping[str, Mapping[str, PlacementGroup]]
 
 
 def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None) -> Wanted:
-    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use.
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use; empty for any ids.
 
     `gpus` is the number of GPUs in each bundle.
     """
+    if gpu_ids is None or gpu_ids == "auto":
+        return {}
     if gpus != 1:
         raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
     if strategy != "STRICT_PACK":

@@ -56,8 +56,7 @@ class Reservation:
             try:
                 if len(self.held.leases) != self.sizes[-1]:
                     self._scale(len(lost), check_open)
-                if len(self.held.leases) > 1 or self.held.megascale is not None:
-                    self._hold_megascale()
+                self._hold_megascale()
             except BaseException:
                 self.give_back()
                 raise
@@ -73,8 +72,8 @@ class Reservation:
         began = time.monotonic()
         pause = _POLL_S[0]
         shown: list[PlacementGroup] = []  # to an autoscaler
-        waiting: Waiting | None = None
-        with contextlib.ExitStack() as stack:
+        with Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting, contextlib.ExitStack() as stack:
+            stack.callback(withdraw, config, shown, self.head)
             # Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
             while True:
                 check_open()
@@ -83,8 +82,7 @@ class Reservation:
                 waited = time.monotonic() - began
                 size = choose_size(sizes, len(held), len(free), waited_out=waited >= largest_s)
                 if size is not None:
-                    if shown:
-                        withdraw(config, shown, self.head)
+                    withdraw(config, shown, self.head)
                     wanted = free[: max(0, size - len(held))]
                     taken = self.head.call(take, config, wanted, undo=give_back) if wanted else []
                     if taken is not None:
@@ -95,9 +93,6 @@ class Reservation:
                     # Somebody else was faster, so the nodes are read again.
                 if waited >= any_s + (0 if size is None else _RACES_S):
                     raise InsufficientSlicesError(config.kind, tuple(sizes), len(held) + len(free), lacking, waited)
-                if waiting is None:
-                    waiting = stack.enter_context(Waiting(f"Waiting for {sizes[-1]} x {config.kind}"))
-                    stack.callback(withdraw, config, shown, self.head)
                 self.head.call(show_missing, config, shown, sizes[-1] - len(held) - len(free))
                 counts = f"{len(held)} held, {len(free)} free"
                 waiting.show("; ".join([counts, *map(str, lacking[:2])]), any_s)
