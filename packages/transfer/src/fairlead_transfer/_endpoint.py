@@ -392,7 +392,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _keeping_none(self) -> Iterator[None]:
-        """Keep none of the tensors that were read after the block: what the process drops is then free."""
+        """Let go of the tensors that were read when the block ends, so that the process can free their memory."""
         try:
             yield
         finally:
