@@ -96,8 +96,7 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
         now = time.monotonic()
         # Ray fails the tasks of a dead node; this check covers the tasks that Ray does not know to be there.
         if not errors and request is not None and request.over.is_set():
-            if dead := head.result(request):
-                errors += _blame_nodes(dead, calls, "its node is dead")
+            errors += _blame_nodes(head.result(request), calls, "its node is dead")
             request, first_at = None, now
         elif not errors and now - checked_at >= _CHECK_S:
             checked_at = now
