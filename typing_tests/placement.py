@@ -53,6 +53,7 @@ from fairlead_placement.spi import (
     ask_head,
     attach,
     autoscaler_is_there,
+    await_published,
     block_shutdown,
     choose_alive,
     claim_slots,
@@ -355,6 +356,7 @@ def wrong(cluster: RayVirtualCluster, agent: NodeAgent, slot: Slot, slots: Seque
 
 def look_from_outside() -> None:
     publish("key", 1, {"node": {"plain": "data"}})
+    assert_type(await_published("key", "node", timeout_s=5.0), bool)
     withdraw("key", ["node"])
     agents = find_agents()
     assert_type(agents, list[Agent])

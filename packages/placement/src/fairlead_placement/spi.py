@@ -12,6 +12,7 @@ from ._nodes.agent import run_on_nodes, usage_on_nodes
 from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
 from ._nodes.directory import (
     Agent,
+    await_published,
     compare_clocks,
     find_agents,
     publish,
@@ -55,6 +56,7 @@ __all__ = [
     "ask_head",
     "attach",
     "autoscaler_is_there",
+    "await_published",
     "block_shutdown",
     "choose_alive",
     "claim_slots",

@@ -15,6 +15,7 @@ import ray
 from fairlead_lane._session import WINDOW
 from fairlead_lane._transport import MOST_WAITING
 from fairlead_placement import RayVirtualCluster
+from fairlead_placement.spi import find_agents, read_boards, run_on_agents
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
@@ -173,6 +174,23 @@ class TestLeavingTheLane:
             assert waiting.result(60) is None
 
 
+def find_agent():
+    """Return the object of the node agent whose process this is."""
+    return next(one for one in gc.get_objects() if type(one).__name__ == "AgentProcess")
+
+
+def slow_down():
+    """Let the agent of this process publish only after a second."""
+    agent = find_agent()
+    publish = agent.publish
+    agent.publish = lambda *args: (time.sleep(1.0), publish(*args))
+
+
+def speed_up():
+    """Let the agent of this process publish as before."""
+    del find_agent().publish
+
+
 class TestOtherProcesses:
     def test_handle(self, pair):
         """An attached process gets an error at once while a lane is open, and calls the workers again afterwards."""
@@ -200,6 +218,25 @@ class TestOtherProcesses:
                 assert by_lane(pair.call("pid")) == pids
             assert ray.get(controller.call.remote()) == [pids] * 2
         ray.kill(controller)
+
+    def test_slow_agent(self, pair):
+        """When a lane is open, and when it is closed, others learn so at once, even from an agent that is slow."""
+
+        @ray.remote(num_cpus=0)
+        def read_lanes():
+            boards = read_boards(find_agents(), timeout_s=60).values()
+            return [value["lane"] for board in boards for value in board.values() if value["name"] == "pair"]
+
+        everywhere = dict.fromkeys(find_agents(), ())
+        run_on_agents(slow_down, everywhere, timeout_s=60)
+        try:
+            for _ in range(2):
+                with pair.lane():
+                    assert ray.get(read_lanes.remote()) == [True]
+                assert ray.get(read_lanes.remote()) == [False]
+        finally:
+            run_on_agents(speed_up, everywhere, timeout_s=60)
+        assert pair.handle().call("pid").result(timeout=60) == pair.call("pid").result()
 
     def test_inspection(self, pair, tmp_path, eventually):
         """While a call hangs in a lane, its worker is named as without one."""

@@ -63,6 +63,23 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
     _notify({node_id: ("publish", key, version, value, me) for node_id, value in values.items()})
 
 
+def await_published(key: str, node_id: str, *, timeout_s: float) -> bool:
+    """Return whether the agent of a node has what was published under a key last; wait for that until the timeout.
+
+    What another process asks that agent after this has returned cannot miss the value.
+    """
+    if (found := _published.get(key)) is None:
+        return False  # it has been withdrawn since
+    me, version, values = found
+    try:
+        answer: Any = ask_nodes("publish", {node_id: (key, version, values[node_id], me)}, timeout_s)[node_id]
+    except (PlacementError, ray.exceptions.RayError) as error:
+        answer = error
+    if isinstance(answer, Exception):
+        logger.debug("Cannot tell whether the agent of node %s has what was published: %s", node_id[:8], answer)
+    return not isinstance(answer, Exception)
+
+
 def withdraw(key: str, node_ids: Iterable[str]) -> None:
     """Withdraw for good what this process has published under a key on some nodes, without waiting for it."""
     _published.pop(key, None)

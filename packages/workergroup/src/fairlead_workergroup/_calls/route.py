@@ -17,6 +17,7 @@ from .._membership.model import Snapshot
 from .._membership.operations import Route
 from .._membership.roster import Gate, Roster
 from .._observe.evidence import evidence_of
+from .._observe.publications import ANSWER_S
 from .._observe.query import late_workers
 from .._ray_private import refuse_methods
 from .._transport.messages import Transport
@@ -100,6 +101,7 @@ def _enter(
         if sender.transport is None:
             made = make(Site(sender.roster, lease_port, overlaps=sender.described.worker_class.concurrent))
             gate.run(lambda: _install(sender, made), NEVER)
+            _publish(sender, resources)
         else:
             made = sender.transport
         sender.users_of_transport += 1
@@ -115,7 +117,7 @@ def _enter(
             change.wait()
         if is_first[0]:
             used[0].open(deadline.left() or 0.0)
-            _publish(sender, resources)
+            _await_handles(sender, resources, deadline)
     except BaseException:
         membership.give_up(opening)
         if used:
@@ -159,6 +161,7 @@ def _leave(
             raise LaneError(f"The lane did not close within {timeout_s:g} s. {reason}")
     if is_last[0] and timeout_s is not None:
         transport.close(deadline.left() or 0.0)
+        _await_handles(sender, resources, deadline)
 
 
 def _publish(sender: Sender, resources: Resources) -> None:
@@ -166,6 +169,12 @@ def _publish(sender: Sender, resources: Resources) -> None:
     if resources.registration is not None:
         resources.registration.lane = sender.transport is not None
         resources.registration.publish()
+
+
+def _await_handles(sender: Sender, resources: Resources, deadline: Deadline) -> None:
+    """Wait until the handles of other processes know whether a lane is open: a call at once would wait for its end."""
+    if resources.registration is not None and sender.roster.connected and not sender.roster.ending:
+        resources.registration.await_handles(min(ANSWER_S, deadline.left() or 0.0))
 
 
 def serving_handles(roster: Roster) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import publish, withdraw
+from fairlead_placement.spi import await_published, publish, withdraw
 
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
@@ -77,6 +77,13 @@ class Registration:
         self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
         self.published[driver_node]["methods"] = self._methods
         publish(self.key, self._version, self.published)
+
+    def await_handles(self, timeout_s: float) -> None:
+        """Wait until the handles of other processes, which ask the agent of the driver's node, learn what is published.
+
+        An agent that does not answer in time is told again later.
+        """
+        await_published(self.key, self._about["driver"]["node_id"], timeout_s=timeout_s)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
         process = (
