@@ -191,6 +191,9 @@ class Resources:
     def publish(self):
         self.published.append(self.lane)
 
+    def await_handles(self, timeout_s):
+        """Nobody else asks."""
+
 
 def open_lane(sender, resources, timeout_s):
     """Let a sender use a lane that does nothing."""

@@ -101,11 +101,12 @@ def _enter(
         if sender.transport is None:
             made = make(Site(sender.roster, lease_port, overlaps=sender.described.worker_class.concurrent))
             gate.run(lambda: _install(sender, made), NEVER)
-            _publish(sender, resources)
         else:
             made = sender.transport
         sender.users_of_transport += 1
         used.append(made)
+        if is_first[0]:
+            _publish(sender, resources)
 
     opening = Route("The opening of a lane", use)
     try:
