@@ -66,7 +66,7 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
 def await_published(key: str, node_id: str, *, timeout_s: float) -> bool:
     """Return whether the agent of a node has what was published under a key last; wait for that until the timeout.
 
-    What another process asks that agent after this has returned cannot miss the value.
+    After this has returned True, a process that asks that agent reads this value or a newer one.
     """
     if (found := _published.get(key)) is None:
         return False  # it has been withdrawn since
