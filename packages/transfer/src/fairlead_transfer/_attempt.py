@@ -299,8 +299,8 @@ class Attempt:
         self._costs.rounds += counts
         self._note(self.target, self._values("collect", self.target, self._ask_targets(ranks)))
 
-    def _note(self, side: Side, values: Mapping[int, Any]) -> None:
-        """Note descriptions; refuse tensors that cannot travel."""
+    def _refuse(self, side: Side, values: Mapping[int, Any]) -> None:
+        """Raise if there are tensors that cannot travel."""
         refused = [
             one_sided("source" if side is self.source else "target", name, f"rank {rank}", why)
             for rank, value in values.items()
@@ -309,6 +309,10 @@ class Attempt:
         ]
         if refused:
             raise LayoutMismatchError(tuple(refused))
+
+    def _note(self, side: Side, values: Mapping[int, Any]) -> None:
+        """Note descriptions."""
+        self._refuse(side, values)
         for rank, value in values.items():
             self._costs.note(rank, value, "collect")
             side.note_description(rank, value)
@@ -370,6 +374,7 @@ class Attempt:
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)
+        self._refuse(self.target, values)
         if unpatched := {rank: value["unpatched"] for rank, value in values.items() if "unpatched" in value}:
             self._costs.whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
             raise _Repeat(unpatched, lost=False)

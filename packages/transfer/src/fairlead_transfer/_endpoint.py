@@ -290,7 +290,8 @@ class Endpoint:
             timeout: seconds until pieces in Ray's object store must have arrived.
 
         Raises:
-            LayoutMismatchError: the tensors are not those of the plan, or cannot be written.
+            LayoutMismatchError: the tensors are not those of the plan, or cannot be written, or two of them are in one
+                memory and have different values in the source.
             PermissionError: the orders, or staged pieces, are of another transfer.
             TransferError: pieces are missing, late, overwritten or lost, or their digests differ.
             ValueError: the pieces are of different versions.
@@ -325,6 +326,7 @@ class Endpoint:
         verify = all("digests" in channel for one in pieces.values() for channel in one.channels)
         reply = self._ask("fetch", version, *self._give(orders), replies, verify, timeout)
         self._orders = orders
+        self._refuse("target", reply.get("refused", ()))
         if "blocked" in reply:
             source, (kind, why) = next(iter(reply["blocked"].items()))
             text = f"it cannot read from source {source} by {kind}: {why}"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fairlead_sharding import NamedSharding
-from fairlead_transfer import Layout, Link, LocalTensor, TransferError
+from fairlead_transfer import Layout, LayoutMismatchError, Link, LocalTensor, TransferError
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart, current_worker
 from fairlead_workergroup.testing import kill
 
@@ -42,12 +42,26 @@ class Model:
     def weights(self):
         return {"w": LocalTensor(self.w, SHAPE, self.offsets), "norm": self.norm}
 
+    def tied(self):
+        """Return one tensor by two names."""
+        return {"first": self.norm, "second": self.norm}
+
+    def untied(self):
+        """Return two tensors, whose first two elements are those of "norm"."""
+        return {"first": self.norm, "second": np.append(self.norm[:2], np.zeros(3, self.norm.dtype))}
+
     def wake(self):
         """Return from a sleep that has lost the weights."""
         self.w[...] = 7
 
     def wake_norm(self):
         self.norm[...] = 7
+
+    def set_norm(self, values):
+        self.norm[...] = values
+
+    def get_norm(self):
+        return self.norm
 
     def nothing(self):
         """Do nothing."""
@@ -129,6 +143,21 @@ def test_a_target_that_has_changed_its_tensors(pair):
         trainer.call("change", 8, 0.01).result()
         assert not link.send(2, timeout=60, delta=True).delta.whole
         check(pair)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_tied_targets(pair, delta):
+    """Two names of one memory get the same values; if these differ, the send is refused and changes nothing."""
+    trainer, server = pair
+    with Link(trainer, server, source="untied", target="tied") as link:
+        for step in (0, 1):
+            trainer.call("set_norm", [step, 2, 0, 0, 0]).result()
+            assert link.send(step, timeout=60, delta=delta).version == step
+        trainer.call("set_norm", [1, 2, 3, 0, 0]).result()
+        with pytest.raises(LayoutMismatchError, match="in the memory of 'first', and they differ in the source"):
+            link.send(2, timeout=60, delta=delta)
+        assert link.versions() == dict.fromkeys(range(4), 1)
+        assert [norm.tolist() for norm in server.call("get_norm").result()] == [[1, 2, 0, 0, 0]] * 4
 
 
 def test_restarted_ranks(slots):

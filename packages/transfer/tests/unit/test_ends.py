@@ -150,6 +150,22 @@ def test_strided_memory():
     assert not room[1::2].any()
 
 
+def test_tied_tensors():
+    """Two names of one memory get what both have in the source; different values are refused, and nothing changes."""
+    room = np.zeros(4)
+    source = Worker({"embed": np.arange(4.0), "head": np.arange(4.0), "norm": np.ones(2)})
+    ends = Ends([source], [Worker({"embed": room, "head": room, "norm": np.zeros(2)})])
+    ends.send(1)
+    assert room.tolist() == [0, 1, 2, 3]
+    source.tensors["head"] = np.arange(4.0, 8.0)
+    ends.plan()
+    (reply,) = ends.fetch(ends.stage(verify=False), 2, verify=False)
+    ((name, why),) = reply["refused"]
+    assert (name, "in the memory of 'embed'" in why) == ("head", True)
+    assert ends.commit(2) == [{"missing": True}]
+    assert room.tolist() == [0, 1, 2, 3]
+
+
 def test_names_and_casts():
     """Names are mapped, patterns leave tensors out on both sides, and the cast happens at the source."""
     sources = [Worker({"model.a": np.array([1.1, 2.2]), "model.n": np.array([3]), "extra.x": np.ones(3)})]

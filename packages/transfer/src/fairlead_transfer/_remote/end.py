@@ -17,7 +17,7 @@ from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_
 from .entry import find_shared, note_weights
 from .faults import commit_fault
 from .nixl import Nixl
-from .reading import explain, fetch_channel, find_differing
+from .reading import explain, fetch_channel, find_clashing, find_differing
 from .segment import SharedMemory
 from .staging import Context, stage_channel
 from .store import ObjectStore
@@ -199,9 +199,15 @@ class End:
             return reader.look()
         pieces: list[tuple[int, Any, Any]] = []
         reply = reader.read(lambda: None, pieces)
-        if "bytes" in reply and intake.epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, [], intake[:2]
-        return reply
+        return self._keep(intake, pieces, []) or reply if "bytes" in reply else reply
+
+    def _keep(self, intake: Intake, pieces: list[tuple[int, Any, Any]], changes: list[Change]) -> dict[str, Any] | None:
+        """Keep what was fetched for the commit, unless a later attempt has begun; return the reply if tensors clash."""
+        if clashing := find_clashing(self._context(), pieces, changes):
+            return {"unpatched": clashing[0][1]} if changes else {"refused": clashing}
+        if intake.epoch == self._epoch:
+            self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
+        return None
 
     def _make_reader(self, intake: Intake) -> Reader:
         board, rank, _ = intake.take or (None, 0, False)
@@ -418,8 +424,8 @@ class End:
         commit_fault(self._key[1], "move")
         if wrong:
             return {"differing": wrong}
-        if intake.epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
+        if (refused := self._keep(intake, pieces, changes)) is not None:
+            return refused
         move_s = time.monotonic() - began - verify_s
         reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
         if orders["relays"]:
