@@ -356,6 +356,7 @@ def wrong(cluster: RayVirtualCluster, agent: NodeAgent, slot: Slot, slots: Seque
 
 def look_from_outside() -> None:
     publish("key", 1, {"node": {"plain": "data"}})
+    publish("key", 2, {"node": None}, on_loss=lambda node_ids: assert_type(node_ids, Sequence[str]))
     assert_type(await_published("key", "node", timeout_s=5.0), bool)
     withdraw("key", ["node"])
     agents = find_agents()

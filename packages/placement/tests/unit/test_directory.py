@@ -7,6 +7,7 @@ import threading
 import pytest
 import ray
 
+from fairlead_placement import PlacementTimeoutError
 from fairlead_placement._nodes import directory
 from fairlead_placement.spi import Rounds, block_shutdown
 
@@ -64,3 +65,28 @@ def test_many_nodes_are_asked_in_turn(rounds, monkeypatch):
     assert set(sizes) == {91}
     assert len(asked) == nodes
     assert max(asked.values()) - min(asked.values()) <= 1
+
+
+def test_what_is_lost_with_an_agent(monkeypatch):
+    """What else an agent has lost starts again before its values are published again; a failure is tried again."""
+    tried, published, done = [], [], threading.Event()
+
+    def start_again(node_ids):
+        tried.append((list(node_ids), list(published)))
+        if len(tried) == 1:
+            raise PlacementTimeoutError("the agent did not answer")
+
+    def notify(requests):
+        published.extend(requests)
+        if len(published) == 3:
+            done.set()
+
+    def answer(method, arguments, timeout_s):
+        return {"kept": {"key": 1}, "lost": {"key": 1} if published.count("lost") == 2 else {}}
+
+    monkeypatch.setattr(directory, "ask_nodes", answer)
+    monkeypatch.setattr(directory, "_notify", notify)
+    directory.publish("key", 1, {"kept": "value", "lost": "value"}, on_loss=start_again)
+    assert done.wait(30)
+    assert published == ["kept", "lost", "lost"]
+    assert tried == [(["lost"], ["kept", "lost"])] * 2

@@ -3,7 +3,9 @@
 
 import numpy as np
 import pytest
+import ray
 
+from fairlead_placement.spi import find_agents
 from fairlead_workergroup import Restart, WorkerFailureError
 
 from ..calling import MB
@@ -35,5 +37,16 @@ def test_memory_that_counts(make_group):
     assert group.at(dp=1).call("sum_slowly", np.ones(50 * MB)).result() == [50 * MB]
     with pytest.raises(WorkerFailureError) as caught:
         group.at(dp=1).call("start_child", 400_000_000).result()
+    (failure,) = caught.value.failures
+    assert (failure.rank, failure.kind) == (1, "out-of-memory")
+
+
+def test_an_agent_that_dies(make_group):
+    """The agent that takes the place of one that has died enforces the limit too."""
+    group = make_group(memory_limit="300MB")
+    for agent in find_agents():
+        ray.kill(agent.handle)
+    with pytest.raises(WorkerFailureError) as caught:
+        group.at(dp=1).call("grow", 400_000_000).result()
     (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (1, "out-of-memory")

@@ -45,7 +45,13 @@ class Agent:
     handle: Any = field(compare=False, repr=False)
 
 
-def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
+def publish(
+    key: str,
+    version: int,
+    values: Mapping[str, Any],
+    *,
+    on_loss: Callable[[Sequence[str]], object] | None = None,
+) -> None:
     """Publish values under one key at the agents of this job on some nodes, without waiting for them.
 
     A value is there until it is withdrawn or this process ends. An agent that dies loses it; within seconds this
@@ -56,9 +62,12 @@ def publish(key: str, version: int, values: Mapping[str, Any]) -> None:
         key: unique among all processes.
         version: 1 or more; a value of a higher version takes the place of an older one.
         values: plain data, by node id.
+        on_loss: starts again what else was lost, given the ids of nodes whose agents do not have the value. It runs on
+            a background thread before the value is published there again, and again if it raises a PlacementError. It
+            may be called although nothing was lost.
     """
     me = this_process()
-    _published[key] = me, version, values
+    _published[key] = me, version, values, on_loss
     _rounds.start()
     _notify({node_id: ("publish", key, version, value, me) for node_id, value in values.items()})
 
@@ -70,7 +79,7 @@ def await_published(key: str, node_id: str, *, timeout_s: float) -> bool:
     """
     if (found := _published.get(key)) is None:
         return False  # it has been withdrawn since
-    me, version, values = found
+    me, version, values, _ = found
     try:
         answer: Any = ask_nodes("publish", {node_id: (key, version, values[node_id], me)}, timeout_s)[node_id]
     except (PlacementError, ray.exceptions.RayError) as error:
@@ -89,11 +98,11 @@ def withdraw(key: str, node_ids: Iterable[str]) -> None:
 def _check() -> None:
     """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
     me = this_process() if ray.is_initialized() else ""
-    for key, (owner, _, _) in list(_published.items()):
+    for key, (owner, *_) in list(_published.items()):
         if owner != me:
             _published.pop(key, None)
     published = dict(_published)
-    nodes = sorted({node_id for _, _, by_node in published.values() for node_id in by_node})
+    nodes = sorted({node_id for _, _, by_node, _ in published.values() for node_id in by_node})
     turns = math.ceil(len(nodes) / CHECKED_AT_ONCE) or 1
     try:
         with head_deadline(PUBLISH_S):
@@ -102,17 +111,24 @@ def _check() -> None:
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.debug("Cannot check what the agents have: %s", error)
         return
-    for key, (_, version, by_node) in published.items():
+    for key, (_, version, by_node, on_loss) in published.items():
         lost = {
             node_id: ("publish", key, version, by_node[node_id], me)
             for node_id, answer in answers.items()
             if node_id in by_node and not isinstance(answer, Exception) and answer.get(key, 0) < version
         }
+        if lost and on_loss is not None:
+            try:
+                on_loss(list(lost))
+            except (PlacementError, ray.exceptions.RayError) as error:
+                logger.debug("Cannot start again what agents have lost: %s", error)
+                continue  # as long as the value is not there, the next check tries both
         _notify(lost)
 
 
-# What this process has published, by key: its worker id, the version, and the values by node id. Changes are atomic.
-_published: dict[str, tuple[str, int, Mapping[str, Any]]] = {}
+# What this process has published, by key: its worker id, the version, the values by node id, and what else to start
+# where they are lost. Changes are atomic.
+_published: dict[str, tuple[str, int, Mapping[str, Any], Callable[[Sequence[str]], object] | None]] = {}
 _turn = itertools.count()
 _rounds = Rounds(CHECK_EVERY_S, _check, lambda: bool(_published), exit_s=PUBLISH_S)
 

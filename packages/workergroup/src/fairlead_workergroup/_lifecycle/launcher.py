@@ -128,7 +128,11 @@ class Launcher(Described):
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         self.spec = dataclasses.replace(spec, args=(), kwargs={})
         self.resources.registration = Registration(
-            self._roster, spec.token, self.worker_class.name, methods=self.worker_class.to_dict()
+            self._roster,
+            spec.token,
+            self.worker_class.name,
+            methods=self.worker_class.to_dict(),
+            on_loss=None if spec.memory_limit is None else spec.memory_limit.guard_again,
         )
         self._counters.add(puts=len(arguments.stored.refs))
 

@@ -3,11 +3,12 @@
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import ray
 
+from fairlead_placement import PlacementError
 from fairlead_placement.spi import choose_alive
 
 from .._membership.judge import Evidence
@@ -51,19 +52,18 @@ class MemoryLimit:
 
     token: str
     limit: int
+    # The workers that agents have been asked to guard. Any thread changes it, by single operations.
+    guarded: dict[WorkerProcess, None] = field(default_factory=dict, compare=False, repr=False)
 
     def guard(self, workers: Sequence[WorkerProcess], deadline: Deadline, roster: Roster) -> None:
         """Make the nodes' agents end workers that pass the limit, with one request for each node.
 
         An agent that does not answer is asked again until the deadline, because it may be about to start.
         """
-
-        def with_mark(worker: WorkerProcess) -> tuple[int, int, str]:
-            return (*worker.key, mark_of(self.token, worker.rank))
-
+        self.guarded.update(dict.fromkeys(workers))
         unguarded = list(workers)
         while unguarded:
-            guarded = ask_nodes(unguarded, start_guard, self.token, self.limit, what=with_mark)
+            guarded = self._start(unguarded)
             unguarded = [worker for worker, answer in zip(unguarded, guarded, strict=True) if answer is None]
             if unguarded and roster.ending:
                 raise roster.ended_error()
@@ -74,6 +74,27 @@ class MemoryLimit:
                 )
             if unguarded:
                 time.sleep(PAUSE_S)
+
+    def guard_again(self, node_ids: Collection[str]) -> None:
+        """Make the agents of nodes guard the workers there, because the agents before them may have died.
+
+        Raises:
+            PlacementError: an agent does not answer.
+        """
+        workers = [worker for worker in list(self.guarded) if worker.node_id in node_ids]
+        for worker, is_alive in zip(workers, self._start(workers), strict=True):
+            if is_alive is None:
+                raise PlacementError(f"memory_limit is not enforced on {worker}: the node's agent did not answer")
+            if not is_alive:
+                self.guarded.pop(worker, None)
+
+    def _start(self, workers: Sequence[WorkerProcess]) -> list[bool | None]:
+        """Ask agents to guard workers; return whether each worker is alive, None if its agent did not answer."""
+
+        def with_mark(worker: WorkerProcess) -> tuple[int, int, str]:
+            return (*worker.key, mark_of(self.token, worker.rank))
+
+        return ask_nodes(workers, start_guard, self.token, self.limit, what=with_mark)
 
     def find_killed(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Return the evidence, with both numbers, about the workers that a guard has ended."""

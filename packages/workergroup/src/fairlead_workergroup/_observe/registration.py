@@ -4,7 +4,7 @@
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -27,13 +27,25 @@ def actor_name(place: Place, token: str, incarnation: int) -> str:
 
 
 class Registration:
-    """Keeps what is published about one group up to date; only the driver's node has the methods of the class."""
+    """Keeps what is published about one group up to date; only the driver's node has the methods of the class.
 
-    def __init__(self, roster: Roster, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
+    `on_loss` is as for `publish`.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        token: str,
+        class_name: str,
+        *,
+        methods: Mapping[str, Any],
+        on_loss: Callable[[Sequence[str]], object] | None = None,
+    ) -> None:
         self._roster = roster
         self.key: str = KEY + token
         self.lane: bool = False
         self._methods = methods
+        self._on_loss = on_loss
         self.published: dict[str, dict[str, Any]] = {}
         self._token = token
         # The actors that have another name than their rank: standbys that have taken over one.
@@ -76,7 +88,7 @@ class Registration:
         about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
         self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
         self.published[driver_node]["methods"] = self._methods
-        publish(self.key, self._version, self.published)
+        publish(self.key, self._version, self.published, on_loss=self._on_loss)
 
     def await_handles(self, timeout_s: float) -> None:
         """Wait until the handles of other processes, which ask the agent of the driver's node, learn what is published.

@@ -272,21 +272,28 @@ def read_marks(process: Process) -> list[Mark]:
 
 
 def start_guard(workers: Sequence[tuple[int, int, str]], name: str, limit: int) -> list[bool]:
-    """Start a thread that ends workers whose trees hold more unshared bytes than a limit; return who is alive."""
-    threading.Thread(target=_guard, args=(name, list(workers), limit), daemon=True, name="fairlead-guard").start()
+    """Start a thread that ends workers whose trees hold more unshared bytes than a limit; return who is alive.
+
+    It can be repeated: a process in which a thread guards a worker starts no other thread for that worker.
+    """
+    guarded = _shared("guarded", name)
+    if new := [one for one in workers if one[:2] not in guarded]:
+        guarded.update((one[:2], 0) for one in new)
+        threading.Thread(target=_guard, args=(name, new, limit), daemon=True, name="fairlead-guard").start()
     return [start_tick(pid) == started for pid, started, _ in workers]
 
 
 def read_verdicts(processes: Sequence[Process], name: str) -> list[int | None]:
     """Return how many bytes each worker held when the guard ended it; None if the guard did not end it."""
-    verdicts = _verdicts(name)
+    verdicts = _shared("verdicts", name)
     return [verdicts.get((pid, started)) for pid, started in processes]
 
 
-def _verdicts(name: str) -> dict[Process, int]:
+def _shared(kind: str, name: str) -> dict[Process, int]:
+    """Return a table of the guards of a group, which all requests to this process share."""
     shared: Any = sys.modules.setdefault("_fairlead_guards", types.ModuleType("_fairlead_guards"))
-    verdicts: dict[Process, int] = shared.__dict__.setdefault(name, {})
-    return verdicts
+    table: dict[Process, int] = shared.__dict__.setdefault(f"{kind} {name}", {})
+    return table
 
 
 def _guard(name: str, workers: list[tuple[int, int, str]], limit: int) -> None:
@@ -311,7 +318,7 @@ def _guard(name: str, workers: list[tuple[int, int, str]], limit: int) -> None:
             used = sum(map(_proportional, members[worker]))
             if used > limit and start_tick(worker[0]) == worker[1]:
                 # Write the verdict before the kill, so that it is there for whoever sees the death.
-                _verdicts(name)[worker] = used
+                _shared("verdicts", name)[worker] = used
                 kill_trees(tree, END_S)
         time.sleep(GUARD_EVERY_S)
 
