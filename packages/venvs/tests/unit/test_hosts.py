@@ -49,6 +49,22 @@ def test_lock_of_a_forked_process(root):
         os.waitpid(child, 0)
 
 
+@pytest.mark.parametrize(
+    ("mounts", "folder", "shared"),
+    [
+        ("server:/x /data nfs4 rw 0 0", "/data/venvs", True),
+        ("server:/x /data nfs4 rw 0 0", "/database", False),
+        ("systemd-1 /data autofs rw 0 0\nserver:/x /data nfs4 rw 0 0", "/data/venvs", True),
+        ("server:/x /data nfs4 rw 0 0\n/dev/sdb /data/local ext4 rw 0 0", "/data/local/venvs", False),
+        (r"server:/x /my\040data nfs4 rw 0 0", "/my data/venvs", True),
+    ],
+)
+def test_shared_file_systems(monkeypatch, mounts, folder, shared):
+    """The file system of a folder is the last one that is mounted on the nearest place, also one with a space."""
+    monkeypatch.setattr(users, "_read_system", lambda path: f"/dev/sda / ext4 rw 0 0\n{mounts}\n")
+    assert users.on_shared_file_system(folder) == shared
+
+
 def test_hosts_of_one_name(monkeypatch):
     """Two containers of one name are two hosts; the machine itself is the same one after a reboot."""
     system = {users.PID_NAMESPACE: "pid:[4026532101]", "/proc/sys/kernel/random/boot_id": "1", "/etc/machine-id": "m"}

@@ -101,9 +101,10 @@ def locks_decide(root: str | Path) -> bool:
 def on_shared_file_system(path: str | Path) -> bool:
     """Return whether a path is on a network file system, by the table of mounts; False where there is no such table."""
     mounts = [line.split() for line in _read_system("/proc/self/mounts").splitlines()]
-    real = os.path.realpath(path)
+    real = os.path.realpath(path).replace(" ", "\\040")  # as the table spells it
     under = [(point, kind) for _, point, kind, *_ in mounts if os.path.commonpath([real, point]) == point]
-    _, kind = max(under, key=lambda one: len(one[0]), default=("", ""))
+    # The last one of a place hides the others, such as that of an automounter.
+    _, kind = max(reversed(under), key=lambda one: len(one[0]), default=("", ""))
     return kind.startswith(SHARED_FILE_SYSTEMS)
 
 
