@@ -176,16 +176,8 @@ def _print_venvs(venvs: Sequence[Venv], headline: str) -> None:
         for venv in venvs:
             size = "" if venv.size_bytes is None else f"{venv.size_bytes / 2**20:,.1f} MiB"
             users = abbreviate(map(str, venv.pids)) or "-"
-            row = (
-                venv.path.name,
-                venv.version,
-                venv.ray or "-",
-                size,
-                _ago(venv.used_at),
-                users,
-                venv.description or "-",
-            )
-            table.add_row(*map(Text, row))
+            facts = (venv.version, venv.ray or "-", size, _ago(venv.used_at), users, venv.description or "-")
+            table.add_row(*map(Text, (venv.path.name, *facts)))
         console.print(table)
     console.print(Text(headline))
 

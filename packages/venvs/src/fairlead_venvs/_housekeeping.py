@@ -146,7 +146,8 @@ def prune(
     left = [*leftovers(root), *leftovers(root / WHEELS), *leftovers(root / RESOLVED)]
     remove_leftovers(root, left, max(limit, RECENT_S))
     for path in {*(root / WHEELS).glob("[!.]*")}.difference(left):
-        if _measure_age(path, now) >= max(limit, RECENT_S):
+        # A build that runs installs its wheels last.
+        if _measure_age(path, now) >= max(limit, RECENT_S) and not leftovers(root):
             shutil.rmtree(path, ignore_errors=True)
     manifests = [read_manifest(path) for path in _list_folders(root)]
     needed = kept | {manifest["request"] for manifest in manifests if manifest is not None}
@@ -229,9 +230,10 @@ def _remove(path: Path, limit: float, now: float) -> bool:
     """Remove an environment, unless it is being built or was just used; return whether it was removed."""
     lock, hold = KernelLock(path.parent, lock_path(path)), _hold(path)
     try:
-        if not lock.acquire() or not hold.acquire():
+        if not lock.acquire() or find_users([path])[os.path.realpath(path)]:
             return False
-        if any(now - at < limit for at in read_marks(path).values()) or find_users([path])[os.path.realpath(path)]:
+        # After the search, which takes long: a request may come meanwhile, and its process must find the manifest free.
+        if not hold.acquire() or any(now - at < limit for at in read_marks(path).values()):
             return False
         aside = leftover_name(path, TRASH)
         os.rename(path, aside)

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
+from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
 from fairlead_venvs._build import publish
+from fairlead_venvs._build.build import ensure_venv
 from fairlead_venvs._build.publish import BUILDING, KernelLock
 from fairlead_venvs._build.store import MANIFEST, lock_path, venv_root
 from fairlead_venvs._build.users import USED, host_id, mark_used
+from fairlead_venvs._build.uv import Deadline, Session
+from fairlead_venvs._planning.plan import plan_venv
 
 
 @pytest.fixture
@@ -134,6 +137,42 @@ def test_wheels_in_use_stay(make_project, project_spec, root):
     os.utime(store, (0, 0))
     prune()
     assert not store.exists()
+
+
+def test_wheels_of_a_build_stay(make_project, project_spec, root, tmp_path):
+    """The wheel of a project stays until its environment is built, however long that takes."""
+    plan = plan_venv(project_spec(make_project()))
+    (store,) = (root / ".wheels").glob("[!.]*")
+
+    def files():
+        os.utime(store, (time.time() - 3600,) * 2)
+        prune(older_than=0)
+        return plan.files
+
+    ensure_venv(plan.recipe, files, Session(Deadline(60)))
+    assert store.exists()
+    prune(older_than=0)
+    assert not store.exists()
+
+
+def test_request_beside_prune(spec_of, age, monkeypatch):
+    """An environment that is requested while `prune` looks for its processes stays."""
+    python = create_local_venv(spec_of("alpha"))
+    age(3600)
+    calls, find = [], _housekeeping.find_users
+
+    def find_slowly(folders):
+        found = find(folders)
+        calls.append(found)
+        if len(calls) == 2:  # the first one is for the list
+            assert create_local_venv(spec_of("alpha")) == python
+            subprocess.run([python, "-c", ""], check=True, timeout=60)
+        return found
+
+    monkeypatch.setattr(_housekeeping, "find_users", find_slowly)
+    assert prune() == []
+    assert len(calls) == 2
+    assert os.path.exists(python)
 
 
 def test_shared_folder(spec_of, age):
