@@ -54,4 +54,4 @@ def ensure_here(spec: VenvSpec, name: str | None, deadline: Deadline, *, force: 
             return ready
         session = Session(deadline, status.line(os.path.basename(recipe.folder)))
         plan.check_lock(session)
-        return ensure_venv(recipe, lambda: plan.files, session, force=force)
+        return ensure_venv(recipe, lambda: plan.files, session, force=force, check=plan.check_files)

@@ -9,11 +9,14 @@ import textwrap
 import threading
 from dataclasses import asdict
 
+import pytest
 import ray
 
-from fairlead_venvs import VenvError
+from fairlead_venvs import VenvBuildError, VenvError
 from fairlead_venvs._build import node_task
 from fairlead_venvs._build.recipe import this_platform
+from fairlead_venvs._build.uv import Deadline
+from fairlead_venvs._cluster.ensure import _make_builds
 from fairlead_venvs._cluster.rpc import pickle_by_value
 from fairlead_venvs._planning.plan import plan_venv
 
@@ -49,6 +52,15 @@ def test_queries(root):
     assert call(node_task.look_here, (str(root / "venv-0123456789ab"), "", this_platform())) == "absent"
     assert call(node_task.probe_here, (sys.executable, 60.0)) == "ready"
     assert call(node_task.probe_here, ("/nowhere/python", 60.0)) == "failed"
+
+
+def test_changed_before_it_is_sent(spec_of, tools, tmp_path):
+    """A wheel that is not the requested one any more is not sent to a node."""
+    wheel = tools.make_wheel(tmp_path, "delta")
+    plan = plan_venv(spec_of(str(wheel)))
+    tools.make_wheel(tmp_path, "delta", files={"more.py": ""})
+    with pytest.raises(VenvBuildError, match=f"{wheel} was changed meanwhile"):
+        _make_builds(plan, ["node"], Deadline(60.0))
 
 
 def test_build(spec_of):

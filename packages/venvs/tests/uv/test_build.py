@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
+from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv, list_venvs
 from fairlead_venvs._build.store import FORMAT, MANIFEST
+from fairlead_venvs._build.uv import Runner
 
 
 @pytest.mark.smoke
@@ -45,9 +46,11 @@ def test_warm(spec_of, make_project, project_spec):
 
 
 def test_wheels_by_path(tools, tmp_path):
-    """A wheel can be given by its path; another content under the same name is another environment."""
+    """A wheel can be given by its path, also by two; another content under the same name is another environment."""
     wheel = tools.make_wheel(tmp_path, "delta")
-    spec = VenvSpec(requirements=[str(wheel)], no_index=True)
+    (tmp_path / "copy").mkdir()
+    copy = shutil.copy(wheel, tmp_path / "copy")
+    spec = VenvSpec(requirements=[str(wheel), str(copy)], no_index=True)
     first = create_local_venv(spec)
     tools.make_wheel(tmp_path, "delta", files={"delta.py": "version = 'changed'"})
     second = create_local_venv(VenvSpec(requirements=[str(wheel)], no_index=True))
@@ -132,6 +135,69 @@ def test_local_folders(make_project, project_spec, tools, tmp_path, wheels):
     assert tools.says(member, there) == "member alpha"
     assert changed != whole
     assert tools.says(changed, "import other; print(other.answer)") == "43"
+
+
+def test_other_spellings_of_names(make_project, project_spec, tools, tmp_path):
+    """A project, its extras and its groups need not be spelled as in the lock."""
+    make_project("helper_lib", folder=tmp_path / "a lib", dependencies=["gamma"], lock=False)
+    more = """
+        [project.optional-dependencies]
+        Good_Extra = ["helper_lib"]
+        [dependency-groups]
+        My_Group = ["beta"]
+        Other_Group = ["helper_lib"]
+        [tool.uv]
+        default-groups = ["my-group", "other.group"]
+        [tool.uv.sources]
+        helper_lib = { path = "../a lib" }
+        """
+    folder = make_project("My_Project", more=more)
+    there = "import importlib.util as u; print(*(n for n in 'My_Project helper_lib beta'.split() if u.find_spec(n)))"
+    extra = create_local_venv(project_spec(folder, extras=["Good_Extra"]))
+    assert tools.says(extra, there) == "My_Project helper_lib"
+    assert create_local_venv(project_spec(folder, extras=["good-extra"])) == extra
+    defaults = create_local_venv(project_spec(folder, default_groups=True, no_groups=["other-group"]))
+    assert tools.says(defaults, there) == "My_Project beta"
+
+
+def test_variables_of_a_wheel(make_project, project_spec, tools):
+    """The wheel of a project is built with the variables of its spec, not with those of another."""
+    folder = make_project()
+    backend = folder / "backend.py"
+    last = '        wheel.writestr(f"{stem}.dist-info/RECORD", "")\n'
+    assert last in backend.read_text()
+    more = '        import os\n        wheel.writestr("flavour.py", f"name = {os.environ.get(\'FLAVOUR\')!r}")\n'
+    backend.write_text(backend.read_text().replace(last, more + last))
+    made = [create_local_venv(project_spec(folder, env={"FLAVOUR": name})) for name in ("sweet", "sour")]
+    assert [tools.says(python, "import flavour; print(flavour.name)") for python in made] == ["sweet", "sour"]
+
+
+@pytest.mark.parametrize("word", ["compile", "--relocatable"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_changed_meanwhile(tools, tmp_path, monkeypatch, linked, word):
+    """A wheel that changes while an environment is resolved or built is not taken for the one that was requested."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for number, folder in enumerate((one, two), 1):
+        folder.mkdir()
+        wheel = tools.make_wheel(folder, "delta", files={"which.py": f"number = {number}"})
+    given = one / wheel.name
+    options = {"requirements": ["delta"], "find_links": [str(one)]} if linked else {"requirements": [str(given)]}
+    spec = VenvSpec(no_index=True, **options)
+    before, run = given.read_bytes(), Runner.run
+
+    def run_late(runner, command, **options):
+        if word in command:
+            given.write_bytes(wheel.read_bytes())
+        return run(runner, command, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", run_late)
+        with pytest.raises(VenvBuildError, match=f"{given} was changed meanwhile"):
+            create_local_venv(spec)
+    assert list_venvs() == []
+    assert tools.says(create_local_venv(spec), "import which; print(which.number)") == "2"
+    given.write_bytes(before)
+    assert tools.says(create_local_venv(spec), "import which; print(which.number)") == "1"
 
 
 @pytest.mark.smoke

@@ -59,6 +59,18 @@ def test_data_of_a_package(folder):
     assert hash_source(folder) == before
 
 
+def test_project_in_an_environment(folder):
+    """An edit is detected in a project whose folder is an environment, too; environments below it do not count."""
+    (folder / "pyvenv.cfg").touch()
+    (folder / "below").mkdir()
+    (folder / "below" / "pyvenv.cfg").touch()
+    first = hash_source(folder)
+    (folder / "below" / "module.py").touch()
+    assert hash_source(folder) == first
+    (folder / "src" / "proj" / "__init__.py").write_text("answer = 43\n")
+    assert hash_source(folder) != first
+
+
 def test_fields_of_projects(folder, project_spec):
     """Extras, groups, own code, Python, setup and settings each give another fingerprint."""
     specs = [

@@ -29,9 +29,14 @@ def find_venv(folder: str, fingerprint: str) -> Outcome | None:
 
 
 def ensure_venv(
-    recipe: Recipe, files: Callable[[], Iterable[File]], session: Session, *, force: bool = False
+    recipe: Recipe,
+    files: Callable[[], Iterable[File]],
+    session: Session,
+    *,
+    force: bool = False,
+    check: Callable[[], object] = bool,
 ) -> Outcome:
-    """Return the environment of a recipe. If it is missing or `force` is given, `files` is called and it is built."""
+    """Return the environment of a recipe, built if it is missing or with `force`. `check` raises if files changed."""
     if recipe.platform != this_platform():
         raise VenvMismatchError("platform", this_platform(), recipe.platform, "This machine")
     folder = Path(recipe.folder)
@@ -58,6 +63,7 @@ def ensure_venv(
         runner = Runner(session, env=variables, secrets=secrets, no_index=recipe.no_index, umask=umask)
         install(recipe, env, stage, runner)
         version, ray = verify(env, recipe, runner)
+        check()
         manifest = {
             "description": redact(recipe.description, secrets),
             "built_at": began,

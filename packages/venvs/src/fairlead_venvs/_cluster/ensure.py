@@ -133,6 +133,7 @@ def _make_builds(plan: Plan, nodes: Iterable[str], deadline: Deadline) -> dict[t
             "into a folder that every node has, and name it in env={'UV_FIND_LINKS': ...}"
         )
     contents = [(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files]
+    plan.check_files()
     # Stored once for all nodes.
     files = [ray.put(contents)] if contents else []
     recipe = dataclasses.asdict(plan.recipe)

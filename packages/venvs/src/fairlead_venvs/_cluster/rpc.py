@@ -128,9 +128,8 @@ def run_on_nodes(
         except ray.exceptions.RayError as error:
             refused += [key] if isinstance(error, ray.exceptions.TaskUnschedulableError) else []
             message = (str(error).strip() or "no message").splitlines()[0]
-            answers[key] = VenvBuildError(
-                f"the task on the node failed ({type(error).__name__}: {message})", node=label
-            )
+            reason = f"the task on the node failed ({type(error).__name__}: {message})"
+            answers[key] = VenvBuildError(reason, node=label)
     if refused:
         staying = nodes.without_draining().labels
         answers = {key: answer for key, answer in answers.items() if calls[key][0] in staying}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from .._build.recipe import File, Recipe, this_platform, this_python
 from .._build.redact import redact
 from .._build.store import FORMAT, check_name, venv_root
 from .._build.uv import Runner, Session
+from ..exceptions import VenvBuildError
 from .project import Project, read_project
 from .requirements import Resolution, installed_lines, is_wheel, resolve
 from .settings import Settings, read_settings
@@ -31,7 +33,13 @@ class Plan:
     settings: Settings
     project: Project | None
     files: tuple[File, ...]
+    hashes: Mapping[Path, str]  # of the files that may change
     recipe: Recipe
+
+    def check_files(self) -> None:
+        """Check that no file has changed since the fingerprint counted it."""
+        if changed := [path for path, content in self.hashes.items() if hash_file(path) != content]:
+            raise VenvBuildError(f"{changed[0]} was changed meanwhile. Try again.")
 
     def check_lock(self, session: Session) -> None:
         """Check that the lock of the project matches its pyproject, unless the spec is frozen."""
@@ -50,7 +58,7 @@ class Plan:
         if not self.recipe.requirements:
             return Resolution()
         runner = self.settings.make_runner(session)
-        return resolve(self.recipe, self.spec.requirements or (), self.files, runner, refresh=refresh)
+        return resolve(self.recipe, self.spec.requirements or (), self.files, runner, self.check_files, refresh)
 
     def complete(self, resolution: Resolution, name: str | None = None) -> "Plan":
         """Return this draft with its recipe completed. Reads nothing and starts no process."""
@@ -103,7 +111,7 @@ def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
         lines, facts["requirements"] = _add_requirements(spec.requirements or (), files, secrets)
     else:
         folder, hashes = _add_lock(project, files)
-        built = _build_wheels(project, spec, python, settings.make_runner(session))
+        built = _build_wheels(project, spec, settings, settings.make_runner(session))
         wheels = tuple(f"own/{wheel.name}" for wheel, _ in built.values())
         files += zip(wheels, (wheel for wheel, _ in built.values()), strict=True)
         facts["project"] = {
@@ -136,7 +144,8 @@ def read_draft(spec: BaseSpec, session: Session | None = None) -> Plan:
         description=_describe(spec, project),
         secrets=secrets,
     )
-    return Plan(spec, settings, project, tuple(files), recipe)
+    seen = {one: hash_file(one) for name, one in files if isinstance(one, Path) and name not in wheels}
+    return Plan(spec, settings, project, tuple(files), seen, recipe)
 
 
 def _add_links(link: str, number: int, files: list[File], links: list[str], secrets: frozenset[str]) -> Any:
@@ -164,7 +173,7 @@ def _add_requirements(
             content = hash_file(path)
             # Two wheels may have the same name.
             staged = f"wheels/{content[:12]}/{path.name}"
-            files.append((staged, path))
+            files += [] if staged in dict(files) else [(staged, path)]
             lines.append(f"./{staged}")
             facts.append((path.name, content))
         else:
@@ -185,12 +194,12 @@ def _add_lock(project: Project, files: list[File]) -> tuple[str, list[tuple[str,
     return folder, [(file.name, hash_file(file)) for _, file in there]
 
 
-def _build_wheels(project: Project, spec: BaseSpec, python: str, runner: Runner) -> dict[str, tuple[Path, str]]:
+def _build_wheels(project: Project, spec: BaseSpec, settings: Settings, runner: Runner) -> dict[str, tuple[Path, str]]:
     """Build the wheels of the local folders; return them with their hashes, by the names of the projects."""
-    own = project.folder.resolve()
+    own, variables = project.folder.resolve(), repr(sorted(settings.counted.items()))
     folders = {local.name: (project.root / local.path).resolve() for local in project.folders if local.installable}
     return {
-        name: ensure_wheel(folder, root=venv_root(), python=python, runner=runner)
+        name: ensure_wheel(folder, root=venv_root(), python=project.python, variables=variables, runner=runner)
         for name, folder in folders.items()
         if spec.install_project or folder != own
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 from .._build.recipe import this_python
 from .requirements import applies
@@ -78,9 +78,9 @@ def _list_reached(locked: Locked) -> list[Mapping[str, Any]]:
     for package in tomllib.loads(locked.lock.decode()).get("package", []):
         by_name.setdefault(package["name"], []).append(package)
     seen: dict[tuple[str, str], None] = {}
-    own = by_name.get(canonicalize_name(locked.name), [])
-    todo = [(locked.name, extra) for extra in ("", *locked.extras)]
-    for package in own:
+    own = str(canonicalize_name(locked.name))
+    todo = [(own, extra) for extra in ("", *locked.extras)]
+    for package in by_name.get(own, []):
         for group in locked.groups:
             todo += _list_edges(package.get("dev-dependencies", {}).get(group, []), locked.python)
     while todo:
@@ -135,9 +135,8 @@ def read_project(spec: BaseSpec) -> Project | None:
     root = _find_root(folder)
     lock = (root / "uv.lock").read_bytes()
     table = pyproject.get("project", {})
-    _check_names("extra", spec.extras, table.get("optional-dependencies", {}), folder)
-    groups = _choose_groups(spec, pyproject)
-    locked = lock, table.get("name", ""), tuple(spec.extras), groups, spec.python or this_python()
+    extras = _check_names("extra", spec.extras, table.get("optional-dependencies", {}), folder)
+    locked = lock, table.get("name", ""), extras, _choose_groups(spec, pyproject), spec.python or this_python()
     try:
         folders, files = find_local_parts(Locked(*locked))
     except ValueError as error:
@@ -184,18 +183,21 @@ def _find_root(folder: Path) -> Path:
 def _choose_groups(spec: BaseSpec, pyproject: dict[str, Any]) -> tuple[str, ...]:
     """Return the groups to install, the default ones included."""
     uv = pyproject.get("tool", {}).get("uv", {})
-    known = {*pyproject.get("dependency-groups", {}), *(["dev"] if "dev-dependencies" in uv else [])}
-    _check_names("group", spec.groups, known, spec.project)
+    written = [*pyproject.get("dependency-groups", {}), *(["dev"] if "dev-dependencies" in uv else [])]
+    known = {canonicalize_name(name) for name in written}
     defaults = uv.get("default-groups", ["dev"]) if spec.default_groups else []
-    chosen = {*spec.groups, *(known if defaults == "all" else known & set(defaults))}
-    return tuple(sorted(chosen - set(spec.no_groups)))
+    chosen = known if defaults == "all" else known.intersection(map(canonicalize_name, defaults))
+    chosen = chosen.union(_check_names("group", spec.groups, written, spec.project))
+    return tuple(sorted(chosen.difference(map(canonicalize_name, spec.no_groups))))
 
 
-def _check_names(what: str, wanted: Iterable[str], known: Iterable[str], folder: str | Path | None) -> None:
+def _check_names(what: str, wanted: Iterable[str], known: Iterable[str], folder: Any) -> tuple[NormalizedName, ...]:
+    """Return names as they are in a lock; a ValueError for those that are not known."""
     there = {canonicalize_name(name) for name in known}
     if unknown := [name for name in wanted if canonicalize_name(name) not in there]:
         found = ", ".join(sorted(known)) or "none"
         raise ValueError(f"the project in {folder} has no {what} {', '.join(unknown)}. Found: {found}")
+    return tuple(map(canonicalize_name, wanted))
 
 
 def _select_deciding(pyproject: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -117,7 +117,7 @@ class Resolution:
 
 
 def resolve(
-    draft: Recipe, requirements: Sequence[str], files: Iterable[File], runner: Runner, *, refresh: bool = False
+    draft: Recipe, given: Sequence[str], files: Iterable[File], runner: Runner, check: Callable[[], None], refresh: bool
 ) -> Resolution:
     """Return the stored resolution of a request, or let uv resolve the requirements and store the result."""
     root = Path(draft.folder)
@@ -126,16 +126,13 @@ def resolve(
 
     def compile_lines(aside: Path) -> Resolution:
         lay_out([(name, content) for name, content in files if f"./{name}" in lines], aside)
-        resolution = parse_resolution(_compile(draft, lines, aside, runner), requirements, draft.secrets)
+        resolution = parse_resolution(_compile(draft, lines, aside, runner), given, draft.secrets)
+        check()
         return _store(resolution, aside / draft.request, path, root, refresh)
 
+    doing = "resolves the requirements for"
     return make_once(
-        root,
-        path,
-        lambda: None if refresh else _read(path, root),
-        compile_lines,
-        runner.deadline,
-        doing="resolves the requirements for",
+        root, path, lambda: None if refresh else _read(path, root), compile_lines, runner.deadline, doing=doing
     )
 
 

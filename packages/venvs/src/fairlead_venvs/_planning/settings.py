@@ -61,15 +61,8 @@ def read_settings(spec: BaseSpec, variables: Mapping[str, str] | None = None, pr
     env = {**plain, **({} if spec.index is None else {"UV_DEFAULT_INDEX": spec.index})}
     if found := spec.find_links or links:
         here["UV_FIND_LINKS"] = ",".join(found)
-    of_spec = find_secrets([*spec.find_links, spec.index or "", *(spec.requirements or ()), project])
-    return Settings(
-        env=env,
-        here={**env, **here},
-        counted=counted,
-        links=links,
-        secrets=hidden | of_spec,
-        no_index=spec.no_index,
-    )
+    hidden |= find_secrets([*spec.find_links, spec.index or "", *(spec.requirements or ()), project])
+    return Settings(env, {**env, **here}, counted, links, hidden, spec.no_index)
 
 
 def _select_ambient(spec: BaseSpec, variables: Mapping[str, str]) -> dict[str, str]:

@@ -26,10 +26,10 @@ SKIPPED_AT_TOP = frozenset({".eggs", ".nox", ".tox", "build", "dist", "node_modu
 OF_GIT = ("HEAD", "packed-refs", "logs/HEAD", "refs/tags")
 
 
-def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner) -> tuple[Path, str]:
-    """Return the wheel of a project and the hash of its content, and build it first if the source has changed."""
+def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner, variables: str = "") -> tuple[Path, str]:
+    """Return the wheel of a project and the hash of its content; build it first for a new source or other variables."""
     try:
-        store = root / WHEELS / hash_source(folder, python, sys.implementation.name)
+        store = root / WHEELS / hash_source(folder, python, sys.implementation.name, variables)
     except OSError as error:
         raise VenvBuildError(f"the project in {folder} cannot be read: {error}") from None
 
@@ -92,9 +92,8 @@ def hash_source(folder: Path, *more: str) -> str:
     hashed = hashlib.sha256(repr((str(folder), more)).encode())
     for name, seen in sorted(_list_files(str(folder), "", set())):
         # No program can set the time of change back, so every edit is seen.
-        hashed.update(
-            f"{name}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0".encode(errors="surrogateescape")
-        )
+        facts = f"{name}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0"
+        hashed.update(facts.encode(errors="surrogateescape"))
     for name in OF_GIT:
         with contextlib.suppress(OSError):  # no repository, or no such file in it
             hashed.update(f"{name}\0{(folder / '.git' / name).stat().st_mtime_ns}\0".encode())
@@ -104,7 +103,7 @@ def hash_source(folder: Path, *more: str) -> str:
 def _list_files(folder: str, prefix: str, inside: set[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(folder) as entries:
         listed = list(entries)
-    if any(entry.name == "pyvenv.cfg" for entry in listed):
+    if prefix and any(entry.name == "pyvenv.cfg" for entry in listed):
         return  # an environment of any name
     for entry in listed:
         if entry.name in SKIPPED or (not prefix and entry.name in SKIPPED_AT_TOP) or entry.name.endswith(".egg-info"):
