@@ -94,9 +94,9 @@ class Job(Generic[_T]):
             if not self.over.wait(timeout_s):
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
         except BaseException as error:
+            self.future.add_done_callback(revert)
             if undo is not None and not isinstance(error, TimeoutError):
                 self.over.wait(max(0.0, self.began + timeout_s - time.monotonic()))
-            self.future.add_done_callback(revert)
             raise
         return self.future.result()
 
