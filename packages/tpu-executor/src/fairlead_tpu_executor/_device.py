@@ -2,12 +2,12 @@
 """Functions and classes that run on every host of slices: a call returns values, `.remote(...)` returns references."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, overload
 
 import ray
 
-from fairlead_placement.spi import SlotClaim
+from fairlead_placement.spi import SlotClaim, connection
 
 from ._accelerators.config import AcceleratorConfigType
 from ._pool import ClosesOnExit, SlicePool, arrange
@@ -92,6 +92,7 @@ class DeviceInstances(ClosesOnExit):
     _claim: SlotClaim
     _pool: SlicePool
     _give_back: Callable[[], object] | None = None
+    _made_on: object = field(default_factory=connection)
 
     def __getattr__(self, method: str) -> "_Method":
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
@@ -104,7 +105,8 @@ class DeviceInstances(ClosesOnExit):
         Instances that were made by a call of the class give its slices back. After `remote` the slices stay with the
         class until the class is closed.
         """
-        for actor in (actor for of_slice in self._actors for actor in of_slice):
+        # If Ray has ended, so have they, and `ray.kill` would start another Ray.
+        for actor in [actor for of_slice in self._actors for actor in of_slice if self._made_on == connection()]:
             ray.kill(actor)
         self._claim.release()
         if self._give_back is not None:

@@ -67,11 +67,11 @@ class Head:
             while not job.over.wait(_PROBE_S):
                 self.check()
         except BaseException as error:
-            # After an interrupt the request still finishes, so that it can be reversed here.
+            request.add_done_callback(reverse)
+            # After an interrupt the request still finishes, and is reversed before this returns.
             if undo is not None and not isinstance(error, HeadUnreachableError):
                 while not job.over.wait(_PROBE_S) and not self.is_silent():
                     pass
-            request.add_done_callback(reverse)
             raise
         failure = request.exception()
         if failure is not None:

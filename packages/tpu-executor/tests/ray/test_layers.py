@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -258,6 +259,33 @@ def test_device_class_that_cannot_be_made(slices):
     broken = device_remote(accelerator_config=ONE)(Broken)
     with broken, broken.remote() as instances, pytest.raises(LookupError, match="mine"):
         ray.get(instances.method.remote())
+
+
+def test_instances_of_an_ended_ray(slices):
+    """Instances can be closed after Ray has ended, which starts no other Ray, and while another one runs."""
+    code = """
+        import ray
+        from fairlead_tpu_executor import CpuAcceleratorConfig, device_remote
+
+        class Answer:
+            def give(self):
+                return 42
+
+        answer = device_remote(accelerator_config=CpuAcceleratorConfig())(Answer)
+        ray.init(address={!r}, logging_level="error", log_to_driver=False)
+        with answer():
+            ray.shutdown()
+        assert not ray.is_initialized()
+        ray.init(address={!r}, logging_level="error", log_to_driver=False)
+        instances = answer()
+        ray.shutdown()
+        ray.init(address={!r}, logging_level="error", log_to_driver=False)
+        instances.close()
+        assert answer().give() == [42]
+    """
+    code = textwrap.dedent(code).replace("{!r}", repr(slices.address))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_port_that_is_taken(slices):

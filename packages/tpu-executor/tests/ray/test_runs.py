@@ -2,6 +2,7 @@
 """Runs on healthy slices: on which hosts, in which order, with which variables, and how often."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from fairlead_tpu_executor import (
     TpuExecutorError,
     _host,
 )
-from fairlead_tpu_executor._reserve import leases
+from fairlead_tpu_executor._reserve import leases, reservation
 
 ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=150)
 OURS = ("EXECUTOR_", "MEGASCALE_", "TPU_")
@@ -366,6 +367,27 @@ def test_closing_ends_a_wait(slices, pauses, eventually):
     thread.join(150)
     assert "closed" in str(raised[0])
     assert not isinstance(raised[0], InsufficientSlicesError)
+
+
+def test_closing_in_a_signal_handler(slices, monkeypatch):
+    """A pool that a signal handler closes while the pool takes slices holds none afterwards."""
+    pool, handler = SlicePool("v4-16"), signal.getsignal(signal.SIGUSR1)
+
+    def take(*arguments):
+        taken = leases.take(*arguments)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert closed.wait(120)
+        return taken
+
+    closed = threading.Event()
+    monkeypatch.setattr(reservation, "take", take)
+    signal.signal(signal.SIGUSR1, lambda *_: pool.close() and closed.set())
+    try:
+        with pytest.raises(TpuExecutorError, match="closed while where ran"):
+            pool.run(where)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert pool.slices == ()
 
 
 def test_closing_with_an_agent_that_hangs(slices, monkeypatch, stop_process, eventually):

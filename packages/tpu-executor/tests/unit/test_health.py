@@ -1,10 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """When Ray's head counts as unreachable, with a clock that the test turns."""
 
+import signal
+from types import SimpleNamespace
+
 import pytest
 
-from fairlead_tpu_executor import HeadUnreachableError
+from fairlead_placement.spi import Job
+from fairlead_tpu_executor import HeadUnreachableError, _health
 from fairlead_tpu_executor._health import Head
+
+
+def test_interrupted_twice(monkeypatch):
+    """A second interrupt ends the wait for a request, which is reversed when it returns (seam: whether Ray runs)."""
+    monkeypatch.setattr(_health.ray, "is_initialized", lambda: True)
+    job, undone = Job(0.0), []
+    job.over = SimpleNamespace(wait=lambda timeout_s: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        Head(60.0, probe=lambda _: True).result(job, undo=undone.append)
+    job.future.set_result("slices")
+    assert undone == ["slices"]
 
 
 def test_probes():

@@ -57,6 +57,7 @@ class Reservation:
                 if len(self.held.leases) != self.sizes[-1]:
                     self._scale(len(lost), check_open)
                 self._hold_megascale()
+                check_open()  # A signal handler may have closed the pool, and given back what was held until then.
             except BaseException:
                 self.give_back()
                 raise
