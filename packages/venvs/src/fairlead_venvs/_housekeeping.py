@@ -239,8 +239,8 @@ def _remove(path: Path, limit: float, now: float) -> bool:
         os.rename(path, aside)
     except FileNotFoundError:
         return False  # another process has removed it
-    except (PermissionError, VenvBuildError) as error:
-        logger.warning("Kept %s, of which another user has created a part: %s", path, error)
+    except (OSError, VenvBuildError) as error:  # another user has created a part, or the file system is read only
+        logger.warning("Kept %s, which cannot be removed: %s", path, error)
         return False
     finally:
         hold.release()

@@ -3,9 +3,11 @@
 
 import datetime
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -260,6 +262,27 @@ def test_two_containers(spec_of, age):
         running.communicate(b"\n", timeout=60)
     assert str(folder) in run(looking)
     assert not folder.exists()
+
+
+def test_read_only(spec_of, age, root):
+    """On a file system that is mounted read only, environments are found and listed, and none is removed."""
+    python = create_local_venv(spec_of("alpha"))
+    age(3600)
+    mount = f"mount --bind {root} {root} && mount -o remount,ro,bind {root} && exec "
+    code = f"""
+        from fairlead_venvs import create_local_venv, list_venvs, prune, VenvSpec
+        assert create_local_venv({spec_of("alpha")!r}) == {python!r}
+        assert [venv.python for venv in list_venvs()] == [{python!r}] == [venv.python for venv in prune(dry_run=True)]
+        assert prune() == []
+    """
+    prefix = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, mount + "true"], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    command = [*prefix, mount + shlex.join([sys.executable, "-c", textwrap.dedent(code)])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"Kept {Path(python).parent.parent}" in done.stderr
+    assert os.path.exists(python)
 
 
 def test_build_in_another_container(spec_of, tmp_path):

@@ -155,7 +155,7 @@ class KernelLock:
                 return file
         try:
             return open_trusted(self._root, self._path, os.O_RDWR)
-        except PermissionError:  # another user has created it
+        except OSError:  # another user has created it, or the file system is read only
             return open_trusted(self._root, self._path, os.O_RDONLY)
 
     def release(self) -> None:
