@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv, list_venvs
+from fairlead_venvs._build.recipe import this_python
 from fairlead_venvs._build.store import FORMAT, MANIFEST
 from fairlead_venvs._build.uv import Runner
 
@@ -158,6 +159,15 @@ def test_other_spellings_of_names(make_project, project_spec, tools, tmp_path):
     assert create_local_venv(project_spec(folder, extras=["good-extra"])) == extra
     defaults = create_local_venv(project_spec(folder, default_groups=True, no_groups=["other-group"]))
     assert tools.says(defaults, there) == "My_Project beta"
+
+
+def test_marker_of_a_patch_version(make_project, project_spec, tools):
+    """A local folder that this very version of Python needs is installed as a wheel."""
+    make_project("helper", lock=False)
+    needs = f"helper; python_full_version >= '{this_python(3)}'"
+    folder = make_project(dependencies=[needs], more='[tool.uv.sources]\nhelper = { path = "../helper" }\n')
+    python = create_local_venv(project_spec(folder))
+    assert tools.says(python, "import helper; print(helper.answer)") == "42"
 
 
 def test_variables_of_a_wheel(make_project, project_spec, tools):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a project that change the fingerprint, and those that do not."""
 
+import os
 import sys
 
 import pytest
@@ -57,6 +58,22 @@ def test_data_of_a_package(folder):
     before = hash_source(folder)
     (folder / "node_modules" / "t.txt").touch()
     assert hash_source(folder) == before
+
+
+def test_folder_that_is_being_removed(folder, monkeypatch):
+    """A folder that another program removes while the source is read is not an error; the project's own is."""
+    (folder / "outputs").mkdir()
+    before, scan = hash_source(folder), os.scandir
+
+    def remove_first(path):
+        if path == str(folder / "outputs"):
+            os.rmdir(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", remove_first)
+    assert hash_source(folder) == before
+    with pytest.raises(FileNotFoundError):
+        hash_source(folder / "outputs")
 
 
 def test_project_in_an_environment(folder):

@@ -18,7 +18,7 @@ from packaging.version import Version
 from .._build.build import LINES, choose_interpreter, lay_out, lay_out_requirements
 from .._build.permissions import share
 from .._build.publish import make_once
-from .._build.recipe import File, Recipe
+from .._build.recipe import File, Recipe, this_python
 from .._build.redact import redact
 from .._build.store import read_facts, write_facts
 from .._build.users import touch
@@ -41,7 +41,7 @@ def applies(marker: Marker | str | None, python: str) -> bool:
     if not marker or "extra" in str(marker):
         return True
     version = ".".join(python.split(".")[:2])
-    full = python if python.count(".") == 2 else f"{python}.0"
+    full = this_python(3) if python == this_python() else python if python.count(".") == 2 else f"{python}.0"
     try:
         parsed = marker if isinstance(marker, Marker) else Marker(marker)
         return parsed.evaluate({"python_version": version, "python_full_version": full})

@@ -117,4 +117,5 @@ def _list_files(folder: str, prefix: str, inside: set[tuple[int, int]]) -> Itera
             yield prefix + entry.name, seen
         elif (seen.st_dev, seen.st_ino) not in inside:  # else a link to a folder above
             here = inside | {(seen.st_dev, seen.st_ino)}
-            yield from _list_files(entry.path, f"{prefix}{entry.name}/", here)
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                yield from _list_files(entry.path, f"{prefix}{entry.name}/", here)
