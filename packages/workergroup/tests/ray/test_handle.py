@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles of groups that another process has made, also while that process is stopped."""
 
+import gc
 import os
 import pickle
 import signal
@@ -15,10 +16,12 @@ import pytest
 import ray
 
 from fairlead_placement import PlacementError, RayVirtualCluster
+from fairlead_placement.spi import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
     EpochError,
+    RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
     WorkerFailureError,
@@ -188,7 +191,7 @@ def test_restart(local_ray, monkeypatch, eventually):
             handle.call("pid").result()
             return not reads
 
-        assert eventually(reads_nothing, 60)  # publications are not waited for
+        assert eventually(reads_nothing, 60)
         kill(group, 1)
         for _ in range(2):
             with pytest.raises(WorkerFailureError, match="Only the process that made the group") as raised:
@@ -196,7 +199,7 @@ def test_restart(local_ray, monkeypatch, eventually):
             assert [failure.rank for failure in raised.value.failures] == [1]
         assert handle.at(worker=0).call("pid").result() == [before[0]]
         group.restart_failed_workers()
-        assert eventually(lambda: not refused(handle), 60)
+        assert not refused(handle)
         assert eventually(reads_nothing, 60)
         after = handle.call("pid").result()
         assert after[0] == before[0]
@@ -205,7 +208,81 @@ def test_restart(local_ray, monkeypatch, eventually):
     assert eventually(lambda: "has ended" in refused(handle), 60)
 
 
-def test_resize(local_ray, eventually):
+def find_agent():
+    """Return the object of the node agent whose process this is."""
+    return next(one for one in gc.get_objects() if type(one).__name__ == "AgentProcess")
+
+
+def slow_down():
+    """Let the agent of this process publish only after a second."""
+    agent = find_agent()
+    publish = agent.publish
+    agent.publish = lambda *args: (time.sleep(1.0), publish(*args))
+
+
+def speed_up():
+    """Let the agent of this process publish as before."""
+    del find_agent().publish
+
+
+@ray.remote(num_cpus=0)
+def call_pid(handle):
+    return handle.call("pid").result()
+
+
+def test_slow_agent(local_ray):
+    """When a group has started or changed, other processes call its new workers, even if an agent is slow."""
+    with RayVirtualCluster([3], use_gpus=False) as cluster:
+        run_on_nodes(slow_down, {cluster.slots()[0].node_id: ()})
+        try:
+            with RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group:
+                handle, pids = group.handle(), group.call("pid").result()
+                assert ray.get(call_pid.remote(handle)) == pids
+                assert handle.call("pid").result() == pids
+                kill(group, 1)
+                for change in (group.restart_failed_workers, lambda: group.replace([0]), lambda: group.resize(dp=3)):
+                    change()
+                    assert (before := pids) != (pids := group.call("pid").result())
+                    assert ray.get(call_pid.remote(handle)) == handle.call("pid").result() == pids, before
+        finally:
+            run_on_nodes(speed_up, {cluster.slots()[0].node_id: ()})
+
+
+class Unlucky(Worker):
+    """A worker that cannot start again while there is a file."""
+
+    def __init__(self, obstacle):
+        super().__init__()
+        if current_worker().incarnation and os.path.exists(obstacle):
+            raise OSError("cannot start again")
+
+
+def test_restart_that_fails(local_ray, tmp_path):
+    """Ranks that a restart could not start are lost to handles too, and not about to start."""
+    obstacle = tmp_path / "obstacle"
+    obstacle.touch()
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, RayWorkerBuilder(Unlucky, str(obstacle))) as group,
+    ):
+        handle = group.handle()
+        assert handle.call("pid").result() == group.call("pid").result()
+        kill(group, 1)
+        with pytest.raises(WorkerFailureError, match="cannot start again"):
+            group.restart_failed_workers()
+        for one in (handle, pickle.loads(pickle.dumps(handle))):
+            assert [worker.state for worker in one.status()] == ["idle", "dead"]
+            with pytest.raises(WorkerFailureError) as raised:
+                one.call("pid").result()
+            (failure,) = raised.value.failures
+            assert (failure.rank, failure.kind) == (1, "killed")
+            assert "not started yet" not in failure.cause
+        obstacle.unlink()
+        assert group.restart_failed_workers() == [1]
+        assert handle.call("pid").result() == group.call("pid").result()
+
+
+def test_resize(local_ray):
     """A handle and its views follow a resize of the group: the next call reaches the new workers."""
     with (
         RayVirtualCluster([3], use_gpus=False) as cluster,
@@ -215,14 +292,14 @@ def test_resize(local_ray, eventually):
         view = handle.at(dp=slice(1, None))
         assert len(handle.call("pid").result()) == 2
         group.resize(dp=3, slots=cluster.slots()[2:])
-        assert eventually(lambda: len(handle.call("pid").result()) == 3)  # publications are not waited for
+        assert len(handle.call("pid").result()) == 3
         assert handle.call("add", Shard([1, 2, 3], "dp")).result() == [(0, 1), (1, 2), (2, 3)]
         assert view.call("square", 3).result() == [9, 9]
         assert handle.sharding_annotations.shape == {"dp": 3}
         assert handle.epoch == group.inspect().epoch
         last = handle.at(dp=2)
         group.resize(dp=2)
-        assert eventually(lambda: len(handle.call("pid").result()) == 2)
+        assert len(handle.call("pid").result()) == 2
         with pytest.raises(EpochError, match="dp=2"):
             last.call("pid")
 

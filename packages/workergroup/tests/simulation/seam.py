@@ -106,6 +106,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
         # What a group publishes for other processes, and the extensions that are installed.
         "ray.get_runtime_context": lambda: CONTEXT,
         f"{ours}._observe.registration.publish": lambda key, version, data, **options: None,
+        f"{ours}._observe.registration.await_published": lambda key, node_id, **options: True,
         f"{ours}._observe.registration.withdraw": lambda key, nodes: None,
         # It has a lock that is held while processes end, which is a wait.
         f"{ours}._group.Resources": lambda *args: Resources(*args, _ending=world.mutex(reentrant=True)),

@@ -17,6 +17,7 @@ from .._membership.model import Member, Place, Snapshot, Started
 from .._membership.operations import Plan, RestartPolicy
 from .._observe.evidence import check_head
 from .._observe.head import alive_nodes, read_placement_group
+from .._observe.publications import ANSWER_S
 from .._start.layout import choose_slots, move_places, resize_places
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
@@ -160,9 +161,11 @@ class Crew:
         self._slots = staged.slots
 
     def publish(self) -> None:
-        """Let handles of other processes see the members."""
-        if self._resources.registration is not None:
-            self._resources.registration.publish()
+        """Let handles of other processes see the members, and wait a moment until those that look now do."""
+        if (registration := self._resources.registration) is not None:
+            registration.publish()
+            if not self._roster.is_over:
+                registration.await_handles(ANSWER_S)
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the processes of ranks; return descriptions of those that are still there."""

@@ -48,7 +48,7 @@ class Crew(Facilities, Protocol[S]):
         """Use what was staged from now on."""
 
     def publish(self) -> None:
-        """Let handles of other processes see the members."""
+        """Let handles of other processes see the members, and wait a moment until those that look now do."""
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the processes of ranks; return descriptions of those that are still there."""

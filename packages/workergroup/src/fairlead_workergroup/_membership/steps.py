@@ -55,6 +55,7 @@ class Steps:
         self._marked: Sequence[int] = ()
         self._ended: Sequence[int] = ()
         self._has_begun = False
+        self._has_relaunched = False  # then ranks have been published as starting
 
     def run(self) -> tuple[int, ...]:
         """Do all steps, and return the ranks that were started.
@@ -90,6 +91,8 @@ class Steps:
             self._gate.open()
             if self._has_begun:
                 self._end_leaving()
+            elif self._has_relaunched and not self._roster.is_over:
+                self._crew.publish()
             self._crew.settle(self._before)
         return tuple(one.place.rank for one in self._started)
 
@@ -149,6 +152,7 @@ class Steps:
     def _relaunch(self, ranks: Sequence[int]) -> None:
         """Count the next incarnations of ranks that have had one."""
         again = [rank for rank in ranks if rank < len(self._before.members) and not self._is_first]
+        self._has_relaunched |= bool(again)
         together = self._crew.policy.restarts_all
         self._roster.record_relaunch(again, counted=self._plan.counted, together=together)
 
