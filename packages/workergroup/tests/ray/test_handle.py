@@ -282,6 +282,43 @@ def test_restart_that_fails(local_ray, tmp_path):
         assert handle.call("pid").result() == group.call("pid").result()
 
 
+def test_signal_handlers(group, monkeypatch):
+    """A signal handler may make a call while its thread reads news of the group, and the later news are kept."""
+    handle, registration = group.handle(), group._resources.registration
+    sender, pids = handle._connect(), group.call("pid").result()
+    results = []
+
+    def interrupt(name, *, is_late):
+        """Let the handler run once, before a function that reads, or with later news after it."""
+        function = getattr(_handle, name)
+
+        def interrupted(*args, **options):
+            monkeypatch.setattr(_handle, name, function)
+            if not is_late:
+                signal.raise_signal(signal.SIGUSR1)
+            read = function(*args, **options)
+            if is_late:
+                registration.publish()
+                registration.await_handles(60.0)
+                signal.raise_signal(signal.SIGUSR1)
+            return read
+
+        monkeypatch.setattr(_handle, name, interrupted)
+
+    previous = signal.signal(signal.SIGUSR1, lambda *_: results.append(handle.call("pid").result(timeout=60)))
+    try:
+        interrupt("read_newer", is_late=False)
+        assert handle.call("pid").result(timeout=60) == pids
+        registration.publish()
+        registration.await_handles(60.0)
+        interrupt("read_group", is_late=True)
+        assert handle.call("pid").result(timeout=60) == pids
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert results == [pids] * 2
+    assert sender.group.publication == registration._version
+
+
 def test_resize(local_ray):
     """A handle and its views follow a resize of the group: the next call reaches the new workers."""
     with (

@@ -117,8 +117,9 @@ class GroupHandle(TypedCalls):
 
     def __init__(self, identity: GroupIdentity) -> None:
         self._identity = identity
-        # It protects what is known of the group: a process connects once, and one thread at a time reads news.
-        self._lock = threading.Lock()
+        # It protects what is known of the group: a process connects once, and one thread at a time reads news. It is
+        # reentrant, because a signal handler may make a call while its thread reads.
+        self._lock = threading.RLock()
         self._sender: _ClientSender | None = None
 
     def __repr__(self) -> str:
@@ -212,7 +213,7 @@ class _ClientSender(Sender):
     is_owner: ClassVar[bool] = False
     identity: GroupIdentity = field(kw_only=True)  # the group
     group: RegisteredGroup = field(kw_only=True)  # the group as it was read last
-    reading: threading.Lock = field(kw_only=True)  # that of the handle
+    reading: threading.RLock = field(kw_only=True)  # that of the handle
     _complete_until: float = 0.0
 
     def check_retries(self, retries: int) -> None:
@@ -268,11 +269,13 @@ class _ClientSender(Sender):
             # A loss that this process has met, and that has not been repaired since.
             is_lost = known.failure is not None and known.process == fresh.process
             members.append(("" if row is None else row.actor_id, known if is_lost else fresh))
+        if group.publication < self.group.publication:
+            return  # a signal handler has read a later one in the meantime
         self.roster.adopt(group.epoch, group.sharding, members)
         self.group = group
 
 
-def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threading.Lock) -> _ClientSender:
+def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> _ClientSender:
     if not group.methods:
         raise WorkerGroupError(f"{identity}: the agent of its driver's node does not answer. Try again.")
     rows = {row.rank: row for row in group.members}
