@@ -58,3 +58,20 @@ def test_failure(make, monkeypatch, caplog, ends):
     made, _ = make(start)
     fill(made)
     assert ("A standby of 'policy' did not start" in caplog.text) is not ends
+
+
+def test_a_change_while_dead_standbys_end(make, monkeypatch):
+    """A change that ends meanwhile leaves the group the slots of dead standbys whose processes are being ended."""
+    made, roster = make(lambda made, slots: [])
+    monkeypatch.setattr(standbys, "alive_nodes", lambda: {slot.node_id for slot in SLOTS})
+    dead = [SimpleNamespace(number=-1 - slot.key, slot=slot, process=slot.key) for slot in SLOTS]
+    made._cold, made._warm = [], dead
+    verdicts = {slot.key: SimpleNamespace(is_lost=True) for slot in SLOTS}
+    roster.judge = SimpleNamespace(ask=lambda processes, **_: verdicts)
+    released = []
+    claims = {slot.key: SimpleNamespace(release=lambda key=slot.key: released.append(key)) for slot in SLOTS}
+    made._resources._claims.update(claims)
+    monkeypatch.setattr(made._resources, "discard", lambda numbers: made._resources.keep_slots([]))
+    made._drop_dead()
+    assert sorted(slot.key for slot in made.slots) == [0, 1]
+    assert (released, set(made._resources._claims)) == ([], {0, 1})

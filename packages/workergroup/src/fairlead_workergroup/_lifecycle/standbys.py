@@ -56,9 +56,10 @@ class Standbys:
         self._roster = launcher.resources.roster
         # The lock of the roster protects these: each slot is in one of the lists, and one thread fills.
         self._warm: list[Standby] = []
-        # Slots without a process, and those in which one is starting.
+        # Slots without a process, those in which one is starting, and those in which what is left of one is ended.
         self._cold: list[Slot] = []
         self._starting: list[Slot] = []
+        self._ending: list[Slot] = []
         self._is_filling = False
         self._resources.standby_slots = lambda: self.slots
 
@@ -66,7 +67,7 @@ class Standbys:
     def slots(self) -> list[Slot]:
         """The slots that are kept for standbys."""
         with self._roster.lock:
-            return [*(standby.slot for standby in self._warm), *self._cold, *self._starting]
+            return [*(standby.slot for standby in self._warm), *self._cold, *self._starting, *self._ending]
 
     def reserve(self, slots: Sequence[Slot]) -> None:
         """Claim some of these slots for standbys, as the group is made."""
@@ -108,7 +109,7 @@ class Standbys:
     def _show(self) -> None:
         with self._roster.lock:
             states = [("warm", one.slot) for one in self._warm]
-            states += [("starting", slot) for slot in (*self._cold, *self._starting)]
+            states += [("starting", slot) for slot in (*self._cold, *self._starting, *self._ending)]
         if self._is_over:
             states = []
         self._roster.standby_metadata[:] = [
@@ -247,6 +248,13 @@ class Standbys:
             self._cold = [slot for slot in self._cold if slot.node_id in alive]
             lost = [one for one in self._warm if one in warm and verdicts[one.process].is_lost]
             self._warm = [one for one in self._warm if one not in lost]
+            kept = [one.slot for one in lost if one.slot.node_id in alive]
+            self._ending += kept
         if lost:
-            self._resources.discard([one.number for one in lost])
-            self._add_cold(one.slot for one in lost if one.slot.node_id in alive)
+            try:
+                self._resources.discard([one.number for one in lost])
+            finally:
+                with self._roster.lock:
+                    self._ending = [slot for slot in self._ending if slot not in kept]
+                    self._cold += kept
+                self._show()
