@@ -290,8 +290,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         self._roster.check_alive()
-        job_id = ray.get_runtime_context().get_job_id()
-        return GroupHandle(GroupIdentity.here(self.name_prefix, self._launcher.spec.token, job_id))
+        me, token = ray.get_runtime_context(), self._launcher.spec.token
+        return GroupHandle(GroupIdentity.here(self.name_prefix, token, me.get_job_id(), me.get_worker_id()))
 
     def lane(self, timeout: float = 60.0) -> AbstractContextManager[None]:
         """Send the calls of this group as messages instead of as Ray actor calls, which is several times faster.

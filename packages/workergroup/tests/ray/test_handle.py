@@ -428,7 +428,8 @@ CLIENT = """
     input()
     for agent in find_agents():
         ray.kill(agent.handle)
-    print(len(handle.call("pid").result()), flush=True)
+    fresh = pickle.loads(pickle.dumps(handle))  # which has not called the group before
+    print(len(fresh.call("pid").result()), len(handle.call("pid").result()), flush=True)
     input()
     while True:  # withdrawals are not waited for
         try:
@@ -484,7 +485,7 @@ def test_owner_that_is_stopped(start):
     assert client.stdout.readline().strip() == "2 ['idle', 'idle']"
     os.kill(owner.pid, signal.SIGCONT)
     go_on(client)
-    assert client.stdout.readline().strip() == "2"  # the owner has published the group at another agent
+    assert client.stdout.readline().strip() == "2 2"  # the owner has published the group at another agent
     go_on(owner)
     assert owner.stdout.readline().strip() == "ended"
     go_on(client)

@@ -47,7 +47,7 @@ def test_another_cluster(monkeypatch):
     here = SimpleNamespace(get_session_name=lambda: "session_2", gcs_address="10.0.0.2:6379")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    handle = GroupHandle(GroupIdentity("policy", "ab" * 16, "01000000", "session_1", "10.0.0.1:6379"))
+    handle = GroupHandle(GroupIdentity("policy", "ab" * 16, "01000000", "cd" * 28, "session_1", "10.0.0.1:6379"))
     assert repr(handle) == "GroupHandle('policy', 'ababab')"
     for use in (lambda: handle.call("loss", 1), handle.status, lambda: handle.epoch):
         with pytest.raises(WorkerGroupError, match=r"is on the cluster at 10\.0\.0\.1:6379, and this process is conn"):

@@ -22,7 +22,14 @@ from .._observe.calls import Counters
 from .._observe.evidence import RayWitnesses
 from .._observe.extensions import extend
 from .._observe.observer import STUCK_AFTER_S, Observer
-from .._observe.publications import ANSWER_S, RegisteredGroup, RegisteredWorker, find_group, read_group
+from .._observe.publications import (
+    ANSWER_S,
+    PUBLISHED_AGAIN_S,
+    RegisteredGroup,
+    RegisteredWorker,
+    find_group,
+    read_group,
+)
 from .._observe.registration import KEY
 from .._observe.status import WorkerStatus
 from .._ray_private import actor_id_of
@@ -40,8 +47,6 @@ SETTLED_S = 2.0
 AGAIN_EPOCH_S = 0.01
 # A group that stays incomplete is read again after this time.
 AGAIN_S = 10.0
-# A process publishes within this time what an agent that has died had.
-PUBLISHED_AGAIN_S = 20.0
 # For all requests of one call to Ray's head.
 HEAD_S = 30.0
 # Ray's head is asked for each actor by its name.
@@ -59,14 +64,15 @@ class GroupIdentity:
     name: str  # the name of the group
     group_id: str  # identifies it among all groups
     job_id: str  # Ray's id of the job that made it
+    worker_id: str  # Ray's id of the process that made it
     session: str  # Ray's name of the session of its cluster
     address: str  # the address of the cluster
 
     @classmethod
-    def here(cls, name: str, group_id: str, job_id: str) -> "GroupIdentity":
+    def here(cls, name: str, group_id: str, job_id: str, worker_id: str) -> "GroupIdentity":
         """Return the identity of a group of the cluster that this process is connected to."""
         context = ray.get_runtime_context()
-        return cls(name, group_id, job_id, context.get_session_name(), context.gcs_address)
+        return cls(name, group_id, job_id, worker_id, context.get_session_name(), context.gcs_address)
 
     def connect(self) -> None:
         """Connect this process to the cluster of the group, unless it is."""
@@ -82,7 +88,7 @@ class GroupIdentity:
 
     def read(self, *, within_s: float) -> RegisteredGroup:
         """Return the group as it is published now."""
-        if (found := read_group(self.group_id, self.job_id, within_s=within_s)) is None:
+        if (found := read_group(self.group_id, self.job_id, self.worker_id, within_s=within_s)) is None:
             raise self.ended_error()
         return found
 
@@ -203,7 +209,8 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
     init_ray(address=address or "auto")
     with head_deadline(HEAD_S):
         group = find_group(name)
-    return GroupHandle(GroupIdentity.here(group.name, group.group_id, group.driver["job_id"]))
+    driver = group.driver
+    return GroupHandle(GroupIdentity.here(group.name, group.group_id, driver["job_id"], driver["worker_id"]))
 
 
 @dataclass(eq=False, repr=False)

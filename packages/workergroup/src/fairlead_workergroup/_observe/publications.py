@@ -12,11 +12,13 @@ from fairlead_placement.spi import Agent, read_boards
 from fairlead_sharding import NamedSharding
 
 from ..exceptions import WorkerGroupError
-from .head import find_agents
+from .head import find_agents, process_is_alive
 from .registration import KEY, SCHEMA, Registration
 
 # Agents answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0
+# A process publishes within this time what an agent that has died had.
+PUBLISHED_AGAIN_S = 20.0
 # How many digits of an id are shown. Fewer of them may belong to any group.
 SHOWN_DIGITS = 6
 
@@ -126,14 +128,19 @@ def find_group(name: str | None) -> RegisteredGroup:
     raise WorkerGroupError(f"Choose one of several groups (--group), by its name or the id in brackets: {labels}.")
 
 
-def read_group(group_id: str, job_id: str, *, within_s: float) -> RegisteredGroup | None:
+def read_group(group_id: str, job_id: str, worker_id: str, *, within_s: float) -> RegisteredGroup | None:
     """Return a group as it is published now; None if no agent of its job has it.
 
-    It waits up to `within_s` for the latest publication on all of its nodes, and then takes what each node has.
+    It waits up to `within_s` for the latest publication on all of its nodes, and then takes what each node has. If all
+    agents of the job have died, and not the process that made the group, it waits until the group is published again.
     """
-    deadline = time.monotonic() + within_s
+    deadline, has_looked = time.monotonic() + within_s, False
     while True:
         agents = [agent for agent in find_agents() if agent.job_id == job_id]
+        if not agents and not has_looked:
+            has_looked = True
+            if process_is_alive(worker_id):
+                deadline = max(deadline, time.monotonic() + PUBLISHED_AGAIN_S)
         groups = merge_boards(read_boards(agents, timeout_s=ANSWER_S))
         found = next((one for one in groups if one.group_id == group_id), None)
         if (found is not None and found.settled) or time.monotonic() >= deadline:
