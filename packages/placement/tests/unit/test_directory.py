@@ -90,3 +90,20 @@ def test_what_is_lost_with_an_agent(monkeypatch):
     assert done.wait(30)
     assert published == ["kept", "lost", "lost"]
     assert tried == [(["lost"], ["kept", "lost"])] * 2
+
+
+def test_a_withdrawal_during_a_check(monkeypatch):
+    """What is withdrawn while agents are asked for it is not published again where a new agent does not have it."""
+    sent, done = [], threading.Event()
+
+    def answer(method, arguments, timeout_s):
+        directory.withdraw("key", ["node"])
+        done.set()
+        return {"node": {}}
+
+    monkeypatch.setattr(directory, "ask_nodes", answer)
+    monkeypatch.setattr(directory, "_notify", lambda requests: sent.extend(request[0] for request in requests.values()))
+    directory.publish("key", 1, {"node": "value"})
+    assert done.wait(30)
+    assert directory._rounds.close(30)
+    assert sent == ["publish", "release"]

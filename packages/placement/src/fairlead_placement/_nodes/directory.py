@@ -111,7 +111,10 @@ def _check() -> None:
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.debug("Cannot check what the agents have: %s", error)
         return
-    for key, (_, version, by_node, on_loss) in published.items():
+    for key, found in published.items():
+        if _published.get(key) is not found:
+            continue  # it has been withdrawn, or replaced, while the agents were asked
+        _, version, by_node, on_loss = found
         lost = {
             node_id: ("publish", key, version, by_node[node_id], me)
             for node_id, answer in answers.items()
