@@ -75,3 +75,22 @@ def test_a_change_while_dead_standbys_end(make, monkeypatch):
     made._drop_dead()
     assert sorted(slot.key for slot in made.slots) == [0, 1]
     assert (released, set(made._resources._claims)) == ([], {0, 1})
+
+
+def test_two_threads_show(make, monkeypatch):
+    """When two threads change the standbys at once, the state that is shown last is the last one."""
+    made, roster = make(lambda made, slots: [])
+    threads = [threading.Thread(target=made.give_back, args=([SimpleNamespace(slot=SLOTS[0])],))]
+
+    def interrupt(_):
+        """Let the other thread run at the worst moment, if it can."""
+        if threads and not threads[-1].ident:
+            threads[-1].start()
+            threads[-1].join(0.5)
+        return False
+
+    monkeypatch.setattr(standbys.Standbys, "_is_over", property(interrupt))
+    made._cold = SLOTS[1:]
+    made._show()
+    threads[0].join(30)
+    assert [shown["state"] for shown in roster.standby_metadata] == ["warm", "starting"]

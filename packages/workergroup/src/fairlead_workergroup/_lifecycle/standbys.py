@@ -110,12 +110,12 @@ class Standbys:
         with self._roster.lock:
             states = [("warm", one.slot) for one in self._warm]
             states += [("starting", slot) for slot in (*self._cold, *self._starting, *self._ending)]
-        if self._is_over:
-            states = []
-        self._roster.standby_metadata[:] = [
-            {"node_idx": slot.node_idx, "bundle_index": slot.bundle_index, "node_id": slot.node_id, "state": state}
-            for state, slot in states
-        ]
+            if self._is_over:
+                states = []
+            self._roster.standby_metadata[:] = [
+                {"node_idx": slot.node_idx, "bundle_index": slot.bundle_index, "node_id": slot.node_id, "state": state}
+                for state, slot in states
+            ]
 
     def count_warm(self) -> int:
         """Return how many are ready; those that have died are started again."""
