@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The creation of placement groups and the wait for them, without Ray."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import ray
 
+from fairlead_placement import HeadTimeoutError
 from fairlead_placement._model import Node
+from fairlead_placement._nodes import head
+from fairlead_placement._nodes.head import head_deadline
 from fairlead_placement._reserve import groups, slots
 from fairlead_placement._reserve.groups import (
     BUNDLE_S,
     PLACING_S,
     Reserved,
     place_pinned,
+    remove,
     wait_placed,
 )
 from fairlead_placement._reserve.slots import slots_of
@@ -169,3 +174,22 @@ def test_a_worker_does_not_ask_for_the_model(assigns):
     assert slot_of({"CPU": 8.0, "GPU": 1.0}, 2).worker_resources == {"CPU": 4, "GPU": 0.5}
     assert slot_of({"CPU": 5.0}, 2).worker_resources == {"CPU": 2}
     assert slot_of({"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}, 1).worker_resources == {"CPU": 1, "GPU": 1}
+
+
+def test_removals_that_wait_for_the_head(monkeypatch, eventually):
+    """A head that was silent removes all groups when it answers, also those of a cluster that was shut down second."""
+    answers, removed = threading.Event(), []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    for module in (groups, head):
+        monkeypatch.setattr(module, "connection", lambda: "here")
+    monkeypatch.setattr(head, "LEAST_S", 0.1)
+    monkeypatch.setattr(groups, "are_shown", lambda ids: True)
+    monkeypatch.setattr(groups, "remove_placement_group", lambda group: answers.wait(60) and removed.append(group.id))
+    try:
+        for name in ("aa", "bb"):
+            group = SimpleNamespace(id=SimpleNamespace(hex=lambda name=name: name))
+            with head_deadline(0.1), pytest.raises(HeadTimeoutError, match="remove placement groups"):
+                remove([group])
+    finally:
+        answers.set()
+    assert eventually(lambda: sorted(one.hex() for one in removed) == ["aa", "bb"], 20)

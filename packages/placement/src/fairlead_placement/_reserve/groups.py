@@ -233,8 +233,11 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
         # The tables show a group as removed before its node has the resources. The node shows them under its id.
         return not _rows(ids) and not any(_on(free) & ids for free in (free_per_node() or {}).values())
 
+    # The request has a name of its own: if another removal waits for a silent head, this one must be sent too.
+    others = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+    request = f"remove placement groups ({min(ids)[:8]}{others})"
     # Nodes report the resources of a new group within a second.
-    ask_head("remove placement groups", _remove, groups, connection(), min(deadline, time.monotonic() + 1.0))
+    ask_head(request, _remove, groups, connection(), min(deadline, time.monotonic() + 1.0))
     return wait_until(lambda: ask_head("look whether placement groups are removed", are_returned), deadline)
 
 
