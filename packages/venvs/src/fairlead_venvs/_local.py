@@ -12,10 +12,7 @@ from ._spec import VenvSpec, as_spec
 
 
 def create_local_venv(
-    py_executable: str | VenvSpec,
-    venv_name: str | None = None,
-    force_rebuild: bool = False,
-    timeout_s: float = 1800,
+    py_executable: str | VenvSpec, venv_name: str | None = None, force_rebuild: bool = False, timeout_s: float = 1800
 ) -> str:
     """Return the interpreter of an environment on this machine, and build it first if it is missing. Needs no cluster.
 

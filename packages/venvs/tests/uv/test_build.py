@@ -161,6 +161,49 @@ def test_other_spellings_of_names(make_project, project_spec, tools, tmp_path):
     assert tools.says(defaults, there) == "My_Project beta"
 
 
+def test_build_that_writes_its_version(make_project, project_spec, tools):
+    """A project whose build writes into its own source is not built each time, and every edit is still seen."""
+    folder = make_project()
+    backend, module = folder / "backend.py", folder / "src" / "proj" / "__init__.py"
+    start = "def build_sdist(folder, config_settings=None):\n"
+    write = "    pathlib.Path('src/proj/_version.py').write_text('version = 1')\n"
+    backend.write_text(backend.read_text().replace(start, start + write))
+    started = []
+    sys.addaudithook(lambda event, args: started.append(args[1]) if event == "subprocess.Popen" else None)
+
+    def make():
+        started.clear()
+        return create_local_venv(project_spec(folder))
+
+    first = make()
+    assert [make() for _ in range(3)] == [first] * 3
+    assert started == []
+    module.write_text("answer = 43\n")
+    assert tools.says(make(), "import proj; print(proj.answer)") == "43"
+    make()
+    module.write_text("answer = 42\n")
+    assert make() == first
+    assert make() == first
+    assert started == []
+
+
+def test_edit_during_a_build(make_project, project_spec, tools, monkeypatch):
+    """The wheel of a source that is edited while it is built is not taken for that of the source before."""
+    folder, run = make_project(), Runner.run
+    module = folder / "src" / "proj" / "__init__.py"
+
+    def run_late(runner, command, **options):
+        if "build" in command:
+            module.write_text("answer = 43\n")
+        return run(runner, command, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", run_late)
+        create_local_venv(project_spec(folder))
+    module.write_text("answer = 42\n")
+    assert tools.says(create_local_venv(project_spec(folder)), "import proj; print(proj.answer)") == "42"
+
+
 def test_marker_of_a_patch_version(make_project, project_spec, tools):
     """A local folder that this very version of Python needs is installed as a wheel."""
     make_project("helper", lock=False)

@@ -257,10 +257,10 @@ def test_wheel_without_locks(make_project, project_spec, monkeypatch):
 
     def kept(store, root):
         ready = built(store, root)
-        asked.append(ready)
+        asked.append(store)
         if len(asked) == 3:
             # Another process has finished between the last look and the end of this build.
-            content = store / "0123"
+            content = asked[0] / "0123"
             content.mkdir(parents=True)
             (content / "proj-0.1-py3-none-any.whl").write_bytes(b"first")
         return ready

@@ -129,7 +129,7 @@ def test_wheels_in_use_stay(make_project, project_spec, root):
     """The wheel of a recently used project is not removed, nor are the locks beside it."""
     spec = project_spec(make_project())
     spec.fingerprint()
-    (store,) = (root / ".wheels").glob("[!.]*")
+    store = plan_venv(spec).files[-1][1].parent.parent
     for path in (store, root / ".wheels" / ".locks"):
         os.utime(path, (0, 0))
     spec.fingerprint()
@@ -141,10 +141,10 @@ def test_wheels_in_use_stay(make_project, project_spec, root):
     assert not store.exists()
 
 
-def test_wheels_of_a_build_stay(make_project, project_spec, root, tmp_path):
+def test_wheels_of_a_build_stay(make_project, project_spec):
     """The wheel of a project stays until its environment is built, however long that takes."""
     plan = plan_venv(project_spec(make_project()))
-    (store,) = (root / ".wheels").glob("[!.]*")
+    store = plan.files[-1][1].parent.parent
 
     def files():
         os.utime(store, (time.time() - 3600,) * 2)

@@ -18,6 +18,8 @@ from .store import python_of, read_manifest, write_manifest
 from .users import USED, mark_used
 from .uv import Runner, Session
 
+Check = Callable[[], object]
+
 
 def find_venv(folder: str, fingerprint: str) -> Outcome | None:
     """Return an environment if it is complete, else None. Takes no lock and starts no process."""
@@ -29,12 +31,7 @@ def find_venv(folder: str, fingerprint: str) -> Outcome | None:
 
 
 def ensure_venv(
-    recipe: Recipe,
-    files: Callable[[], Iterable[File]],
-    session: Session,
-    *,
-    force: bool = False,
-    check: Callable[[], object] = bool,
+    recipe: Recipe, files: Callable[[], Iterable[File]], session: Session, *, force: bool = False, check: Check = bool
 ) -> Outcome:
     """Return the environment of a recipe, built if it is missing or with `force`. `check` raises if files changed."""
     if recipe.platform != this_platform():

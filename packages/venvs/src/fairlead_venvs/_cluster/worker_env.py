@@ -36,11 +36,7 @@ class WorkerEnv:
 
 
 def ensure_worker_env(
-    python: str | VenvSpec,
-    *,
-    nodes: Sequence[str] | None = None,
-    timeout_s: float = 1800,
-    progress: bool = True,
+    python: str | VenvSpec, *, nodes: Sequence[str] | None = None, timeout_s: float = 1800, progress: bool = True
 ) -> WorkerEnv:
     """Make the environment of a worker ready on its nodes, and check that it can join this cluster.
 

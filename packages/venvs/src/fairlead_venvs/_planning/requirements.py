@@ -124,16 +124,14 @@ def resolve(
     path = root / RESOLVED / draft.request
     lines = draft.requirements or ()
 
-    def compile_lines(aside: Path) -> Resolution:
+    def make(aside: Path) -> Resolution:
         lay_out([(name, content) for name, content in files if f"./{name}" in lines], aside)
         resolution = parse_resolution(_compile(draft, lines, aside, runner), given, draft.secrets)
         check()
         return _store(resolution, aside / draft.request, path, root, refresh)
 
     doing = "resolves the requirements for"
-    return make_once(
-        root, path, lambda: None if refresh else _read(path, root), compile_lines, runner.deadline, doing=doing
-    )
+    return make_once(root, path, lambda: None if refresh else _read(path, root), make, runner.deadline, doing=doing)
 
 
 def _compile(draft: Recipe, lines: Iterable[str], aside: Path, runner: Runner) -> str:

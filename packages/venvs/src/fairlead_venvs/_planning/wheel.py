@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -28,30 +29,39 @@ OF_GIT = ("HEAD", "packed-refs", "logs/HEAD", "refs/tags")
 
 def ensure_wheel(folder: Path, *, root: Path, python: str, runner: Runner, variables: str = "") -> tuple[Path, str]:
     """Return the wheel of a project and the hash of its content; build it first for a new source or other variables."""
+    more = python, sys.implementation.name, variables
     try:
-        store = root / WHEELS / hash_source(folder, python, sys.implementation.name, variables)
+        store = root / WHEELS / hash_source(folder, *more)
     except OSError as error:
         raise VenvBuildError(f"the project in {folder} cannot be read: {error}") from None
 
     def build(aside: Path) -> tuple[Path, str]:
-        out, new = aside / "out", aside / "new"
-        out.mkdir()
+        # A build may write a file of the source, such as _version.py, again, and the same as before.
+        same = root / WHEELS / hash_source(folder, *more, read=True)
+        if (ready := _find_wheel(same, root)) is not None:
+            return put(ready[0], store, aside)
+        (aside / "out").mkdir()
         # By way of the source distribution, so that the wheel has nothing that an earlier build left in the source.
         runner.uv(
             *("build", "--python", choose_interpreter(python, sys.implementation.name)),
-            *("--out-dir", str(out), str(folder)),
+            *("--out-dir", str(aside / "out"), str(folder)),
             cwd=folder,
             failed=f"the wheel of the project in {folder} could not be built",
         )
-        (wheel,) = out.glob("*.whl")
-        content = _hash_content(wheel)
+        (wheel,) = (aside / "out").glob("*.whl")
+        if same.name == hash_source(folder, *more, read=True):
+            put(wheel, same, aside)
+        return put(wheel, store, aside)
+
+    def put(wheel: Path, place: Path, aside: Path) -> tuple[Path, str]:
+        new, content = aside / place.name, _hash_content(wheel)
         (new / content).mkdir(parents=True)
-        os.rename(wheel, new / content / wheel.name)
+        shutil.copyfile(wheel, new / content / wheel.name)
         for made in (new, new / content, new / content / wheel.name):
             share(made, root)
         # On a file system without locks, another process may have finished first, with other bytes.
-        publish(new, store, lambda: _find_wheel(store, root) is not None)
-        return _find_wheel(store, root) or (store / content / wheel.name, content)
+        publish(new, place, lambda: _find_wheel(place, root) is not None)
+        return _find_wheel(place, root) or (place / content / wheel.name, content)
 
     return make_once(root, store, lambda: _find_wheel(store, root), build, runner.deadline)
 
@@ -87,13 +97,14 @@ def _hash_bytes(path: str, *_seen: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_source(folder: Path, *more: str) -> str:
-    """Return a hash of names, sizes and times of all files below a folder, and of other facts that decide its wheel."""
+def hash_source(folder: Path, *more: str, read: bool = False) -> str:
+    """Return a hash of names, sizes and times of all files below a folder; with `read`, of the text of Python files."""
     hashed = hashlib.sha256(repr((str(folder), more)).encode())
     for name, seen in sorted(_list_files(str(folder), "", set())):
         # No program can set the time of change back, so every edit is seen.
-        facts = f"{name}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0"
-        hashed.update(facts.encode(errors="surrogateescape"))
+        facts = f"{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}"
+        facts = f"{hash_file(folder / name)} {seen.st_mode}" if read and name.endswith(".py") else facts
+        hashed.update(f"{name}\0{facts}\0".encode(errors="surrogateescape"))
     for name in OF_GIT:
         with contextlib.suppress(OSError):  # no repository, or no such file in it
             hashed.update(f"{name}\0{(folder / '.git' / name).stat().st_mtime_ns}\0".encode())
