@@ -205,11 +205,9 @@ class SlicePool(ClosesOnExit):
             Exception: the errors of `reserve`.
         """
         work = self.checked(function)
-        payload = work.put(args, kwargs)
-        epoch = self._reservation.epoch
+        payload, epoch = work.put(args, kwargs), self._reservation.epoch
         targets = make_targets(work, self.config, self._reserve())
-        self._reservation.check_open(epoch)
-        return self._start_all(targets, lambda target: submit(target, payload, dedicated=True), cancel_task)
+        return self._start_all(targets, lambda target: submit(target, payload, dedicated=True), cancel_task, epoch)
 
     def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
         """Wait for references that `submit` returned, and return their values in the order of `run`.
@@ -238,12 +236,12 @@ class SlicePool(ClosesOnExit):
             Exception: the errors of `reserve`.
         """
         work = self.checked(cls, of_class=True)
-        payload = work.put(args, kwargs)
+        payload, epoch = work.put(args, kwargs), self._reservation.epoch
         held = self._reserve()
         claim = claim_slots(held.slots, f"instances of {work.name}")
         try:
             targets = make_targets(work, self.config, held)
-            return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill), claim
+            return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill, epoch), claim
         except BaseException:
             claim.release()
             raise
@@ -336,13 +334,14 @@ class SlicePool(ClosesOnExit):
             self._turn.release()
 
     def _start_all(
-        self, targets: Sequence[Target], start: Callable[[Target], Any], end: Callable[[Any], object]
+        self, targets: Sequence[Target], start: Callable[[Target], Any], end: Callable[[Any], object], epoch: int
     ) -> list[list[Any]]:
-        """Start something on every host, a list per slice; `end` ends what starts after the head's deadline."""
-        started = self._reservation.head.call(
-            lambda: [(target.at, start(target)) for target in targets],
-            undo=lambda started: [end(one) for _, one in started],
-        )
+        """Start something on every host, a list per slice; `end` ends what starts after a deadline or a close."""
+        head, undo = self._reservation.head, lambda started: [end(one) for _, one in started]
+        started = head.call(lambda: [(target.at, start(target)) for target in targets], undo=undo)
+        if self._reservation.epoch != epoch:
+            head.call(undo, started)
+        self._reservation.check_open(epoch)
         return [*group_pairs(started).values()]
 
 

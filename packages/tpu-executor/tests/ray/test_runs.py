@@ -25,6 +25,7 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     TpuExecutorError,
     _host,
+    _pool,
 )
 from fairlead_tpu_executor._reserve import leases, reservation
 
@@ -367,6 +368,33 @@ def test_closing_ends_a_wait(slices, pauses, eventually):
     thread.join(150)
     assert "closed" in str(raised[0])
     assert not isinstance(raised[0], InsufficientSlicesError)
+
+
+@pytest.mark.parametrize("what", ["run", "submit", "start"])
+def test_closing_just_before_a_start(slices, monkeypatch, what):
+    """A pool that is closed after its hosts are chosen, and before anything starts there, ends the call."""
+    pool, raised = SlicePool("v4-16"), []
+
+    class Instance:
+        pass
+
+    def close_first(start):
+        return lambda *arguments, **options: pool.close() and start(*arguments, **options)
+
+    for name in ("run_once", "submit", "start_actor"):
+        monkeypatch.setattr(_pool, name, close_first(getattr(_pool, name)))
+
+    def call():
+        try:
+            pool.start(Instance, (), {}) if what == "start" else getattr(pool, what)(where)
+        except TpuExecutorError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(45)  # less than `crash_grace_s`
+    assert "The pool was closed while" in raised[0]
+    assert pool.slices == ()
 
 
 def test_closing_in_a_signal_handler(slices, monkeypatch):

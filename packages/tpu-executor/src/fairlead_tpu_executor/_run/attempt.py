@@ -102,10 +102,10 @@ def watch(calls: Sequence[HostCall], scope: RunScope) -> list[HostError]:
             checked_at = now
             if not head.check() and request is None:
                 request = run_in_thread(dead_nodes, nodes)
-        if errors:
-            scope.check_open()
-            if _is_clear(errors, calls, scope, now - first_at):
-                break
+        if pending or errors:
+            scope.check_open()  # Ray keeps a task for ever that comes after the end of its placement group.
+        if errors and _is_clear(errors, calls, scope, now - first_at):
+            break
     return errors
 
 
