@@ -20,10 +20,13 @@ from ._verdict.rules import exit_status
 
 # Of the JSON; fields are added, and never renamed.
 SCHEMA = 1
-_WORD = r"(?:token|secret|passw(?:or)?d|credential|key)"
+_WORD = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|signature|\bsig|auth|key)"
+_VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s&]+)"""
+_NAME = rf"{_WORD}(?:s|[_-][\w-]*)?[\"']?\s*[=:]\s*|--?[\w-]*{_WORD}[\w-]*\s+"
 _SECRETS = (
-    (re.compile(rf"(?i)({_WORD}s?[\"']?\s*[=:]\s*|--?[\w-]*{_WORD}[\w-]*\s+)[^\s,;&]+"), r"\1***"),
-    (re.compile(r"://[^/@\s]+@"), "://***@"),
+    (re.compile(r"(?i)(\bbearer\s+)\S+"), r"\1***"),
+    (re.compile(rf"(?i)({_NAME}){_VALUE}"), r"\1***"),
+    (re.compile(r"://[^@\s]+@"), "://***@"),
 )
 _HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
 MOST_ROWS = 200

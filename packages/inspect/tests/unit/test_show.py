@@ -81,11 +81,18 @@ def test_stacks(snapshot):
 
 
 @pytest.mark.parametrize(
-    "text", ["password: x1y2", "SECRET=x1y2", "'token': 'x1y2'", "--hf-token x1y2", "a://u:x1y2@h"]
+    "text",
+    [
+        *("password: x1y2", "SECRET=x1y2", "'token': 'x1y2'", "--hf-token x1y2", "a://u:x1y2@h", "a://u:b/x1y2@h"),
+        *("AWS_ACCESS_KEY_ID=x1y2", "--token a,x1y2", "--password 'a x1y2'", "Authorization: Bearer x1y2", "pwd=x1y2"),
+        *("a://h/?X-Amz-Signature=x1y2", "a://h/?sig=x1y2", "--auth 'x1y2"),
+    ],
 )
 def test_redaction(text):
     """What looks like a secret is redacted."""
     assert "x1y2" not in clean(text)
+    for plain in ("KeyError: 'x'", "tokenizer.py:33 encode  ->  get_key (design.py:3)"):
+        assert clean(plain) == plain
 
 
 @pytest.mark.parametrize("name", ["missing/x.html", "", "file/x.html"])
