@@ -62,10 +62,14 @@ class Thread:
 
 @dataclass(frozen=True)
 class Reference:
-    """An object that a process waits for, in `ray.get`, or with others in `ray.wait` until `any` of them is there."""
+    """An object that a process waits for, in `ray.get`, or with others in `ray.wait` until `any` of them is there.
+
+    Who `polls` has a short timeout, and soon goes on without it.
+    """
 
     object_id: str
     any: bool = False
+    polls: bool = False
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def test_same_collective_and_different_ones():
 
 def test_two_sinks():
     """Two ranks at one place are both likely; two at different places may wait for each other, so none is blamed."""
-    assert blamed(fleet_of([ALL_REDUCE, QUEUE, QUEUE])) == [("late", (1, 2), "likely")]
+    assert blamed(fleet_of([ALL_REDUCE, QUEUE, QUEUE, ALL_REDUCE])) == [("late", (1, 2), "likely")]
     assert blamed(fleet_of([ALL_REDUCE, QUEUE, LOOP])) == []
     assert exit_status(diagnose(fleet_of([ALL_REDUCE, QUEUE, LOOP]))) == 4
 

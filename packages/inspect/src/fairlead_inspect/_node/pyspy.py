@@ -26,7 +26,9 @@ def find_pyspy() -> str:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy") or ""
 
 
-def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], list[tuple[str, bool]], str]:
+def dump(
+    pid: int, program: str, offset: int, until: float
+) -> tuple[list[dict[str, Any]], list[tuple[str, bool, bool]], str]:
     """Return the threads of a process with their frames, the objects that they wait for, and why there are none.
 
     Args:
@@ -37,7 +39,7 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
     """
     note, found = LATE if program else MISSING, None
     for _ in range(TRIES if program else 0):
-        # No value of a local leaves this function, but for the address of the list that `ray.get` waits for.
+        # No value of a local leaves this function: `ray.get` has the list that it waits for there, and its timeout.
         command = [program, "dump", "--nonblocking", "--json", "--locals", "--pid", str(pid)]
         if (left := until - time.monotonic()) <= 0:
             break
@@ -61,9 +63,9 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
     return ([], [], note) if found is None else (*found, "")
 
 
-def _read_threads(pid: int, threads: Any, offset: int) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]]:
+def _read_threads(pid: int, threads: Any, offset: int) -> tuple[list[dict[str, Any]], list[tuple[str, bool, bool]]]:
     rows: list[dict[str, Any]] = []
-    references: list[tuple[str, bool]] = []
+    references: list[tuple[str, bool, bool]] = []
     for thread in threads:
         if not (frames := thread["frames"]):
             continue

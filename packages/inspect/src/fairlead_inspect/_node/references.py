@@ -8,6 +8,8 @@ from typing import Any
 
 MOST_REFERENCES = 256
 ID_BYTES = 28
+# Who waits with a shorter timeout soon goes on without the objects.
+POLLS_S = 60.0
 LISTS = ("object_refs", "ray_waitables")
 FUNCTIONS = ("get", "wait", "get_objects")
 
@@ -22,17 +24,30 @@ def is_get(file: str, function: str) -> bool:
     return file.endswith("/ray/_private/worker.py") and function.rpartition(".")[2] in FUNCTIONS
 
 
-def read_references(pid: int, frames: Sequence[Any], offset: int) -> list[tuple[str, bool]]:
-    """Return the ids of the objects that a thread waits for, and whether any of them suffices; none if unreadable."""
+def read_references(pid: int, frames: Sequence[Any], offset: int) -> list[tuple[str, bool, bool]]:
+    """Return the ids of the objects that a thread waits for, whether any of them suffices, and whether it polls.
+
+    None if they are unreadable.
+    """
     for frame in frames[:4]:
-        for local in (frame.get("locals") or []) if is_get(frame["filename"], frame["name"]) else []:
-            if local["name"] in LISTS and local.get("addr") and offset > 0:
-                waits = frame["name"].rpartition(".")[2] == "wait"
-                try:
-                    return [(one, waits) for one in _read_list(pid, local["addr"], offset)]
-                except (OSError, ValueError, OverflowError, struct.error):
-                    return []
+        is_there = is_get(frame["filename"], frame["name"])
+        held = {one["name"]: one for one in frame.get("locals") or [] if is_there}
+        address = next((held[name].get("addr") for name in LISTS if name in held), None)
+        if address and offset > 0:
+            waits = frame["name"].rpartition(".")[2] == "wait"
+            polls = _is_short(held.get("timeout", {}).get("repr"))
+            try:
+                return [(one, waits, polls) for one in _read_list(pid, address, offset)]
+            except (OSError, ValueError, OverflowError, struct.error):
+                return []
     return []
+
+
+def _is_short(timeout: str | None) -> bool:
+    try:
+        return float(timeout or "inf") < POLLS_S
+    except ValueError:
+        return False  # "None"
 
 
 def _read_list(pid: int, address: int, offset: int) -> list[str]:

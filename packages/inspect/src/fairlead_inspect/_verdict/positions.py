@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from .._model import Frame, Process, Stack, Thread
@@ -28,11 +29,13 @@ _RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group
 # Native code of these waits for devices and for other ranks without a frame of its own.
 _DEVICE = re.compile(r"/(?:torch|jax|jaxlib|cupy|tensorflow|nccl|mpi4py|deepspeed|vllm|sglang)/")
 _GET = ("/ray/_private/worker.py", ("get", "wait", "get_objects"))
-_GENERATOR = re.compile(r"/ray/_private/object_ref_generator\.py$|/ray/_raylet")
+# A coroutine that awaits something has no stack.
+_SUSPENDS = re.compile(r"/ray/_private/object_ref_generator\.py$|/ray/_raylet|/asyncio/")
 # Ray Train runs the user's function on a thread of its own; another one monitors it.
 _TRAIN_THREAD = re.compile(r"/ray/train/v2/_internal/execution/worker_group/thread_runner\.py .*_run_target$")
 # A server that waits for a request waits for somebody that nothing here can see.
 _SERVES = re.compile(r"^(?:accept|serve_forever|_accept_connection)$")
+_WAITS = ("collective", "ray-get")
 _BASES = ("<module>", "_bootstrap", "_run_module_as_main", "actor_method_executor", "main_loop")
 
 
@@ -49,6 +52,7 @@ class Position:
         since_s: seconds since that thread ran last; None if unknown.
         rendezvous: whether it waits for the others of its fleet to join.
         busy_elsewhere: whether other threads or children use the CPU or the disk.
+        mixed: whether other threads wait or run calls too, so that this one may not be what the process waits in.
     """
 
     kind: PositionKind
@@ -59,50 +63,71 @@ class Position:
     since_s: float | None = None
     rendezvous: bool = False
     busy_elsewhere: bool = False
+    mixed: bool = False
 
 
 def locate(process: Process, *, driver: bool = False) -> Position:
     """Return where a process stands. A process whose threads say different things is `opaque`."""
     if process.note and not process.threads:
-        return Position("unread", "stopped" if process.states[1] in "Tt" else "unknown")
-    tasks = [one for one in process.threads if _runs_task(one, driver and one.tid == process.pid)]
+        return Position("unread", _move_of(process.states, process.ticks))
+    tasks, others = list[Position](), list[Position]()
+    for thread in process.threads:
+        runs = _runs_task(thread, driver and thread.tid == process.pid)
+        (tasks if runs else others).append(_locate(thread, process.window_s))
+    waits_aside = any(one.kind in _WAITS for one in others)
     if not tasks:
-        # A method without Python frames runs in a coroutine, or Ray runs a generator.
+        # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
         runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
         serves = any(one.name.startswith("AsyncIO Thread") for one in process.threads)
-        return Position("opaque" if runs or serves else "idle", _move_of(process.states))
-    found = [_locate(one, process.window_s) for one in tasks]
-    waits = [one for one in found if one.kind in ("collective", "ray-get")]
-    chosen = (waits or found)[0]
-    if len(found) > 1 and (len(waits) > 1 or any(one.motion == "moving" for one in found)):
-        chosen = next((one for one in found if one.motion == "moving"), Position("opaque", found[0].motion))
-    own = (chosen.thread.ticks or 0) if chosen.thread else 0
+        works = any((own := find_own(one.where)) and not _PACKAGES.search(own.file) for one in others)
+        return Position("opaque" if runs or serves or works else "idle", _move_of(process.states, process.ticks))
+    waits = [one for one in tasks if one.kind in _WAITS]
+    chosen = next((one for one in tasks if one.motion == "moving"), (waits or tasks)[0])
+    apart = len(waits) > 1 or (not waits and len({one.where for one in tasks}) > 1)
+    if chosen.motion != "moving" and (apart or (chosen.kind == "user" and waits_aside)):
+        chosen = replace(chosen, kind="opaque")
+    own_ticks = (chosen.thread.ticks or 0) if chosen.thread else 0
     limit = max(WAKING_TICKS, 0.1 * TICKS_PER_S * process.window_s)
-    elsewhere = process.ticks - own + sum(child.ticks for child in process.children) > limit
-    elsewhere |= any(state in "RD" for child in process.children for state in child.states)
-    motion: Motion = "stopped" if process.states[1] in "Tt" else chosen.motion
-    return replace(chosen, motion=motion, busy_elsewhere=elsewhere)
+    aside = [one for one in (*tasks, *others) if one.thread is not chosen.thread]
+    elsewhere = process.ticks - own_ticks > limit or any(_works(one, process.window_s) for one in aside)
+    elsewhere |= any(one.ticks > WAKING_TICKS or {*one.states} & {*"RD"} for one in process.children)
+    if _move_of(process.states, process.ticks) == "stopped":
+        chosen = replace(chosen, motion="stopped")
+    return replace(chosen, mixed=len(tasks) > 1 or waits_aside, busy_elsewhere=elsewhere)
+
+
+def _works(at: Position, window_s: float) -> bool:
+    """Return whether a thread of the job beside the chosen one works, if only by waking up often, as with a network."""
+    often = at.thread is not None and (at.thread.switches or 0) > 10 * window_s
+    return (often or at.motion in ("moving", "spinning")) and find_own(at.where) is not None
 
 
 def _locate(thread: Thread, window_s: float) -> Position:
-    where, library, seen_own = normalise(thread.stack), [], False
-    for frame in thread.stack:
+    at = _read(thread.stack, thread.waits_inside)
+    return replace(at, motion=_move(thread, window_s), thread=thread, since_s=thread.last_ran_s)
+
+
+@lru_cache(4096)
+def _read(stack: Stack, waits_inside: bool) -> Position:
+    """Return what a stack says; most threads of a job stand at few places."""
+    library, seen_own = [], False
+    for frame in stack:
         if _is_own(frame):
             seen_own = True
             break
         library.append(frame)
-    inner = thread.stack[0] if thread.stack else None
+    inner = stack[0] if stack else None
     kind: PositionKind = "user"
     if any(_COLLECTIVE.search(frame.file) for frame in library):
         kind = "collective"
     elif any(_is_get(frame) for frame in library):
         kind = "ray-get"
-    elif any(_GENERATOR.search(frame.file) or _SERVES.search(_last(frame.function)) for frame in library):
+    elif any(_SUSPENDS.search(frame.file) or _SERVES.search(_last(frame.function)) for frame in library):
         kind = "opaque"
-    elif not seen_own or thread.waits_inside or (inner is not None and _DEVICE.search(inner.file)):
+    elif not seen_own or waits_inside or (inner is not None and _DEVICE.search(inner.file)):
         kind = "device"
     rendezvous = any(_RENDEZVOUS.search(f"{frame.file} {frame.function}") for frame in library)
-    return Position(kind, _move(thread, window_s), where, inner, thread, thread.last_ran_s, rendezvous)
+    return Position(kind, where=normalise(stack), inner=inner, rendezvous=rendezvous)
 
 
 def _runs_task(thread: Thread, main: bool) -> bool:
@@ -116,12 +141,13 @@ def _runs_task(thread: Thread, main: bool) -> bool:
     return loops and any(_is_own(frame) for frame in thread.stack)
 
 
-def _move_of(states: tuple[str, str]) -> Motion:
-    return "stopped" if states[1] in "Tt" else "disk" if states == ("D", "D") else "unknown"
+def _move_of(states: tuple[str, str], ticks: int | None) -> Motion:
+    """Return what the states in both looks say; they are empty if the thread was not there in one of them."""
+    return "stopped" if {*states} <= {*"Tt"} and not ticks else "disk" if states == ("D", "D") else "unknown"
 
 
 def _move(thread: Thread, window_s: float) -> Motion:
-    if (outside := _move_of(thread.states)) != "unknown":
+    if (outside := _move_of(thread.states, thread.ticks)) != "unknown":
         return outside
     if thread.ticks is None or thread.switches is None:
         return "unknown"

@@ -100,6 +100,10 @@ class _Judge:
             # `ray.get` raises for an actor that is dead, so that only what Ray has not yet noticed waits for it.
             if wait.kind != "collective" and (len(wait.targets) > 1 or (age or 0.0) < NOTICED_S):
                 continue
+            # Those that are left may go on without it, and be in a collective of their own.
+            expected = wait.fleet is None or (wait.fleet.world_size is not None and not actor.death.intended)
+            if not expected and (self._describe_waiting(wait).since_s or 0.0) < self._after_s:
+                continue
             sure = not actor.death.intended and wait.fleet is not None and wait.fleet.confidence == "certain"
             fact, text = Evidence("actor table", f"DEAD: {actor.death.cause}", age), f"is dead: {actor.death.cause}"
             found.append(self._blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact, sure=sure))
@@ -116,7 +120,7 @@ class _Judge:
         found, graph = [], self._graph
         for key, process in graph.processes.items():
             at = graph.positions[key]
-            children = [child for child in process.children if child.states[1] in ("T", "t")]
+            children = [one for one in process.children if {*one.states} <= {*"Tt"} and not one.ticks]
             wait = None
             if at.motion == "stopped" or children:
                 wait = next((one for one in graph.waits if key in graph.reach(one.waiters)), None)
@@ -132,7 +136,9 @@ class _Judge:
                 text = f"has a child process that is stopped: {child.title[:60]} (pid {child.pid})"
                 fact = Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")
                 one = self._blame("stopped", [key], text, wait, (None, ""), fact, sure=True)
-                found.append(replace(one, blames=wait is not None, remedy=f"kill -CONT {child.pid}"))
+                # Whoever waits for another process, or works, may have stopped it on purpose.
+                ends = wait is not None and key not in self._waiters and at.motion != "moving"
+                found.append(replace(one, blames=ends, remedy=f"kill -CONT {child.pid}"))
         return found
 
     def _nodes(self) -> list[Finding]:
@@ -174,11 +180,25 @@ class _Judge:
                     "pending", [key], text, wait, (age, "Ray's tables"), Evidence(source, text, age), sure=wait.certain
                 )
                 remedy = "ray status shows what is free and what is requested"
+                settled = settled and not self._frees()
                 blames = settled and wait.certain and state in _REQUESTING
                 found.append(replace(one, blames=blames, moves=not settled, remedy=remedy))
             if wait.fleet is not None and wait.fleet.missing and not wait.fleet.disputed:
                 found.append(self._missing(wait, wait.fleet))
         return _unique(found)
+
+    def _frees(self) -> bool:
+        """Return whether others of the job work, or run tasks, and may free later what is requested."""
+        since = self._snapshot.looked_at - self._after_s
+        return any(
+            one.motion in ("moving", "spinning") or one.busy_elsewhere
+            for key, one in self._graph.positions.items()
+            if key not in self._waiters
+        ) or any(
+            one.state == "RUNNING" and (not one.actor_id or one.began > since)
+            for key, one in self._graph.tasks.items()
+            if not {f"task:{key}", one.actor_id} & self._waiters
+        )
 
     def _describe_request(self, actor: Actor) -> str:
         """Return what an actor requests, as a clause; of a bundle Ray calls it "CPU_group_0_" and the group's id."""
@@ -206,7 +226,7 @@ class _Judge:
             if not own:
                 continue
             age = self._snapshot.looked_at - group.requested if group.requested else None
-            settled = age is None or age >= self._after_s
+            settled = (age is None or age >= self._after_s) and (group.reason == "INFEASIBLE" or not self._frees())
             confidence: Confidence = "certain" if all(sure[key] for key in own) and len(groups) == 1 else "likely"
             one = self._say(
                 "pending", [], _describe_reason(group), Wait("get", tuple(own), ()), confidence=confidence,
@@ -228,6 +248,10 @@ class _Judge:
     def _missing(self, wait: Wait, fleet: Fleet) -> Finding:
         long = (self._describe_waiting(wait).since_s or 0.0) >= self._after_s
         joining = all(self._graph.positions[key].rendezvous for key in wait.waiters)
+        # The driver, or a task, may have one of these ranks.
+        joining &= {one.environ.get("RANK") for one in self._graph.processes.values()}.isdisjoint(
+            map(str, fleet.missing)
+        )
         text = "is not there: no actor of Ray has that rank"
         one = self._say("missing", [], text, wait, fleet=fleet, blames=long and joining, moves=not long)
         return replace(one, ranks=fleet.missing[:_MOST_NAMED])
@@ -252,15 +276,22 @@ class _Judge:
         return found
 
     def _deadlocks(self) -> list[Finding]:
-        if not (cycle := self._graph.find_cycle()):
+        graph = self._graph
+        sure = graph.find_cycle(certain=True)
+        if not (cycle := sure or graph.find_cycle(certain=False)):
             return []
-        at = [self._graph.positions[key] for key in cycle if key in self._graph.positions]
-        still = all(one.motion in ("still", "waking") for one in at)
+        waits = [one for one in graph.waits if {*one.waiters} & {*cycle} and {*one.targets} & {*cycle}]
+        at = [graph.positions[key] for key in cycle if key in graph.positions]
+        still = bool(sure) and all(one.motion in ("still", "waking") for one in at)
+        if met := [one for one in waits if one.kind == "collective"]:
+            # Some of the fleet may be in a collective of their own, which those outside of the cycle may end.
+            ends = [graph.positions[key] for key in graph.sinks(cycle) if key in graph.positions]
+            still &= not any(one.motion == "moving" or one.busy_elsewhere for one in ends)
+            still &= all((self._describe_waiting(one).since_s or 0.0) >= self._after_s for one in met)
         names = " -> ".join(self._name(key) for key in (*cycle, cycle[0]))
-        wait = next(one for one in self._graph.waits if {*one.waiters} & {*cycle})
         fact = Evidence("references in memory", names)
-        one = self._blame("deadlock", cycle, f"wait for each other: {names}", wait, (None, ""), fact, sure=still)
-        return [replace(one, blames=still)]
+        one = self._blame("deadlock", cycle, f"wait for each other: {names}", waits[0], (None, ""), fact, sure=still)
+        return [one if still else replace(one, blames=False, confidence="guess", moves=bool(met))]
 
     # Rules 6 to 13: the ends of the waits.
 
@@ -281,7 +312,7 @@ class _Judge:
             text = "belongs to a group that is examined below"
             return self._say("undecided", known, text, wait, fleet=fleet, confidence="guess", moves=True)
         if unknown := [key for key in sinks if at[key].kind in ("opaque", "unread", "device")]:
-            why = {"opaque": "runs calls without Python stacks", "device": "may wait for a device or another rank"}
+            why = {"opaque": "may wait in another thread or coroutine", "device": "may wait for a device or a rank"}
             text = "stands at the end of the waits, and " + why.get(at[unknown[0]].kind, "cannot be read")
             return self._say("undecided", unknown, text, wait, fleet=fleet, confidence="guess")
         if (finding := self._late(wait, waiting, sinks, at)) is not None:
@@ -298,29 +329,23 @@ class _Judge:
         """Apply the rules 6 to 9."""
         fleet, bound, collective = wait.fleet, waiting.since_s or 0.0, wait.kind == "collective"
         classes = {(one.kind, one.motion == "disk", one.where) for one in at.values()}
-        if len(classes) != 1 or not wait.certain or (collective and bound < self._after_s):
-            return None
-        # Actors of one class need not work together. Several that wait for the last one do.
-        alike = fleet is not None and fleet.confidence == "guess" and (len(sinks) > 1 or len(wait.waiters) < 2)
-        if alike or (fleet is not None and (fleet.disputed or fleet.missing)):
+        early = collective and bound < self._after_s
+        if len(classes) != 1 or early or (fleet and fleet.missing) or not self._graph.is_certain(wait.waiters):
             return None
         first = max(at.values(), key=lambda one: one.since_s or 0.0)
-        # What looks like a fleet may have spares, which run another method or none.
-        titles = {self._graph.processes[key].title for key in (*wait.waiters, *sinks) if key in self._graph.processes}
-        if fleet is not None and fleet.confidence != "certain" and (first.kind == "idle" or len(titles) > 1):
-            return None
         if first.kind == "idle":
             # It waits for its caller. That is known to wait for the others only if it stands in `ray.get`.
-            if not (collective and all(self._caller_waits(key) for key in sinks)):
+            if not (collective and all(self._caller_waits(key, wait) for key in sinks)):
                 return None
             text = "runs nothing: it was not called, or it has returned"
             return self._blame("late", sinks, text, wait, (bound, _WAITED), self._counts(sinks[0]))
         if first.kind != "user":
             return None
-        if all(one.motion == "disk" and one.thread and one.thread.switches == 0 for one in at.values()):
+        long = all((one.since_s or 0.0) >= self._after_s for one in at.values())
+        if long and all(one.motion == "disk" and one.thread and one.thread.switches == 0 for one in at.values()):
             text = f"waits for a disk or a driver of the kernel ({self._graph.processes[sinks[0]].file or 'state D'})"
             return self._blame("disk", sinks, text, wait, (first.since_s, _RAN), self._counts(sinks[0]))
-        if all(one.motion == "still" and (one.since_s or 0.0) >= self._after_s for one in at.values()):
+        if long and all(one.motion == "still" for one in at.values()):
             sure = len(sinks) == 1 and fleet is not None and fleet.confidence == "certain"
             since = first.since_s, _RAN
             return self._blame("late", sinks, "does not move", wait, since, self._counts(sinks[0]), sure=sure)
@@ -341,11 +366,14 @@ class _Judge:
         began = [one.began for one in self._graph.tasks.values() if one.actor_id == key and one.began]
         return self._snapshot.looked_at - min(began) if began else 0.0
 
-    def _caller_waits(self, key: str) -> bool:
-        actor = self._graph.actors.get(key)
-        owner = next((of for of, one in self._graph.actors.items() if actor and one.worker_id == actor.owner), None)
-        at = self._graph.positions.get(owner or driver_key(self._job))
-        return at is not None and at.kind == "ray-get" and at.motion != "stopped"
+    def _caller_waits(self, key: str, wait: Wait) -> bool:
+        """Return whether the maker of an idle actor waits for those that wait, and no call waits for its arguments."""
+        graph, actor = self._graph, self._graph.actors.get(key)
+        owner = next((of for of, one in graph.actors.items() if actor and one.worker_id == actor.owner), self._driver)
+        if any(one.actor_id == key and one.state != "RUNNING" for one in graph.tasks.values()):
+            return False
+        waits = [one for one in graph.waits if one.certain and owner in one.waiters]
+        return any({*one.targets} & {*wait.waiters} and graph.positions[owner].motion != "stopped" for one in waits)
 
     def _all_inside(self, wait: Wait, waiting: Waiting) -> Finding | None:
         """Say of a fleet whose members are all in a collective whether it is the same one."""

@@ -12,6 +12,8 @@ WaitKind = Literal["collective", "get", "wait"]
 # An object's id begins with the id of the task that creates it: 48 digits, of which the last 32 are its actor's id.
 _TASK, _ACTOR = slice(0, 48), slice(16, 48)
 _MOST_RESULTS = 100_000_000
+# Members of a fleet whose size is not known do not wait for one that died so long before they began to.
+GOES_ON_S = 60.0
 
 
 def is_promise(object_id: str) -> bool:
@@ -31,7 +33,8 @@ def driver_key(job_id: str) -> str:
 class Wait:
     """Some processes that wait, and the keys that they wait for: of actors, of "task:..." or of "driver:...".
 
-    `certain` is False if the wait may be over: Ray's task events do not have the task, and there are other references.
+    `certain` is False if it may be over, or may not be for these: Ray's task events do not have the task and there are
+    other references, other threads of the process do something else, or the fleet may not be one.
     """
 
     kind: WaitKind
@@ -74,15 +77,21 @@ class Graph:
                 left += self.waits_of(key)
         return seen
 
+    def is_certain(self, keys: Iterable[str]) -> bool:
+        """Return whether all waits that lead on from some keys are certain."""
+        reached = self.reach(keys)
+        return all(one.certain for one in self.waits if not reached.isdisjoint(one.waiters))
+
     def sinks(self, keys: Iterable[str]) -> set[str]:
         """Return those at the end of the waits from some keys: they wait for nothing that is known."""
         return {key for key in self.reach(keys) if not self.waits_of(key)}
 
-    def find_cycle(self) -> tuple[str, ...]:
-        """Return the keys of a cycle of `ray.get`, or of one with collectives, or none."""
+    def find_cycle(self, *, certain: bool) -> tuple[str, ...]:
+        """Return the keys of a cycle of `ray.get`, or of one with collectives, or none; of certain waits, or of all."""
         gets: dict[str, list[str]] = {}
         for wait in self.waits:
-            if wait.kind != "wait" and wait.certain:
+            alike = wait.fleet is None or wait.fleet.confidence == "certain"
+            if wait.kind != "wait" and alike and (wait.certain or not certain):
                 for waiter in wait.waiters:
                     gets.setdefault(waiter, []).extend(wait.targets)
         done: set[str] = set()
@@ -113,11 +122,12 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
     """Return the waits of one job."""
     by_pid = {(one.node_id, one.pid): one for one in snapshot.processes}
     actors = {one.actor_id: one for one in snapshot.actors if one.job_id == job.job_id}
-    tasks = {one.task_id: one for one in snapshot.calls}
+    # A task's id ends with that of its job.
+    tasks = {one.task_id: one for one in snapshot.calls if one.task_id.endswith(job.job_id)}
     owned = {key: by_pid[at] for key, one in actors.items() if (at := (one.node_id, one.pid)) in by_pid}
     if (driver := by_pid.get((job.node_id, job.pid))) is not None:
         owned[driver_key(job.job_id)] = driver
-    for task in snapshot.calls:
+    for task in tasks.values():
         if not task.actor_id and (task.node_id, task.pid) in by_pid:
             owned[f"task:{task.task_id}"] = by_pid[task.node_id, task.pid]
     positions = {key: locate(one, driver=key.startswith("driver:")) for key, one in owned.items()}
@@ -125,30 +135,52 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
         if actor.state == "ALIVE" and key not in positions:
             positions[key] = Position("unread")
     here = tuple(fleet for fleet in fleets if fleet.job_id == job.job_id)
-    waits = [wait for fleet in here if (wait := _find_collective(fleet, actors, positions)) is not None]
-    waits += [
-        one for key, process in owned.items() for one in _find_gets(key, process, actors, tasks, snapshot.finished)
-    ]
+    now, titles = snapshot.looked_at, {key: one.title for key, one in owned.items()}
+    waits = [wait for fleet in here if (wait := _find_collective(fleet, actors, positions, titles, now)) is not None]
+    for key, process in owned.items():
+        alone = not positions[key].mixed
+        waits += _find_gets(key, process, actors, tasks, snapshot.finished, alone=alone)
     return Graph(job, here, actors, tasks, owned, positions, tuple(waits))
 
 
-def _find_collective(fleet: Fleet, actors: Mapping[str, Actor], positions: Mapping[str, Position]) -> Wait | None:
+def _find_collective(
+    fleet: Fleet, actors: Mapping[str, Actor], positions: Mapping[str, Position], titles: Mapping[str, str], now: float
+) -> Wait | None:
     """Return the wait of the members that are in a collective for those that are not."""
     inside = [one.key for one in fleet.members if (at := positions.get(one.key)) and at.kind == "collective"]
     # Of the others, those that wait for something else lead on to it.
     absent = [one.key for one in fleet.members if one.key not in inside and one.key in actors]
-    return Wait("collective", tuple(inside), tuple(absent), not fleet.disputed, fleet) if inside else None
+    if fleet.world_size is None:
+        # Those that are left go on without one whose end was intended, or was long before they began to wait.
+        began = now - max((positions[key].since_s or 0.0 for key in inside), default=0.0)
+        deaths = {key: death for key in absent if (death := actors[key].death) is not None}
+        gone = {key for key, death in deaths.items() if death.intended or began - death.at > GOES_ON_S}
+        absent = [key for key in absent if key not in gone]
+    # Most members may be right, and those inside alone in a collective of their own.
+    certain = not fleet.disputed and len(absent) <= len(inside)
+    if fleet.confidence != "certain":
+        # What looks like a fleet may have spares, which run another method or none. Actors of one class need not work
+        # together. Several that wait for the last one do.
+        certain &= len({titles[key] for key in (*inside, *absent) if key in titles}) < 2
+        certain &= fleet.confidence != "guess" or (len(absent) < 2 <= len(inside))
+    return Wait("collective", tuple(inside), tuple(absent), certain, fleet) if inside else None
 
 
 def _find_gets(
-    key: str, process: Process, actors: Mapping[str, Actor], tasks: Mapping[str, Call], finished: frozenset[str]
+    key: str,
+    process: Process,
+    actors: Mapping[str, Actor],
+    tasks: Mapping[str, Call],
+    finished: frozenset[str],
+    *,
+    alone: bool,
 ) -> list[Wait]:
     """Return what a process waits for in `ray.get`, where it needs all, and in `ray.wait`, where any may do."""
     waits = []
     kinds: tuple[tuple[WaitKind, bool], ...] = (("get", False), ("wait", True))
     for kind, any_ in kinds:
         chosen = [one for one in process.references if one.any is any_]
-        targets, certain = dict[str, None](), True
+        targets, certain = dict[str, None](), alone and not any(one.polls for one in chosen)
         for one in chosen:
             task_id, actor_id = one.object_id[_TASK], one.object_id[_ACTOR]
             if task_id in finished:
