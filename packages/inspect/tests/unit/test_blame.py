@@ -156,7 +156,9 @@ def test_thread_of_a_rank():
     hangs = fleet_of([QUEUE, ALL_REDUCE, ALL_REDUCE])
     (rank,) = [one for one in hangs.processes if one.pid == 1000]
     assert blamed(change(hangs, 1000, threads=beside(rank, QUEUE, name="x").threads)) == [("late", (0,))]
-    for stack, how in ((BARRIER, {}), (GET, {}), (LOOP, {"before": LOOP, "ticks": 1, "switches": 40, "age": 0.01})):
+    downloads = {"before": LOOP, "ticks": 1, "switches": 40, "age": 0.01}
+    saves = {"states": ("D", "D"), "age": 3.0}
+    for stack, how in ((BARRIER, {}), (GET, {}), (LOOP, downloads), (LOOP, saves)):
         assert blamed(change(hangs, 1000, threads=beside(rank, stack, name="x", **how).threads)) == []
     assert blamed(change(hangs, 1000, children=(Child(7, "curl", ("S", "S"), 4),))) == []
     # It runs no call, but a thread does its work.

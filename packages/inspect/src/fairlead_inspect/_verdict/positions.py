@@ -13,6 +13,8 @@ from .._model import Frame, Process, Stack, Thread
 TICKS_PER_S = 100
 # A thread that ran for at most so many ticks between two looks, and stands where it stood, only woke up.
 WAKING_TICKS = 2
+# A write to a disk may take so long.
+SAVES_S = 60.0
 
 # "device": in native code that may wait for a device or for another rank; opaque: its calls have no Python stack.
 PositionKind = Literal["collective", "device", "ray-get", "user", "idle", "opaque", "unread"]
@@ -99,7 +101,8 @@ def locate(process: Process, *, driver: bool = False) -> Position:
 def _works(at: Position, window_s: float) -> bool:
     """Return whether a thread of the job beside the chosen one works, if only by waking up often, as with a network."""
     often = at.thread is not None and (at.thread.switches or 0) > 10 * window_s
-    return (often or at.motion in ("moving", "spinning")) and find_own(at.where) is not None
+    saves = at.motion == "disk" and (at.since_s or 0.0) < SAVES_S
+    return (often or saves or at.motion in ("moving", "spinning")) and find_own(at.where) is not None
 
 
 def _locate(thread: Thread, window_s: float) -> Position:
