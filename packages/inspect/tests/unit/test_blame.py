@@ -103,6 +103,12 @@ def test_left_without_one():
     for death in (ended, crashed):
         assert blamed(of([ALL_REDUCE] * 3, death)) == []
         assert blamed(of([ALL_REDUCE, QUEUE, ALL_REDUCE], death)) == [("late", ("Worker",))]
+    # Of a fleet with a known size, those that wait for it to join cannot go on without it.
+    for stack, expected in ((ALL_REDUCE, []), (JOIN, [("dead", (2,))])):
+        fleet = fleet_of([stack] * 4, how={number: {"age": 0.1} for number in range(4)})
+        actors = [replace(one, state="DEAD", death=ended, pid=0) if one.pid == 1002 else one for one in fleet.actors]
+        left = tuple(one for one in fleet.processes if one.pid != 1002)
+        assert blamed(replace(fleet, actors=tuple(actors), processes=left)) == expected
     assert blamed(of([ALL_REDUCE] * 3, just, age=1.0)) == []
     assert blamed(of([ALL_REDUCE] * 3, just)) == [("dead", ("Worker",))]
 

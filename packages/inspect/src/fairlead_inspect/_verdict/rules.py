@@ -100,13 +100,15 @@ class _Judge:
             # `ray.get` raises for an actor that is dead, so that only what Ray has not yet noticed waits for it.
             if wait.kind != "collective" and (len(wait.targets) > 1 or (age or 0.0) < NOTICED_S):
                 continue
-            # Those that are left may go on without it, and be in a collective of their own.
-            expected = wait.fleet is None or (wait.fleet.world_size is not None and not actor.death.intended)
-            if not expected and (self._describe_waiting(wait).since_s or 0.0) < self._after_s:
-                continue
+            # Those that are left may go on without it, in a collective of their own, unless they wait for it to join.
+            waiting = self._describe_waiting(wait).since_s or 0.0
+            joins = all(self._graph.positions[one].rendezvous for one in wait.waiters) or not actor.death.intended
+            known = wait.fleet is None or (wait.fleet.world_size is not None and joins)
             sure = not actor.death.intended and wait.fleet is not None and wait.fleet.confidence == "certain"
             fact, text = Evidence("actor table", f"DEAD: {actor.death.cause}", age), f"is dead: {actor.death.cause}"
-            found.append(self._blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact, sure=sure))
+            one = self._blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact, sure=sure)
+            blames = known or waiting >= self._after_s
+            found.append(replace(one, blames=blames, moves=not blames))
         return _unique(found)
 
     def _is_replaced(self, lost: Actor, at: float) -> bool:
