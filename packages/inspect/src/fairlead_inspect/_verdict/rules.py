@@ -54,7 +54,7 @@ class _Judge:
     def __init__(self, snapshot: Snapshot, graph: Graph, after_s: float) -> None:
         self._snapshot, self._graph, self._after_s = snapshot, graph, after_s
         self._job, self._driver = graph.job.job_id, driver_key(graph.job.job_id)
-        self._waiters = {waiter for wait in graph.waits for waiter in wait.waiters}
+        self._waiters, self._since = graph.waiters(), snapshot.looked_at - after_s
         # The processes of all findings.
         self._named = set[str]()
 
@@ -101,13 +101,12 @@ class _Judge:
             if wait.kind != "collective" and (len(wait.targets) > 1 or (age or 0.0) < NOTICED_S):
                 continue
             # Those that are left may go on without it, in a collective of their own, unless they wait for it to join.
-            waiting = self._describe_waiting(wait).since_s or 0.0
             joins = all(self._graph.positions[one].rendezvous for one in wait.waiters) or not actor.death.intended
             known = wait.fleet is None or (wait.fleet.world_size is not None and joins)
             sure = not actor.death.intended and wait.fleet is not None and wait.fleet.confidence == "certain"
             fact, text = Evidence("actor table", f"DEAD: {actor.death.cause}", age), f"is dead: {actor.death.cause}"
             one = self._blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact, sure=sure)
-            blames = known or waiting >= self._after_s
+            blames = known or (one.waiting.since_s or 0.0) >= self._after_s
             found.append(replace(one, blames=blames, moves=not blames))
         return _unique(found)
 
@@ -182,25 +181,12 @@ class _Judge:
                     "pending", [key], text, wait, (age, "Ray's tables"), Evidence(source, text, age), sure=wait.certain
                 )
                 remedy = "ray status shows what is free and what is requested"
-                settled = settled and not self._frees()
+                settled = settled and not self._graph.frees(self._since)
                 blames = settled and wait.certain and state in _REQUESTING
                 found.append(replace(one, blames=blames, moves=not settled, remedy=remedy))
             if wait.fleet is not None and wait.fleet.missing and not wait.fleet.disputed:
                 found.append(self._missing(wait, wait.fleet))
         return _unique(found)
-
-    def _frees(self) -> bool:
-        """Return whether others of the job work, or run tasks, and may free later what is requested."""
-        since = self._snapshot.looked_at - self._after_s
-        return any(
-            one.motion in ("moving", "spinning") or one.busy_elsewhere
-            for key, one in self._graph.positions.items()
-            if key not in self._waiters
-        ) or any(
-            one.state == "RUNNING" and (not one.actor_id or one.began > since)
-            for key, one in self._graph.tasks.items()
-            if not {f"task:{key}", one.actor_id} & self._waiters
-        )
 
     def _describe_request(self, actor: Actor) -> str:
         """Return what an actor requests, as a clause; of a bundle Ray calls it "CPU_group_0_" and the group's id."""
@@ -228,7 +214,9 @@ class _Judge:
             if not own:
                 continue
             age = self._snapshot.looked_at - group.requested if group.requested else None
-            settled = (age is None or age >= self._after_s) and (group.reason == "INFEASIBLE" or not self._frees())
+            settled = (age is None or age >= self._after_s) and (
+                group.reason == "INFEASIBLE" or not self._graph.frees(self._since)
+            )
             confidence: Confidence = "certain" if all(sure[key] for key in own) and len(groups) == 1 else "likely"
             one = self._say(
                 "pending", [], _describe_reason(group), Wait("get", tuple(own), ()), confidence=confidence,
@@ -476,19 +464,8 @@ class _Judge:
 
     def _chain(self, key: str, wait: Wait) -> tuple[str, ...]:
         """Return the waits that lead to a process, from the driver if that waits."""
-        graph, driver = self._graph, driver_key(self._job)
-        start = driver if key in graph.reach([driver]) else wait.waiters[0]
-        before: dict[str, str] = {}
-        left = [start]
-        while left and key not in before:
-            here = left.pop(0)
-            for target in sorted(graph.waits_of(here)):
-                if target not in before:
-                    before[target] = here
-                    left.append(target)
-        path = [key]
-        while path[0] in before and path[0] != start:
-            path.insert(0, before[path[0]])
+        start = self._driver if key in self._graph.reach([self._driver]) else wait.waiters[0]
+        path = self._graph.find_path(start, key)
         return tuple(self._name(one) for one in path) if len(path) > 1 else ()
 
     def _name(self, key: str) -> str:

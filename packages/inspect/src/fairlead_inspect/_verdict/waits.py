@@ -86,6 +86,41 @@ class Graph:
         """Return those at the end of the waits from some keys: they wait for nothing that is known."""
         return {key for key in self.reach(keys) if not self.waits_of(key)}
 
+    def waiters(self) -> set[str]:
+        """Return the keys of all that wait."""
+        return {waiter for wait in self.waits for waiter in wait.waiters}
+
+    def frees(self, since: float) -> bool:
+        """Return whether those that do not wait work, or run tasks, or calls begun since then.
+
+        They may free later what others request.
+        """
+        waiters = self.waiters()
+        return any(
+            one.motion in ("moving", "spinning") or one.busy_elsewhere
+            for key, one in self.positions.items()
+            if key not in waiters
+        ) or any(
+            one.state == "RUNNING" and (not one.actor_id or one.began > since)
+            for key, one in self.tasks.items()
+            if not {f"task:{key}", one.actor_id} & waiters
+        )
+
+    def find_path(self, start: str, end: str) -> list[str]:
+        """Return the shortest way of waits from one key to another; the end alone if there is none."""
+        before: dict[str, str] = {}
+        left = [start]
+        while left and end not in before:
+            here = left.pop(0)
+            for target in sorted(self.waits_of(here)):
+                if target not in before:
+                    before[target] = here
+                    left.append(target)
+        path = [end]
+        while path[0] in before and path[0] != start:
+            path.insert(0, before[path[0]])
+        return path
+
     def find_cycle(self, *, certain: bool) -> tuple[str, ...]:
         """Return the keys of a cycle of `ray.get`, or of one with collectives, or none; of certain waits, or of all."""
         gets: dict[str, list[str]] = {}
