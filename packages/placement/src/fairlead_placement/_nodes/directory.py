@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 
@@ -45,6 +45,19 @@ class Agent:
     handle: Any = field(compare=False, repr=False)
 
 
+class _Publication(NamedTuple):
+    """What this process has published under a key."""
+
+    owner: str  # the worker id of this process
+    version: int
+    values: Mapping[str, Any]  # by node id
+    on_loss: Callable[[Sequence[str]], object] | None
+
+    def request(self, key: str, node_id: str) -> tuple[Any, ...]:
+        """Return the arguments of the request that publishes it at a node."""
+        return key, self.version, self.values[node_id], self.owner
+
+
 def publish(
     key: str,
     version: int,
@@ -66,10 +79,9 @@ def publish(
             a background thread before the value is published there again, and again if it raises a PlacementError. It
             may be called although nothing was lost.
     """
-    me = this_process()
-    _published[key] = me, version, values, on_loss
+    made = _published[key] = _Publication(this_process(), version, values, on_loss)
     _rounds.start()
-    _notify({node_id: ("publish", key, version, value, me) for node_id, value in values.items()})
+    _notify({node_id: ("publish", *made.request(key, node_id)) for node_id in values})
 
 
 def await_published(key: str, node_id: str, *, timeout_s: float) -> bool:
@@ -79,9 +91,8 @@ def await_published(key: str, node_id: str, *, timeout_s: float) -> bool:
     """
     if (found := _published.get(key)) is None:
         return False  # it has been withdrawn since
-    me, version, values, _ = found
     try:
-        answer: Any = ask_nodes("publish", {node_id: (key, version, values[node_id], me)}, timeout_s)[node_id]
+        answer: Any = ask_nodes("publish", {node_id: found.request(key, node_id)}, timeout_s)[node_id]
     except (PlacementError, ray.exceptions.RayError) as error:
         answer = error
     if isinstance(answer, Exception):
@@ -98,11 +109,11 @@ def withdraw(key: str, node_ids: Iterable[str]) -> None:
 def _check() -> None:
     """Publish again what agents have lost; forget what was published from a Ray that has been shut down."""
     me = this_process() if ray.is_initialized() else ""
-    for key, (owner, *_) in list(_published.items()):
-        if owner != me:
+    for key, one in list(_published.items()):
+        if one.owner != me:
             _published.pop(key, None)
     published = dict(_published)
-    nodes = sorted({node_id for _, _, by_node, _ in published.values() for node_id in by_node})
+    nodes = sorted({node_id for one in published.values() for node_id in one.values})
     turns = math.ceil(len(nodes) / CHECKED_AT_ONCE) or 1
     try:
         with head_deadline(PUBLISH_S):
@@ -111,27 +122,25 @@ def _check() -> None:
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.debug("Cannot check what the agents have: %s", error)
         return
-    for key, found in published.items():
-        if _published.get(key) is not found:
+    for key, one in published.items():
+        if _published.get(key) is not one:
             continue  # it has been withdrawn, or replaced, while the agents were asked
-        _, version, by_node, on_loss = found
         lost = {
-            node_id: ("publish", key, version, by_node[node_id], me)
+            node_id: ("publish", *one.request(key, node_id))
             for node_id, answer in answers.items()
-            if node_id in by_node and not isinstance(answer, Exception) and answer.get(key, 0) < version
+            if node_id in one.values and not isinstance(answer, Exception) and answer.get(key, 0) < one.version
         }
-        if lost and on_loss is not None:
+        if lost and one.on_loss is not None:
             try:
-                on_loss(list(lost))
+                one.on_loss(list(lost))
             except (PlacementError, ray.exceptions.RayError) as error:
                 logger.debug("Cannot start again what agents have lost: %s", error)
                 continue  # as long as the value is not there, the next check tries both
         _notify(lost)
 
 
-# What this process has published, by key: its worker id, the version, the values by node id, and what else to start
-# where they are lost. Changes are atomic.
-_published: dict[str, tuple[str, int, Mapping[str, Any], Callable[[Sequence[str]], object] | None]] = {}
+# By key. Changes are atomic.
+_published: dict[str, _Publication] = {}
 _turn = itertools.count()
 _rounds = Rounds(CHECK_EVERY_S, _check, lambda: bool(_published), exit_s=PUBLISH_S)
 
