@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles of groups that another process has made, also while that process is stopped."""
 
-import gc
 import os
 import pickle
 import signal
@@ -33,6 +32,7 @@ from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup.testing import kill
 
 from ..calling import Acting
+from ..slow_agents import slow_down, speed_up
 
 SECRET = "secret-in-an-argument"
 
@@ -206,23 +206,6 @@ def test_restart(local_ray, monkeypatch, eventually):
         assert after[1] != before[1]
         assert handle.epoch > epoch
     assert eventually(lambda: "has ended" in refused(handle), 60)
-
-
-def find_agent():
-    """Return the object of the node agent whose process this is."""
-    return next(one for one in gc.get_objects() if type(one).__name__ == "AgentProcess")
-
-
-def slow_down():
-    """Let the agent of this process publish only after a second."""
-    agent = find_agent()
-    publish = agent.publish
-    agent.publish = lambda *args: (time.sleep(1.0), publish(*args))
-
-
-def speed_up():
-    """Let the agent of this process publish as before."""
-    del find_agent().publish
 
 
 @ray.remote(num_cpus=0)

@@ -30,6 +30,8 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill, slow
 
+from ..slow_agents import slow_down, speed_up
+
 MB = 1_000_000
 SLOTS = 4
 
@@ -172,23 +174,6 @@ class TestLeavingTheLane:
 
             assert asyncio.run(call()) is None
             assert waiting.result(60) is None
-
-
-def find_agent():
-    """Return the object of the node agent whose process this is."""
-    return next(one for one in gc.get_objects() if type(one).__name__ == "AgentProcess")
-
-
-def slow_down():
-    """Let the agent of this process publish only after a second."""
-    agent = find_agent()
-    publish = agent.publish
-    agent.publish = lambda *args: (time.sleep(1.0), publish(*args))
-
-
-def speed_up():
-    """Let the agent of this process publish as before."""
-    del find_agent().publish
 
 
 class TestOtherProcesses:
