@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look at a cluster: Ray's tables, and a probe on each node that holds a process of a job."""
+"""One look at a cluster: Ray's tables, and a look or a probe on each node that holds a process of a job."""
 
 import dataclasses
 import socket
@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import ask_head
+from fairlead_placement.spi import ask_head, run_in_thread
 
 from . import _ray_private
 from ._model import (
@@ -30,9 +30,14 @@ from ._model import (
     Thread,
 )
 from ._node.look import look, look_from_task
+from ._node.references import calibrate
 
 _T = TypeVar("_T")
+# By node: workers, and drivers.
+_Pids = dict[str, tuple[set[int], set[int]]]
 TIMEOUT_S, WINDOW_S = 5.0, 1.0
+# A machine with 10,000 processes has listed its raylets by then.
+FIND_S = 1.0
 # Of the time for everything, the part that the head may take to list what there is.
 HEAD_PART = 0.6
 
@@ -86,7 +91,7 @@ def look_at_cluster(
     seen = tuple(_describe_node(one, wanted, answers) for one in nodes if one["Alive"] or one["NodeID"] in wanted)
     return Snapshot(
         time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
-        took_s=time.monotonic() - began, notes=tuple(notes), reservations=reservations,
+        took_s=time.monotonic() - began, notes=tuple(dict.fromkeys(notes)), reservations=reservations,
     )  # fmt: skip
 
 
@@ -99,11 +104,9 @@ def _try(notes: list[str], what: str, fallback: _T, ask: Callable[..., _T], *arg
         return fallback
 
 
-def _choose(
-    jobs: Iterable[Job], actors: Iterable[Actor], calls: Iterable[Call]
-) -> dict[str, tuple[set[int], set[int]]]:
-    """Return the processes to look at by node: workers, and drivers."""
-    wanted: dict[str, tuple[set[int], set[int]]] = {}
+def _choose(jobs: Iterable[Job], actors: Iterable[Actor], calls: Iterable[Call]) -> _Pids:
+    """Return the processes to look at."""
+    wanted: _Pids = {}
     for one in actors:
         if one.state == "ALIVE" and one.pid:
             wanted.setdefault(one.node_id, (set(), set()))[0].add(one.pid)
@@ -116,17 +119,19 @@ def _choose(
     return wanted
 
 
-def _probe(
-    wanted: Mapping[str, tuple[set[int], set[int]]], window_s: float, timeout_s: float
-) -> dict[str, dict[str, Any] | str]:
-    """Return the answer of each node, or why there is none."""
+def _probe(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict[str, Any] | str]:
+    """Return the answer of each node, or why there is none. A task looks at those that this process cannot see."""
+    ends = time.monotonic() + timeout_s
     task = ray.remote(num_cpus=0, max_retries=0)(look_from_task)
-    sent = {}
+    here, sent = _find_own(wanted), {}
     for node, (pids, drivers) in wanted.items():
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
-        sent[task.options(scheduling_strategy=where).remote(sorted(pids), sorted(drivers), window_s, timeout_s)] = node
-    answers: dict[str, dict[str, Any] | str] = {}
-    ready, late = ray.wait([*sent], num_returns=len(sent), timeout=timeout_s) if sent else ([], [])
+        if node not in here:
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            options = task.options(scheduling_strategy=where)
+            sent[options.remote(sorted(pids), sorted(drivers), window_s, timeout_s)] = node
+    answers = _look_at({node: wanted[node] for node in here}, window_s, timeout_s)
+    left = max(0.0, ends - time.monotonic())
+    ready, late = ray.wait([*sent], num_returns=len(sent), timeout=left) if sent else ([], [])
     for one in ready:
         try:
             answers[sent[one]] = ray.get(one, timeout=timeout_s)
@@ -138,6 +143,30 @@ def _probe(
         ray.cancel(one, force=True)
         answers[sent[one]] = f"no answer within {timeout_s:.1f} s"
     return answers
+
+
+def _find_own(nodes: Iterable[str]) -> list[str]:
+    """Return the nodes whose processes this one sees and may read: they need no task, which takes a second to start."""
+    try:
+        raylets = run_in_thread(_ray_private.find_raylets).result(FIND_S)
+    except TimeoutError:
+        return []
+    return [node for node in nodes if node in raylets]
+
+
+def _look_at(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict[str, Any] | str]:
+    """Look at processes of nodes that this process sees. The kernel can hold up who reads one, so with a deadline."""
+    if not wanted:
+        return {}
+    pids, drivers = (sorted(set[int]().union(*of)) for of in zip(*wanted.values(), strict=True))
+    try:
+        answer = run_in_thread(look, pids, drivers, window_s, calibrate(ray.put(0)), timeout_s).result(timeout_s)
+    except OSError as error:  # a TimeoutError is one too
+        return dict.fromkeys(wanted, str(error))
+    return {
+        node: {**answer, "processes": [row for row in answer["processes"] if row[0] in own | others]}
+        for node, (own, others) in wanted.items()
+    }
 
 
 def _describe_node(row: Mapping[str, Any], wanted: Iterable[str], answers: Mapping[str, Any]) -> Node:

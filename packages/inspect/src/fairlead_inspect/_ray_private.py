@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
 
+import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,6 +17,8 @@ FINISHED, FAILED, RUNNING = 11, 12, 8
 _CREATION = 1
 # The states of placement groups for which no process waits.
 _PLACED = ("CREATED", "REMOVED")
+# The argument of a raylet with the id of its node.
+_NODE_ID = b"--node_id="
 # The page size of the state API.
 LIMIT = 10_000
 
@@ -266,6 +271,25 @@ def read_reservations() -> list[Reservation]:
             for group_id, row in placement_group_table().items()
             if row["state"] not in _PLACED
         ]
+
+
+def find_raylets() -> set[str]:
+    """Return the ids of the nodes whose raylets this process sees in its own pid namespace, and may read.
+
+    Reason: no public function says whether the pids of a node are those that this process sees.
+    Fallback: none is found, and a probe looks at each node.
+    """
+    found = set()
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
+            return set()
+        own = os.readlink("/proc/self/ns/pid")
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to someone else
+                if (path / "comm").read_bytes() == b"raylet\n" and os.readlink(path / "ns/pid") == own:
+                    arguments = (path / "cmdline").read_bytes().split(b"\0")
+                    found |= {one[len(_NODE_ID) :].decode() for one in arguments if one.startswith(_NODE_ID)}
+    return found
 
 
 def write_bundles(bundles: Iterable[Mapping[str, float]]) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this package uses of Ray that is not public, against the Ray that is installed."""
 
+import os
 import time
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_thread_of_ray_train():
     assert "target=_run_target" in path.read_text()
     assert _TRAIN_THREAD.search(f"{path} ThreadRunner.run.<locals>._run_target")
     assert not _TRAIN_THREAD.search(f"{path} ThreadRunner._monitor_target")
+
+
+def test_raylets(job):
+    """The raylet of a node is found by its id, and none that belongs to another pid namespace or user."""
+    node = ray.get_runtime_context().get_node_id()
+    assert node in _ray_private.find_raylets()
+    if os.geteuid() == 0 and (child := os.fork()) == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        os._exit(node in _ray_private.find_raylets())
+    assert os.geteuid() or os.waitpid(child, 0)[1] == 0
 
 
 def _variables(function):

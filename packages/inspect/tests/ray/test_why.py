@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`why`, `ps`, `stacks` and `top` on a job that is hand-written, in a Ray of its own."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -35,13 +37,13 @@ DRIVER = """
 """
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """A job whose actor hangs, as the environment of who looks at it, its id and its driver."""
-    script = tmp_path_factory.mktemp("job") / "train.py"
+@contextlib.contextmanager
+def start_job(folder, by=()):
+    """A job whose actor hangs, run by some program: the environment of who looks at it, its id and its driver."""
+    script = folder / "train.py"
     script.write_text(textwrap.dedent(DRIVER))
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    command = [sys.executable, str(script), "--hf-token", "secret-of-the-job"]
+    command = [*by, sys.executable, str(script), "--hf-token", "secret-of-the-job"]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         _, address, job_id = next(line for line in driver.stdout if line.startswith("address")).split()
         job = {**env, "RAY_ADDRESS": address}, job_id, driver.pid
@@ -51,6 +53,12 @@ def job(tmp_path_factory):
         yield job
         driver.stdin.close()
         driver.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    with start_job(tmp_path_factory.mktemp("job")) as job:
+        yield job
 
 
 # A look at a busy machine takes longer; one that is too short leaves the verdict open.
@@ -82,6 +90,20 @@ def test_why(job, stop_process, stopped):
             done = decide(job, "--json")
     else:
         done = decide(job, "--json", "--job", job[1])
+    check(done)
+
+
+def test_container(tmp_path):
+    """A task of Ray looks at a job whose processes have other numbers here."""
+    by = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+    if shutil.which(by[0]) is None or subprocess.run([*by, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("there are no namespaces of processes here")
+    with start_job(tmp_path, by) as job:
+        check(decide(job, "--json"))
+
+
+def check(done):
+    """Check the verdict about the job."""
     assert (done.returncode, done.stderr) == (1, "")
     (found,) = json.loads(done.stdout)["jobs"]
     blamed = [one for one in found["findings"] if one["blames"]]

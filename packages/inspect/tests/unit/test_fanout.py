@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A look at a large cluster, simulated where requests leave: Ray's tables and the probes."""
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +74,24 @@ def test_a_probe_that_fails(monkeypatch):
     monkeypatch.setattr(ray, "get", get)
     answers = _fanout._probe({"a" * 56: ({1}, set())}, 1.0, 1.0)
     assert answers == {"a" * 56: "the probe failed: ModuleNotFoundError: No module named 'x'"}
+
+
+def test_own_node(monkeypatch):
+    """Processes that this one sees are looked at without a task; if the kernel holds the look up, it says so (seam)."""
+    here, other = "a" * 56, "b" * 56
+    monkeypatch.setattr(_fanout._ray_private, "find_raylets", lambda: {here, other, "c" * 56})
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: None)
+    monkeypatch.setattr(ray, "put", lambda value: ray.ObjectRef(bytes(range(28))))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        wanted = {here: ({os.getpid()}, set()), other: ({2**22 + 1}, {child.pid})}
+        answers = _fanout._probe(wanted, 0.0, 60.0)
+        child.communicate()
+    rows = {node: [row[0] for row in answer["processes"]] for node, answer in answers.items()}
+    assert rows == {here: [os.getpid()], other: [child.pid]}
+    over = threading.Event()
+    monkeypatch.setattr(_fanout, "look", lambda *_: over.wait())
+    assert _fanout._probe(wanted, 0.0, 0.1) == dict.fromkeys([here, other], "no answer within 0.1 s")
+    over.set()
 
 
 ALONE = """

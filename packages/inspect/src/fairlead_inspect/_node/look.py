@@ -15,8 +15,9 @@ from .collectives import find_ras, read_dump, read_ras
 from .environ import read_environ
 from .processes import (
     find_children,
-    list_pids,
     list_processes,
+    list_threads,
+    map_threads,
     read_clock,
     read_counters,
     read_last_run,
@@ -93,7 +94,7 @@ def _begin(pid: int, parents: dict[int, int], driver: bool) -> dict[str, Any] | 
         "memory": read_memory(pid),
         "records": [],
         "children": children,
-        "counters": {tid: read_counters(pid, tid) for tid in list_pids(pid).values()},
+        "counters": {tid: read_counters(pid, tid) for tid in list_threads(pid)},
     }
 
 
@@ -139,14 +140,14 @@ def _look_again(row: dict[str, Any], program: str, offset: int, window_s: float,
     row["states"].append(state)
     row["ticks"].append(ticks)
     row["at"].append(time.monotonic())
-    row["after"] = {tid: read_counters(pid, tid) for tid in row["counters"]}
-    names = list_pids(pid)
-    ran = False
+    # py-spy gives their numbers in the namespace of the process.
+    is_known = all(thread["tid"] in row["counters"] for thread in row["threads"])
+    names = {} if is_known else map_threads(pid)
     for thread in row["threads"]:
-        thread["tid"] = thread["tid"] if thread["tid"] in row["counters"] else names.get(thread["tid"], thread["tid"])
-        ran |= row["after"].get(thread["tid"]) != row["counters"].get(thread["tid"])
+        thread["tid"] = names.get(thread["tid"], thread["tid"])
+    row["after"] = {thread["tid"]: read_counters(pid, thread["tid"]) for thread in row["threads"]}
     row["children_after"] = {one: _read_child(one) for one in row["children"]}
-    if ran:
+    if any(row["counters"].get(tid) != after for tid, after in row["after"].items()):
         again, references, note = dump(pid, program, offset, until)
         before = {thread["tid"]: thread["stack"] for thread in row["threads"]}
         for thread in again:

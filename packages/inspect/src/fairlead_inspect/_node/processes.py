@@ -114,18 +114,22 @@ def read_wait(pid: int) -> str:
         return ""
 
 
-def list_pids(pid: int) -> dict[int, int]:
+def list_threads(pid: int) -> list[int]:
+    """Return the threads of a process; none if it has ended."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def map_threads(pid: int) -> dict[int, int]:
     """Return the threads of a process by their number in its own pid namespace, which py-spy reports."""
     found = {}
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return {}
-    for name in threads:
+    for tid in list_threads(pid):
         try:
-            with open(f"/proc/{pid}/task/{name}/status", "rb") as file:
+            with open(f"/proc/{pid}/task/{tid}/status", "rb") as file:
                 inside: Any = re.search(rb"^NSpid:.*?(\d+)$", file.read(), re.MULTILINE)
         except OSError:
             continue
-        found[int(inside[1]) if inside else int(name)] = int(name)
+        found[int(inside[1]) if inside else tid] = tid
     return found
