@@ -30,7 +30,6 @@ from ._model import (
     Thread,
 )
 from ._node.look import look, look_from_task
-from ._node.references import calibrate
 
 _T = TypeVar("_T")
 # By node: workers, and drivers.
@@ -160,7 +159,7 @@ def _look_at(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict
         return {}
     pids, drivers = (sorted(set[int]().union(*of)) for of in zip(*wanted.values(), strict=True))
     try:
-        answer = run_in_thread(look, pids, drivers, window_s, calibrate(ray.put(0)), timeout_s).result(timeout_s)
+        answer = run_in_thread(look_from_task, pids, drivers, window_s, timeout_s).result(timeout_s)
     except OSError as error:  # a TimeoutError is one too
         return dict.fromkeys(wanted, str(error))
     return {

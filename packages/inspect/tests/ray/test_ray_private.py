@@ -11,7 +11,7 @@ from ray.core.generated.common_pb2 import TaskStatus, TaskType
 from ray.util import placement_group, remove_placement_group
 
 from fairlead_inspect import _ray_private
-from fairlead_inspect._node.references import FUNCTIONS, ID_BYTES, LISTS, calibrate
+from fairlead_inspect._node.references import FUNCTIONS, ID_BYTES, LISTS, SAMPLE, calibrate
 from fairlead_inspect._verdict.positions import _TRAIN_THREAD
 from fairlead_inspect._verdict.waits import is_promise
 
@@ -128,5 +128,5 @@ def test_offset(local_ray):
     """The id of an object is found in the memory of its reference."""
     reference = ray.put(1)
     assert len(reference.binary()) == ID_BYTES
-    assert calibrate(reference) > 0
+    assert calibrate(reference) == calibrate(ray.ObjectRef(SAMPLE)) > 0
     assert calibrate(object.__new__(type("Other", (), {"binary": lambda self: b"\xff" * ID_BYTES}))) == -1

@@ -81,7 +81,6 @@ def test_own_node(monkeypatch):
     here, other = "a" * 56, "b" * 56
     monkeypatch.setattr(_fanout._ray_private, "find_raylets", lambda: {here, other, "c" * 56})
     monkeypatch.setattr(ray, "remote", lambda **_: lambda function: None)
-    monkeypatch.setattr(ray, "put", lambda value: ray.ObjectRef(bytes(range(28))))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         wanted = {here: ({os.getpid()}, set()), other: ({2**22 + 1}, {child.pid})}
         answers = _fanout._probe(wanted, 0.0, 60.0)
@@ -89,7 +88,7 @@ def test_own_node(monkeypatch):
     rows = {node: [row[0] for row in answer["processes"]] for node, answer in answers.items()}
     assert rows == {here: [os.getpid()], other: [child.pid]}
     over = threading.Event()
-    monkeypatch.setattr(_fanout, "look", lambda *_: over.wait())
+    monkeypatch.setattr(_fanout, "look_from_task", lambda *_: over.wait())
     assert _fanout._probe(wanted, 0.0, 0.1) == dict.fromkeys([here, other], "no answer within 0.1 s")
     over.set()
 
@@ -98,7 +97,6 @@ ALONE = """
 import os, ray, sys
 sys.modules.update(fairlead_inspect=None, fairlead_placement=None)
 task = ray.cloudpickle.loads(sys.stdin.buffer.read())
-ray.put = lambda value: ray.ObjectRef(bytes(range(28)))
 print(*(row[0] for row in task([os.getpid()], [], 0.0, 5.0)["processes"]), os.getpid())
 """
 

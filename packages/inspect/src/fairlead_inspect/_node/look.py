@@ -27,7 +27,7 @@ from .processes import (
     read_wait,
 )
 from .pyspy import MISSING, dump, find_pyspy
-from .references import calibrate
+from .references import SAMPLE, calibrate
 
 AT_A_TIME = 4
 # The least time for the stacks of one node. Those that seem wrong come first.
@@ -39,8 +39,8 @@ WAITS_INSIDE = re.compile(
 
 
 def look_from_task(pids: list[int], drivers: list[int], window_s: float, timeout_s: float) -> dict[str, Any]:
-    """Look at processes of this node. This is the task of a probe, and the node may lack Fairlead."""
-    return look(pids, drivers, window_s, calibrate(ray.put(0)), timeout_s)
+    """Look at processes of this node. Also the task of a probe, whose node may lack Fairlead."""
+    return look(pids, drivers, window_s, calibrate(ray.ObjectRef(SAMPLE)), timeout_s)
 
 
 def look(

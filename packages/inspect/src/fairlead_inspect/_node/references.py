@@ -8,6 +8,8 @@ from typing import Any
 
 MOST_REFERENCES = 256
 ID_BYTES = 28
+# The id of a reference that no object store has to be asked for.
+SAMPLE = bytes(range(ID_BYTES))
 # Who waits with a shorter timeout soon goes on without the objects.
 POLLS_S = 60.0
 LISTS = ("object_refs", "ray_waitables")
