@@ -404,6 +404,16 @@ def stop_process() -> Callable[[int], contextlib.AbstractContextManager[Callable
 
 
 @pytest.fixture(scope="session")
+def in_container() -> Callable[..., list[str]]:
+    """Return a function that returns a command which runs another one in a pid namespace of its own."""
+    prefix = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    prefix += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("there are no namespaces of processes here")
+    return lambda *command: [*prefix, *command]
+
+
+@pytest.fixture(scope="session")
 def call_in_time() -> Callable[..., dict[str, Any]]:
     """Return a function that calls functions all at once, and returns what each returned or raised, by name.
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -93,12 +92,9 @@ def test_why(job, stop_process, stopped):
     check(done)
 
 
-def test_container(tmp_path):
+def test_container(tmp_path, in_container):
     """A task of Ray looks at a job whose processes have other numbers here."""
-    by = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
-    if shutil.which(by[0]) is None or subprocess.run([*by, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("there are no namespaces of processes here")
-    with start_job(tmp_path, by) as job:
+    with start_job(tmp_path, in_container()) as job:
         check(decide(job, "--json"))
 
 

@@ -13,7 +13,7 @@ import ray
 from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
 from ._nodes.background import run_in_thread
 from ._nodes.head import ask_head
-from ._ray_private import connect_to_head
+from ._ray_private import connect_to_head, has_node_here
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ def init_ray(
     Raises:
         ValueError: the address is not one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
-            `address` cannot be reached; or it wants a token that is not there. "auto" found no cluster, or several. The
-            address or the connection of this process is one of Ray Client (`ray://`).
+            `address` cannot be reached, has no node on this machine, or wants a token that is not there. "auto" found
+            no cluster, or several. The address or the connection of this process is one of Ray Client (`ray://`).
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
 
     `init_ray` passes nothing of this process's environment to the cluster and does not modify `os.environ`. (Ray itself
@@ -121,9 +121,9 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`. With
-    `private`, for commands, it may be the Ray of another program, and if a cluster that was named wants a token, that
-    of the user is taken, as Ray does for a cluster that it finds.
+    The options are further arguments of `ray.init`. The head has `timeout_s` to answer, and then a node of this machine
+    to appear; None is for `ATTACH_S`. With `private`, for commands, it may be the Ray of another program, and if a
+    cluster that was named wants a token, that of the user is taken, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     target = find_target(named, private=private)
@@ -141,6 +141,14 @@ def attach_to(
             if not (private and target.is_named):
                 raise
             connect(find_token=True)
+        if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
+            raise PlacementError(
+                f"The Ray cluster at {address}, which {target.reason}, answers, but this process sees none of its "
+                f"nodes on this machine within {within_s:g} s, and Ray attaches a process only to such a node. Run it "
+                "on a node of the cluster, such as by `kubectl exec` or `ray job submit`, or start a node here with "
+                f"`ray start --address={address}`. A container beside that of a node needs the same process "
+                "namespace, and the session folder of Ray (/tmp/ray)."
+            )
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(

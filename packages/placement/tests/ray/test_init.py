@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaching to a Ray that another process runs, or starting one."""
 
+import os
 import re
+import subprocess
+import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -69,6 +73,22 @@ def private(script_class, folder):
         yield address, client
     finally:
         script.finish(check=False)
+
+
+def test_no_node_here(server, in_container):
+    """A process that sees no node of the cluster, as in a container of its own, is told so, and what to do."""
+    script = f"""
+        from fairlead_placement import _init
+        _init.ATTACH_S = 2.0
+        try:
+            _init.init_ray(address={server[0]!r})
+        except _init.PlacementError as error:
+            print(error)
+    """
+    command, env = in_container(sys.executable, "-c", textwrap.dedent(script)), {**os.environ, **TOKEN}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    expected = rf"The Ray cluster at {server[0]}, .*, but this process sees none of its nodes .* `ray job submit`"
+    assert re.match(expected, done.stdout), done
 
 
 def test_attaching(server, run_script):

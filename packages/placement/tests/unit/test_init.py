@@ -33,11 +33,15 @@ def test_something_else_answers(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """A machine on which nothing is announced and no raylet runs (seam: the processes). Return the list of raylets."""
+    """A machine on which nothing is announced and no raylet runs (seam: the processes). Return the list of raylets.
+
+    Each cluster has a node here.
+    """
     raylets = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr("fairlead_placement._discovery.list_raylets", lambda: list(raylets))
+    monkeypatch.setattr("fairlead_placement._init.has_node_here", lambda address, timeout_s: True)
     (tmp_path / "ray").mkdir()
     return raylets
 

@@ -120,6 +120,23 @@ def test_connect_to_head(monkeypatch, missing):
     assert private.connect_to_head("127.0.0.1:1") is None
 
 
+def test_node_here(monkeypatch):
+    """A Ray without the search, or with another one, decides in `ray.init`; a request that fails says nothing."""
+    monkeypatch.setattr(ray._raylet, "GcsClient", lambda address: None)
+
+    reasons = ["No node info found", "Failed to get node info"]
+
+    def find(client, timeout_seconds):
+        raise RuntimeError(reasons.pop(0))
+
+    monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", find)
+    assert [private.has_node_here("127.0.0.1:1", 0.0) for _ in range(2)] == [False, True]
+    monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", lambda address: None)
+    assert private.has_node_here("127.0.0.1:1", 0.0)
+    monkeypatch.delattr(ray._private.services, "get_node_to_connect_for_driver")
+    assert private.has_node_here("127.0.0.1:1", 0.0)
+
+
 def test_finding_a_token(monkeypatch):
     """For a cluster that was found, Ray's own search for a token is made; earlier versions have none."""
     asked = []

@@ -233,16 +233,7 @@ def test_leftovers_of_wheels_are_swept(make_project, project_spec, leftover):
     assert not abandoned.exists()
 
 
-def in_container(*command):
-    """Return a command that runs another one with a namespace of processes of its own."""
-    prefix = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    prefix += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
-        pytest.skip("there are no namespaces of processes here")
-    return [*prefix, *command]
-
-
-def test_two_containers(spec_of, age):
+def test_two_containers(spec_of, age, in_container):
     """An environment stays while a process of another container runs from it, whoever has requested it and when."""
     folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
     code = "from fairlead_venvs import prune; print(prune(older_than=0, dry_run={}), prune(older_than=0))"
@@ -285,7 +276,7 @@ def test_read_only(spec_of, age, root):
     assert os.path.exists(python)
 
 
-def test_build_in_another_container(spec_of, tmp_path):
+def test_build_in_another_container(spec_of, tmp_path, in_container):
     """The folder of a build that has run for days in another container stays."""
     up = tmp_path / "up"
     setup = ["python", "-c", f"import pathlib, time; pathlib.Path({str(up)!r}).touch(); time.sleep(600)"]
