@@ -347,16 +347,20 @@ def joining(only_head: Any, eventually: Callable[..., bool]) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def coordinator_port() -> Iterator[str]:
-    """Set `COORD_PORT`, the port of the coordinator of several TPU slices, to one that no other test run uses."""
+def unused_port() -> int:
+    """Return a port that nobody uses, and that no other process gets by chance."""
     for port in random.sample(range(20000, 30000), 100):  # The system and Ray choose theirs elsewhere.
         with contextlib.suppress(OSError), socket.create_server(("", port)):
-            break
-    else:
-        pytest.fail("100 ports of 20000-29999 are in use")
+            return port
+    pytest.fail("100 ports of 20000-29999 are in use")
+
+
+@pytest.fixture(scope="session")
+def coordinator_port(unused_port: int) -> Iterator[str]:
+    """Set `COORD_PORT`, the port of the coordinator of several TPU slices, to one that no other test run uses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COORD_PORT", str(port))
-        yield str(port)
+        patch.setenv("COORD_PORT", str(unused_port))
+        yield str(unused_port)
 
 
 @pytest.fixture(scope="session")

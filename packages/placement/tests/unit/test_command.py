@@ -92,13 +92,11 @@ def test_json(capsys):
     assert capsys.readouterr().out == '{\n  "schema": 1\n}\n'
 
 
-def test_connections():
+def test_connections(unused_port):
     """A node connects to the ports that listen, and says of each other one why it could not."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        free = one.getsockname()[1]
-    listen(free, 5.0)
+    listen(unused_port, 5.0)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # does not listen
-        errors = try_to_connect([("127.0.0.1", free), ("127.0.0.1", bound.getsockname()[1])], 3.0)
+        errors = try_to_connect([("127.0.0.1", unused_port), ("127.0.0.1", bound.getsockname()[1])], 3.0)
     assert errors[0] == ""
     assert os.strerror(errno.ECONNREFUSED) in errors[1]
