@@ -76,7 +76,7 @@ def private(script_class, folder):
 
 
 def test_no_node_here(server, in_container):
-    """A process that sees no node of the cluster, as in a container of its own, is told so, and what to do."""
+    """The error of a process that sees no node of the cluster says so, and what to do."""
     script = f"""
         from fairlead_placement import _init
         _init.ATTACH_S = 2.0

@@ -123,7 +123,6 @@ def test_connect_to_head(monkeypatch, missing):
 def test_node_here(monkeypatch):
     """A Ray without the search, or with another one, decides in `ray.init`; a request that fails says nothing."""
     monkeypatch.setattr(ray._raylet, "GcsClient", lambda address: None)
-
     reasons = ["No node info found", "Failed to get node info"]
 
     def find(client, timeout_seconds):
