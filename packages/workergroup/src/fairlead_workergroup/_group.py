@@ -152,7 +152,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         )
         self.cluster = cluster
         self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
-        self._roster.judge = Judge(RayWitnesses(self._roster, limit))
+        self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, limit))
         options = read_option("worker", worker, WorkerOptions)
         self._resources = resources = Resources(
             self._roster, getattr(cluster, "port_range", None), read_master_ports(options)

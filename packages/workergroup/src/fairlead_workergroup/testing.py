@@ -27,11 +27,12 @@ import ray
 
 from fairlead_placement.testing import assert_no_leaks
 
+from ._calls.sender import find_sender
 from ._group import RayWorkerGroup
 from ._local.group import LocalGroup
 from ._membership.model import Member, WorkerProcess
 from ._membership.roster import direct
-from ._observe.evidence import judge_error
+from ._observe.evidence import judge_errors
 from ._observe.query import ANSWER_S, ask_nodes, cancel_calls
 from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
@@ -122,7 +123,7 @@ def hang(group: RayWorkerGroup, rank: int, how: Way = "sleep", *, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     while not _on_node(worker, faults.find_hanging, token):
         if ray.wait([ref], timeout=0.02)[0]:
-            _answer(worker, ref, timeout_s=0)
+            _answer(group, worker, ref, timeout_s=0)
         # A hang that has just started cannot be cancelled; the next look finds it.
         if time.monotonic() >= deadline and not cancel_calls([(worker, ref)]):
             raise TimeoutError(f"{worker} has not begun to hang within {timeout_s:g} s, because it is busy")
@@ -147,7 +148,7 @@ def slow(group: RayWorkerGroup, rank: int, seconds: float, *, timeout_s: float =
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a number of at least 0, got {seconds!r}")
     member = _member(group, rank)
-    _answer(member.process, _run(member, "slow", faults.slow, seconds), timeout_s=timeout_s)
+    _answer(group, member.process, _run(member, "slow", faults.slow, seconds), timeout_s=timeout_s)
 
 
 def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s: float = 60.0) -> bool:
@@ -173,7 +174,7 @@ def fill_memory(group: RayWorkerGroup, rank: int, size_bytes: int, *, timeout_s:
     member = _member(group, rank)
     ref = _run(member, "fill_memory", faults.fill_memory, size_bytes)
     try:
-        _answer(member.process, ref, timeout_s=timeout_s)
+        _answer(group, member.process, ref, timeout_s=timeout_s)
     except WorkerFailureError:
         return False
     return True
@@ -201,7 +202,7 @@ def _on_node(worker: WorkerProcess, function: Callable[..., list[bool]], *more: 
     return bool(done)
 
 
-def _answer(worker: WorkerProcess, ref: Any, *, timeout_s: float) -> None:
+def _answer(group: RayWorkerGroup, worker: WorkerProcess, ref: Any, *, timeout_s: float) -> None:
     try:
         ray.get(ref, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
@@ -210,6 +211,6 @@ def _answer(worker: WorkerProcess, ref: Any, *, timeout_s: float) -> None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        if not (verdict := judge_error(error, worker)).is_lost:
+        if not (lost := judge_errors(find_sender(group).roster.judge, {worker: error})):
             raise
-        raise WorkerFailureError((verdict.failure(),)) from error
+        raise WorkerFailureError((lost[0].failure(),)) from error

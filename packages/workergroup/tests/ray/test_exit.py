@@ -3,7 +3,10 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -14,6 +17,33 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Timeouts, WorkerFailureError, WorkerStartError
 from fairlead_workergroup._remote import exits
 
+# A worker exits in a call, and in its constructor.
+EXITING = """
+    import sys
+    import ray
+    from fairlead_placement import RayVirtualCluster
+    from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
+
+    class Worker:
+        def __init__(self, exits=False):
+            if exits:
+                sys.exit(3)
+
+        def leave(self):
+            sys.exit(3)
+
+    ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
+        with RayWorkerGroup(cluster, Worker) as group:
+            try:
+                group.call("leave", timeout=60).result()
+            except WorkerFailureError as error:
+                print("found", error.failures[0].kind, error.failures[0].exit_code)
+        try:
+            RayWorkerGroup(cluster, RayWorkerBuilder(Worker, True))
+        except WorkerStartError as error:
+            print("found", "lost while it started: killed" in str(error))
+"""
 EXITS = {"sys.exit": lambda: sys.exit(3), "exit_actor": ray.actor.exit_actor}
 CODES = {"sys.exit": 3, "exit_actor": 0}
 METHODS = ("leave", "leave_in_a_child", "async_items", "items")
@@ -123,6 +153,15 @@ def test_overlapping(start, hows):
                 assert one.result() == [i]
         with pytest.raises(WorkerFailureError):
             worker.call("echo", 1)
+
+
+def test_late_news_of_an_exit(local_ray):
+    """A worker has ended, with its code, also if Ray says first that it cannot be reached, as Ray does after 1 s."""
+    env = {**os.environ, "RAY_timeout_ms_task_wait_for_death_info": "0"}
+    command = [sys.executable, "-c", textwrap.dedent(EXITING), ray.get_runtime_context().gcs_address]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("found")]  # and what the node prints
+    assert (done.returncode, found) == (0, ["found killed 3", "found True"]), done.stderr
 
 
 def test_cleanup(start):

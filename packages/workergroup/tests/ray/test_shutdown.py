@@ -201,7 +201,7 @@ def test_unknown_cleanup(group, caplog):
 def test_dead_worker(group, tmp_path):
     """A worker that is already dead does not stop the shutdown; the cleanups of the others count."""
     os.kill(pids(group)[1], signal.SIGKILL)
-    with pytest.raises(ray.exceptions.ActorDiedError):
+    with pytest.raises(ray.exceptions.RayActorError):
         ray.get(group.workers[1].pid.remote())
     processes = ray.get([group.workers[rank].pid.remote() for rank in (0,)])
     assert group.shutdown(cleanup_method="cleanup") is True

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import RayActorError
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
@@ -290,11 +290,11 @@ class TestErrors:
     @pytest.mark.by_processes
     def test_deaths_that_are_not_the_workers(self, group, doomed):
         """An error of a method about its own dead actor or a lost argument is not a loss of its worker."""
-        with pytest.raises(ActorDiedError) as caught:
+        with pytest.raises(RayActorError) as caught:
             group.call("lose_a_child", [3]).result()
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3"]
         answer = doomed.at(dp=0).call("die", [0], collect=())
-        with pytest.raises(ActorDiedError):
+        with pytest.raises(RayActorError):
             group.call("echo", answer).result()
         assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
         assert group.call("rank").result() == list(range(8))

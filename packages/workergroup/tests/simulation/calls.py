@@ -62,7 +62,7 @@ def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> S
     places = make_places(ray, each)
     sharding = NamedSharding.from_shape(dp=len(places))
     roster = Roster("simulated", places, sharding)
-    roster.judge = Judge(RayWitnesses(roster))
+    roster.judge = Judge(RayWitnesses(roster.find_handle))
     roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=start(world, ray, places), resize=None)
     policy = RestartPolicy(on_failure=False, max_restarts=3, scope="worker")
     # Calls use nothing else of the ports.

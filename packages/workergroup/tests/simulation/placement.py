@@ -104,26 +104,28 @@ class PretendedPlacement:
         started: Sequence[Any],
         plans: Sequence[Any],
         *,
+        actors: Sequence[Any] = (),
         timeout_s: float,
         clock: Any,
         check: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> list[Mapping[str, Any]]:
         """Wait until all constructors have finished, as `_start.launch.wait_started` does."""
-        deadline, pending = Deadline.after(timeout_s), dict(zip(started, plans, strict=True))
+        whose = zip(plans, actors or [None] * len(plans), strict=True)
+        deadline, pending = Deadline.after(timeout_s), dict(zip(started, whose, strict=True))
         while pending:
             left = deadline.left(at_most=LOOK_EVERY_S)
             ready, _rest = self.ray.world.wait(list(pending), num_returns=1, timeout=left)
             check()
             if not ready and deadline.passed:
-                raise launch._late_error(list(pending.values()), len(started), timeout_s)
+                raise launch._late_error([plan for plan, _ in pending.values()], len(started), timeout_s)
             for ref in ready:
-                plan = pending.pop(ref)
+                plan, actor = pending.pop(ref)
                 try:
                     ref.value()
                 except Exception as error:
-                    waiting = [other.place.rank for other in pending.values()]
+                    waiting = [other.place.rank for other, _ in pending.values()]
                     done = len(started) - len(pending) - 1
-                    raise launch._start_error(error, plan, done, waiting) from error
+                    raise launch._start_error(error, plan, actor, done, waiting) from error
                 clock.note(plan.place.rank, **dict.fromkeys(WORKER_PHASES, 0.0))
         return [ref.value() for ref in started]

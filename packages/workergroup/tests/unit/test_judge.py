@@ -3,6 +3,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -179,14 +180,49 @@ def test_evidence_of_errors(error, expected):
     assert (None if found is None else (found.says, found.kind)) == expected
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_worker_out_of_reach(monkeypatch, ended):
-    """A worker that is out of reach is lost if its node reports that its process has ended, and not otherwise."""
-    monkeypatch.setattr(witnesses, "choose_alive", list)
-    monkeypatch.setattr(witnesses, "ask_nodes", lambda workers, *_, **__: [ended])
-    judge = Judge(RayWitnesses(None))
-    lost = judge_errors(judge, {WORKER: ray.exceptions.ActorUnavailableError("out of reach", None)})
-    assert [verdict.kind for verdict in lost] == ["killed"] * ended
+ACTOR_HANDLE = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=None))
+AWAY = ray.exceptions.ActorUnavailableError("out of reach", None)
+DEAD = ray.exceptions.ActorDiedError()
+LATE = ray.exceptions.GetTimeoutError("late")
+
+
+@pytest.mark.parametrize(
+    ("ended", "answers", "is_lost"),
+    [
+        pytest.param([False], [None], False, id="it answers"),
+        pytest.param([False], [LATE], False, id="it is busy"),
+        pytest.param([True], [AWAY], True, id="its node says that it has ended"),
+        pytest.param([False, True], [AWAY, AWAY], True, id="it exits, which its node says first"),
+        pytest.param([False, False], [AWAY, DEAD], True, id="it exits, which Ray says first"),
+        pytest.param([None, None], [AWAY, DEAD], True, id="its node is silent"),
+        pytest.param([False] * 3, [AWAY, AWAY, None], False, id="its connection had broken"),
+    ],
+)
+def test_worker_out_of_reach(monkeypatch, ended, answers, is_lost):
+    """A worker that is out of reach is asked until it answers, or is lost."""
+    monkeypatch.setattr(witnesses, "choose_alive", lambda nodes: [*nodes])
+    monkeypatch.setattr(witnesses, "ask_nodes", lambda workers, *_, **__: [ended.pop(0)])
+    monkeypatch.setattr(
+        witnesses, "collect", lambda requests, within_s: {one: (True, answers.pop(0)) for one in requests}
+    )
+    monkeypatch.setattr(witnesses, "REFUSED_EVERY_S", 0.0)
+    lost = judge_errors(Judge(RayWitnesses(lambda worker: ACTOR_HANDLE)), {WORKER: AWAY})
+    assert [verdict.kind for verdict in lost] == ["killed"] * is_lost
+    assert (ended, answers) == ([], [])
+
+
+@pytest.mark.parametrize("handle", [None, ACTOR_HANDLE])
+def test_worker_that_stays_out_of_reach(monkeypatch, handle):
+    """The wait for a worker that refuses requests has an end, and there is none if nobody can be asked."""
+    monkeypatch.setattr(witnesses, "choose_alive", lambda nodes: [*nodes])
+    monkeypatch.setattr(witnesses, "ask_nodes", lambda workers, *_, **__: [None])
+    asked = []
+    monkeypatch.setattr(
+        witnesses, "collect", lambda requests, within_s: asked.extend(requests) or dict.fromkeys(requests, (None, AWAY))
+    )
+    monkeypatch.setattr(witnesses, "ANSWER_S", 0.5)
+    assert judge_errors(Judge(RayWitnesses(lambda worker: handle)), {WORKER: AWAY}) == []
+    assert bool(asked) == (handle is not None)
 
 
 def test_one_module_reads_deaths():

@@ -34,7 +34,9 @@ def test_the_first_failure_is_reported(monkeypatch):
     """If a worker fails and its peers fail because of it a moment later, the error names the first one."""
     refs = [Answer(), Answer()]
     monkeypatch.setattr(
-        launch, "_start_error", lambda error, plan, started, waiting: WorkerStartError(f"{plan.place.rank}: {error}")
+        launch,
+        "_start_error",
+        lambda error, plan, actor, started, waiting: WorkerStartError(f"{plan.place.rank}: {error}"),
     )
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()

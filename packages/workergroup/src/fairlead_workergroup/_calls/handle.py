@@ -288,7 +288,7 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
     rows = {row.rank: row for row in group.members}
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding, own=False)
-    roster.judge = Judge(RayWitnesses(roster))
+    roster.judge = Judge(RayWitnesses(roster.find_handle))
     sender = _ClientSender(
         roster,
         Described(WorkerClass.from_dict(group.methods)),

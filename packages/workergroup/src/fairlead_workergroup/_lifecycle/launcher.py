@@ -285,7 +285,10 @@ class Launcher(Described):
         self._counters.add(requests=len(refs), puts=len(configured.refs))
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
-        answers = wait_started(refs, plans, name=name, timeout_s=timeout_s, clock=self._clock, check=check)
+        handles = [one.handle for one in actors.values()]
+        answers = wait_started(
+            refs, plans, actors=handles, name=name, timeout_s=timeout_s, clock=self._clock, check=check
+        )
         started = []
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}

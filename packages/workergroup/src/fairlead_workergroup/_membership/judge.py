@@ -14,7 +14,7 @@ from .model import WorkerProcess
 
 Source = Literal["memory-guard", "user", "ray-error", "node", "actor-state", "process", "transport"]
 Says = Literal["alive", "gone", "silent"]
-Look = Literal["known", "head", "node", "all"]
+Look = Literal["known", "head", "node", "actor", "all"]
 
 # The cause is the text of the first of these sources that gives one.
 _SOURCES: tuple[Source, ...] = ("memory-guard", "user", "ray-error", "node", "actor-state", "process", "transport")
@@ -74,6 +74,10 @@ class Verdict:
         """Return whether one of these sources says that it is gone."""
         return any(one.source in sources and one.says == "gone" for one in self.evidence)
 
+    def is_refused_since(self, moment: float) -> bool:
+        """Return whether a request to the actor has failed since then, without a word on whether the actor is dead."""
+        return any((one.source, one.says) == ("ray-error", "silent") and one.at >= moment for one in self.evidence)
+
     def failure(self) -> WorkerFailure:
         """Return the report of the loss."""
         report = self.worker.failure(self.kind or "killed", self.cause)
@@ -118,7 +122,7 @@ class Witnesses(Protocol):
     def head(self, workers: Sequence[WorkerProcess], within_s: float) -> Findings: ...
     # The processes, on their nodes.
     def node(self, workers: Sequence[WorkerProcess], within_s: float) -> Findings: ...
-    # The errors that Ray has for dead actors.
+    # The errors that requests to the actors meet.
     def ray(self, workers: Sequence[WorkerProcess], within_s: float) -> Findings: ...
     # The processes that the memory guards of the nodes have ended.
     def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> Findings: ...
@@ -149,7 +153,8 @@ class Judge:
     ) -> dict[WorkerProcess, Verdict]:
         """Return the verdicts on processes, after a look at those that are not known to be lost.
 
-        "all" asks the head, the nodes, and Ray for the causes; "known" sends no request. Each may take `within_s`.
+        "actor" asks the nodes and the actors; "all" asks the head, the nodes, and the actors for the causes; "known"
+        sends no request. Each may take `within_s`.
         """
         verdicts = {worker: self.tell(worker) for worker in workers}
 
@@ -161,13 +166,16 @@ class Judge:
         if (witnesses := self._witnesses) is not None:
             if look in ("head", "all"):
                 collect(witnesses.head, lambda one: not one.is_lost)
-            if look in ("node", "all"):
+            if look in ("node", "actor", "all"):
                 collect(witnesses.node, lambda one: not one.is_lost)
+            if look == "actor":
+                collect(witnesses.ray, lambda one: not one.is_lost)
             if look == "all":
                 collect(witnesses.ray, lambda one: one.names("actor-state") and not one.names("ray-error"))
+            if look in ("actor", "all"):
                 # What only the node has noticed, Ray may notice soon.
                 soon_s = min(within_s, NOTICED_S)
                 collect(witnesses.ray, lambda one: one.is_lost and not one.names("actor-state", "ray-error"), soon_s)
-            if look in ("node", "all"):
+            if look in ("node", "actor", "all"):
                 collect(witnesses.guard, lambda one: one.kind == "killed")
         return verdicts

@@ -108,6 +108,12 @@ class Roster:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
         return self._by_actor.get(actor_id)
 
+    def find_handle(self, worker: WorkerProcess) -> Any | None:
+        """Return the handle of a process; None once it has been replaced, or the group has ended."""
+        now = self.now
+        # The handle of a rank is that of its present process.
+        return None if now.ended or now[worker.rank].process != worker else now[worker.rank].handle
+
     def is_lost(self, actor_id: str) -> bool:
         """Return whether this actor belonged to the group and is dead or replaced."""
         who = self._by_actor.get(actor_id)

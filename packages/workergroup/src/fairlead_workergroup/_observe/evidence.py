@@ -4,7 +4,8 @@
 It follows from the types of errors, never from their texts. No other module reads which actors are dead.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -12,9 +13,9 @@ from ray.exceptions import RayTaskError
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import choose_alive, collect, head_deadline
 
-from .._membership.judge import Evidence, Judge, Verdict, decide
+from .. import _world
+from .._membership.judge import Evidence, Judge, Verdict
 from .._membership.model import WorkerProcess
-from .._membership.roster import Roster
 from .._ray_private import how_it_ended
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
@@ -36,6 +37,8 @@ _LOST = (
 _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 # A node that does not answer in this time is not waited for.
 LOOK_S = 1.0
+# How soon an actor that has refused a request is asked again.
+REFUSED_EVERY_S = 0.2
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
 
@@ -76,17 +79,23 @@ def _on_lost_nodes(workers: Iterable[WorkerProcess]) -> list[WorkerProcess]:
     return [worker for worker in workers if worker.node_id not in alive]
 
 
-def judge_error(error: BaseException, worker: WorkerProcess) -> Verdict:
-    """Return the verdict that an error allows, for a worker that no judge knows."""
-    return decide(worker, find_evidence({worker: error}).get(worker, ()))
-
-
 def judge_errors(judge: Judge, errors: Mapping[WorkerProcess, BaseException]) -> list[Verdict]:
-    """Tell a judge what errors say; return its verdicts on the workers that are lost, after a look at their nodes."""
+    """Tell a judge what errors say; return its verdicts on the workers that are lost, after a look at the others.
+
+    A process that exits refuses requests before it has ended, and Ray reports its death later still. It is asked until
+    it answers or has ended.
+    """
     for worker, evidence in find_evidence(errors).items():
         judge.tell(worker, *evidence)
-    doubted = [worker for worker, known in judge.ask(errors, look="known").items() if known.is_doubted]
-    verdicts = judge.ask(doubted, look="node", within_s=ANSWER_S)
+    verdicts = judge.ask(errors, look="known")
+    doubted = [worker for worker, known in verdicts.items() if known.is_doubted]
+    until = _world.current.now() + ANSWER_S
+    while doubted and (asked_at := _world.current.now()) < until:
+        found = judge.ask(doubted, look="actor", within_s=until - asked_at)
+        verdicts |= found
+        refused = (one for one in found.values() if not one.is_lost and one.is_refused_since(asked_at))
+        if doubted := [one.worker for one in refused]:
+            _world.current.event().wait(REFUSED_EVERY_S)
     return [verdict for verdict in verdicts.values() if verdict.is_lost]
 
 
@@ -120,8 +129,11 @@ def read_deaths(jobs: Iterable[str]) -> dict[str, dict[str, str]]:
 class RayWitnesses:
     """The sources that the judge of a group asks."""
 
-    def __init__(self, roster: Roster, memory_limit: MemoryLimit | None = None) -> None:
-        self._roster = roster
+    def __init__(
+        self, find_handle: Callable[[WorkerProcess], Any | None], memory_limit: MemoryLimit | None = None
+    ) -> None:
+        """Take what returns the handle of a process, or None if there is none to ask."""
+        self._find_handle = find_handle
         self._memory_limit = memory_limit
 
     def head(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
@@ -144,14 +156,12 @@ class RayWitnesses:
         return weigh_answers(started, ask_nodes(started, find_ended, within_s=min(within_s, LOOK_S)))
 
     def ray(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
-        """Fetch the causes of death that Ray reports."""
-        now = self._roster.now
-        if now.ended:
-            return {}
-        # The request for a process that has been replaced would go to its successor.
-        current = [worker for worker in workers if now[worker.rank].process == worker]
-        # For a dead actor Ray answers this immediately with the cause of its death.
-        answers = collect({one: now[one.rank].handle.__ray_ready__.remote for one in current}, within_s)
+        """Send a request to each actor, whose error names the cause if Ray knows that the actor is dead."""
+        handles = {worker: handle for worker in workers if (handle := self._find_handle(worker)) is not None}
+        try:
+            answers = collect({one: handle.__ray_ready__.remote for one, handle in handles.items()}, within_s)
+        except ray.exceptions.RaySystemError:
+            return {}  # another thread has shut Ray down, and nobody is left to ask
         return find_evidence({one: error for one, (_, error) in answers.items() if error is not None})
 
     def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:

@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement.spi import ask_head, run_each
 from fairlead_sharding import NamedSharding
 
+from .._membership.judge import Judge
 from .._membership.model import Place, WorkerProcess, make_process
 from .._observe.display import Bar
-from .._observe.evidence import judge_error
+from .._observe.evidence import RayWitnesses, judge_errors
 from .._observe.remote_errors import remote_traceback
 from ..exceptions import WorkerStartError
 from .environment import (
@@ -164,12 +165,16 @@ def wait_started(
     started: Sequence[ObjectRef],
     plans: Sequence[WorkerPlan],
     *,
+    actors: Sequence[Any] = (),
     name: str,
     timeout_s: float,
     clock: StartClock,
     check: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Wait until all constructors have finished; return what each worker reports, in the order of `plans`."""
+    """Wait until all constructors have finished; return what each worker reports, in the order of `plans`.
+
+    The actors are those that the answers come from; workers on threads have none.
+    """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
     pending = dict(enumerate(plans))
@@ -196,7 +201,7 @@ def wait_started(
                 plan = pending.pop(at)
                 if (error := answer.exception()) is not None:
                     waiting = [other.place.rank for other in pending.values()]
-                    raise _start_error(error, plan, len(answers), waiting) from error
+                    raise _start_error(error, plan, actors[at] if actors else None, len(answers), waiting) from error
                 answers[at] = answer.result()
                 took = answers[at].get("took", {})
                 clock.note(plan.place.rank, process=arrived_at - began - sum(took.values()), **took)
@@ -215,10 +220,11 @@ def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> W
     )
 
 
-def _start_error(error: BaseException, plan: WorkerPlan, started: int, waiting: Sequence[int]) -> WorkerStartError:
-    lost = judge_error(error, plan.process)
-    if lost.is_lost:
-        reason, trace = f"the worker was lost while it started: {lost.kind}: {lost.cause}", ""
+def _start_error(
+    error: BaseException, plan: WorkerPlan, actor: Any, started: int, waiting: Sequence[int]
+) -> WorkerStartError:
+    if lost := judge_errors(Judge(RayWitnesses(lambda _: actor)), {plan.process: error}):
+        reason, trace = f"the worker was lost while it started: {lost[0].kind}: {lost[0].cause}", ""
     else:
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
