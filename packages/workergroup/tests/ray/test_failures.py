@@ -9,6 +9,7 @@ import time
 import pytest
 
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup.spi import start_tick
 
 
 def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
@@ -34,15 +35,17 @@ def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
 def test_death_that_ray_has_not_noticed(doomed: RayWorkerGroup) -> None:
     """A call names a worker that has died, although a process that it forked holds its connections with Ray."""
 
-    def end(worker: object) -> None:
-        if os.environ["RANK"] == "1":
+    def end(worker: object, pid: int) -> None:
+        if os.getpid() == pid:
             if os.fork() == 0:
                 time.sleep(60)
                 os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1)
+            os.kill(pid, signal.SIGKILL)
+        while start_tick(pid) >= 0:
+            time.sleep(0.01)
         raise RuntimeError("a collective failed")
 
+    pid = doomed.at(dp=1).call(lambda worker: os.getpid(), collect=()).result()
     with pytest.raises(WorkerFailureError) as caught:
-        doomed.call(end, timeout=60).result()
+        doomed.call(end, pid, timeout=60).result()
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]

@@ -26,6 +26,7 @@ from fairlead_workergroup import (
     WorkerGroupError,
     join,
 )
+from fairlead_workergroup.spi import start_tick
 from fairlead_workergroup.testing import kill
 
 DP = NamedSharding.from_shape(dp=2)
@@ -51,7 +52,7 @@ class Trainer:
     def die(self, group, rank):
         if (self.name, self.rank) == (group, rank):
             os._exit(3)
-        time.sleep(60)
+        time.sleep(600)
 
     def die_once(self, path):
         if (self.name, self.rank) == ("rollouts", 1) and os.path.exists(path):
@@ -64,10 +65,9 @@ class Trainer:
         if pid == os.getpid():
             os._exit(3)
         if self.name == "trainer":
-            time.sleep(30)
-        with contextlib.suppress(ProcessLookupError):
-            while True:
-                os.kill(pid, 0)
+            time.sleep(600)
+        while start_tick(pid) >= 0:
+            time.sleep(0.01)
         raise ConnectionError("the peer is gone")
 
     def fail(self, group, rank, path=""):
@@ -187,12 +187,18 @@ def test_parts_that_cannot_be_joined(groups):
         join(trainer, rollouts, trainer.at(dp=1)).call("who")
 
 
-def test_deadline(groups, tmp_path):
+def test_deadline(groups, tmp_path, eventually):
     """One deadline holds for all parts; the error names the late workers with their groups, and nothing is lost."""
-    path = tmp_path / "open"
-    call = join(*groups).call("wait_for", str(path), group="rollouts", rank=1, timeout=30.0)
+    path, never = tmp_path / "open", tmp_path / "never"
+
+    def waits_for(trainers, rollouts):
+        done = f"'trainer' {trainers} of 2 workers done, 'rollouts' {rollouts} of 2 workers done"
+        return lambda: done in repr(call)
+
+    call = join(*groups).call("wait_for", str(path), group="rollouts", rank=1, timeout=600.0)
+    assert eventually(waits_for(2, 1))
     with pytest.raises(CallTimeoutError, match="1 of 4 workers have not finished") as late:
-        call.result(timeout=1.0)
+        call.result(timeout=0.1)
     assert [(one.group, one.rank, one.method) for one in late.value.late] == [("rollouts", 1, "wait_for")]
     assert "rank 1 (worker=1) of 'rollouts' on node" in str(late.value)
     assert (call.done(), call.wait(timeout=0.1)) == (False, False)
@@ -214,8 +220,13 @@ def test_deadline(groups, tmp_path):
     assert next(iterated).group == "rollouts"
     assert (call.result(), call.wait(), call.done()) == ([0, 1, 0, 1], True, True)
     assert "<td>rollouts</td>" in call._repr_html_()
-    with pytest.raises(CallTimeoutError, match="2 of 4"):
-        join(*groups).call(lambda worker: time.sleep(4 * worker.rank), timeout=2).result()
+    call = join(*groups).call(lambda worker, path: worker.rank and worker.wait_for(path), str(never), timeout=0.1)
+    try:
+        assert eventually(waits_for(1, 1))
+        with pytest.raises(CallTimeoutError, match="2 of 4"):
+            call.result()
+    finally:
+        never.touch()
 
 
 def test_an_error_of_a_worker(groups, tmp_path):
@@ -349,7 +360,7 @@ def test_a_lost_worker(doomed):
     both = join(trainer, rollouts)
     assert both.call("who").wait()
     with pytest.raises(WorkerFailureError, match=r"rank 1 .*of 'rollouts' on node") as lost:
-        both.call("die", "rollouts", 1).result(timeout=30.0)
+        both.call("die", "rollouts", 1).result(timeout=100.0)
     assert [(one.group, one.rank, one.kind) for one in lost.value.failures] == [("rollouts", 1, "killed")]
     kill(rollouts, 0)
     kill(trainer, 0)
@@ -382,7 +393,7 @@ def test_a_loss_that_causes_errors_of_other_groups(doomed):
     trainer, rollouts = doomed
     (pid,) = trainer.at(worker=0).call(lambda worker: os.getpid()).result()
     with pytest.raises(WorkerFailureError) as lost:
-        join(trainer, rollouts).call("lose_peer", pid).result(timeout=30.0)
+        join(trainer, rollouts).call("lose_peer", pid).result(timeout=100.0)
     assert [(one.group, one.rank) for one in lost.value.failures] == [("trainer", 0)]
 
 

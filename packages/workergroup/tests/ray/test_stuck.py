@@ -18,6 +18,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, report_progress
 from fairlead_workergroup._observe.stuck import add_odd_ranks
 from fairlead_workergroup._remote import stacks as _stacks
+from fairlead_workergroup._remote.process import process_state
 from fairlead_workergroup.spi import find_method_frames
 from fairlead_workergroup.testing import hang
 
@@ -33,8 +34,8 @@ class Worker:
         with open(fifo) as file:
             return file.read()
 
-    def sleep_natively(self, seconds):
-        """Return the rest of the sleep: more than 0 only if a signal has interrupted it. Report progress meanwhile."""
+    def sleep_natively(self, gate):
+        """Sleep until a file exists; return how often a signal has interrupted it. Report progress meanwhile."""
         awake = threading.Event()
 
         def report():
@@ -43,8 +44,11 @@ class Worker:
 
         thread = threading.Thread(target=report)
         thread.start()
+        interrupted, sleep = 0, ctypes.CDLL(None).usleep
         try:
-            return ctypes.CDLL(None).sleep(seconds)
+            while not os.path.exists(gate):
+                interrupted -= sleep(500_000)
+            return interrupted
         finally:
             awake.set()
             thread.join()
@@ -110,13 +114,14 @@ def test_stopped(group):
     assert group.call("rank", timeout=60).result() == [0, 1, 2, 3]
 
 
-def test_no_signal_to_other_workers(group, eventually, wait_until_running):
+def test_no_signal_to_other_workers(group, gate, eventually, wait_until_running):
     """A worker that is not stuck continues its sleep while another one writes its stacks."""
     with hang(group, 2):
-        sleeper = group.workers[1].sleep_natively.remote(4)
+        sleeper = group.workers[1].sleep_natively.remote(str(gate))
         wait_until_running(group, "sleep_natively", 1)
         assert eventually(lambda: [one.rank for one in group.detect_stuck_workers(1)] == [2], 60)
         assert group.get_worker_status()[1].method == "sleep_natively"  # it was asleep meanwhile
+        gate.touch()
         assert ray.get(sleeper, timeout=60) == 0
 
 
@@ -231,7 +236,7 @@ def test_no_handler(start):
     assert (process.poll(), unregistered.poll()) == (None, None)
 
 
-def test_blocked_signal(start, monkeypatch):
+def test_blocked_signal(start, monkeypatch, eventually):
     """The wait for a process has a deadline, and a pending signal is not sent again."""
     process = start("""
         import signal
@@ -245,6 +250,7 @@ def test_blocked_signal(start, monkeypatch):
             taken += 1
         print(taken)
     """)
+    assert eventually(lambda: process_state(process.pid) == "S")
     monkeypatch.setattr(_stacks, "WRITE_S", 0.3)
     for _ in range(2):
         assert dumped(process) == ("", "the process (state S) did not write its stacks within 0.3 s")
