@@ -150,20 +150,22 @@ def came_as(outcome, expected):
     return isinstance(outcome, expected) if raises(expected) else outcome == expected
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Give everything `LIMIT_S`."""
-    for module, name in (
-        (placement_head, "LEAST_S"),
-        (placement_head, "ALIVE_S"),
-        (placement_head, "HEAD_S"),
-        (_head, "REQUEST_S"),
-        (_handle, "HEAD_S"),
-    ):
-        monkeypatch.setattr(module, name, LIMIT_S)
+@contextlib.contextmanager
+def impatience():
+    """Give everything `LIMIT_S`. A head that answers may take longer on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (placement_head, "LEAST_S"),
+            (placement_head, "ALIVE_S"),
+            (placement_head, "HEAD_S"),
+            (_head, "REQUEST_S"),
+            (_handle, "HEAD_S"),
+        ):
+            patch.setattr(module, name, LIMIT_S)
+        yield
 
 
-@pytest.mark.usefixtures("local_ray", "impatient")
+@pytest.mark.usefixtures("local_ray")
 def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process, caplog):
     """Every public method of a group, a view and a handle returns or raises in time.
 
@@ -198,7 +200,7 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         }
         assert isinstance(handle, GroupHandle)
         assert isinstance(group.at(worker=0), GroupView)
-        with stop_process(head):
+        with impatience(), stop_process(head):
             answered = {name for name, (_, expected) in uses.items() if not raises(expected)}
             functions = {name: function for name, (function, _) in uses.items()}
             outcomes = call_in_time({name: functions[name] for name in functions.keys() - answered}, LIMIT_S)
@@ -229,13 +231,13 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         assert group.call("rank").result() == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("local_ray", "impatient")
+@pytest.mark.usefixtures("local_ray")
 def test_death_that_the_head_does_not_report(stop_process):
     """A worker that dies while the head is silent is lost: Ray cannot reach it, and the agent of its node says why."""
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
     with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         pids = group.call("pid").result()
-        with stop_process(head):
+        with impatience(), stop_process(head):
             os.kill(pids[1], signal.SIGKILL)
             with pytest.raises(WorkerFailureError) as caught:
                 group.call("rank", timeout=ANSWER_S).result()
@@ -243,7 +245,7 @@ def test_death_that_the_head_does_not_report(stop_process):
 
 
 # The head's deadline in the next test, and the time that the slowest call may take on a busy machine.
-DEADLINE_S, CALL_S = 120.0, 10.0
+DEADLINE_S, CALL_S = 120.0, 60.0
 
 
 @contextlib.contextmanager
@@ -331,7 +333,7 @@ OUTCOMES = {
 }
 
 
-@pytest.mark.usefixtures("local_ray", "impatient")
+@pytest.mark.usefixtures("local_ray")
 def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_process):
     """If the head stops answering in any phase of a change, the change needs no head, or raises in time.
 
@@ -357,7 +359,7 @@ def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_pro
 
             if name == "restart":
                 kill(group, 1)
-            with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch, impatience():
                 patch.setattr(Membership, "_enter", enter_without_head)
                 outcome = call_in_time({name: functools.partial(CHANGES[name], group)}, CHANGE_S)[name]
             stopped.close()

@@ -25,6 +25,7 @@ from fairlead_workergroup import (
     spi,
 )
 from fairlead_workergroup._lifecycle import standbys
+from fairlead_workergroup._lifecycle.delivery import Delivery
 from fairlead_workergroup._lifecycle.launcher import Launcher
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup.testing import kill
@@ -74,7 +75,7 @@ class Worker:
 
     def meet(self, saved=None):
         """Note whether all ranks run this method at the same time, as one with a collective does."""
-        folder, end = Path(os.environ["FOLDER"]), time.monotonic() + 3.0
+        folder, end = Path(os.environ["FOLDER"]), time.monotonic() + 60.0
         (folder / str(current_worker().rank)).touch()
         while len(list(folder.iterdir())) < current_worker().world_size and time.monotonic() < end:
             time.sleep(0.02)
@@ -175,7 +176,7 @@ def test_group_scope(cluster, eventually):
         assert eventually(lambda: group.inspect().standby == 1, 60)
 
 
-def test_replace_with_a_standby(cluster, eventually, tmp_path):
+def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_running):
     """The old worker hands its state over, the others keep theirs, and the vacated slot gets the next standby."""
     events = []
     options = {
@@ -212,7 +213,15 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path):
         # A worker that is busy at the timeout is ended.
         assert eventually(lambda: group.inspect().standby == 1, 60)
         held = group.at(worker=1).call("wait_for", str(tmp_path / "never"))
-        assert group.replace([1], timeout=5.0) == 3
+        wait_until_running(group, "wait_for", 1)
+        quiesce = Delivery.quiesce
+
+        def quiesce_late(*args, **options):
+            clock.skip(600)
+            return quiesce(*args, **options)
+
+        monkeypatch.setattr(Delivery, "quiesce", quiesce_late)
+        assert group.replace([1], timeout=600) == 3
         with pytest.raises(WorkerFailureError):
             held.result(timeout=60)
         assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
@@ -301,9 +310,9 @@ def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually,
         replaced = threads.submit(group.replace, [0], 600)
         assert eventually(Path(f"{gate}.begun").exists)
         clock.skip(600)
-        wait([replaced], timeout=1)
+        error = replaced.exception(timeout=60)
         gate.touch()
-        assert replaced.exception(timeout=60) or group.call("facts").result()[0][4] is None
+        assert error or group.call("facts").result()[0][4] is None
 
 
 class Handed:
