@@ -77,12 +77,12 @@ def local(local_ray):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("ids", [[2], [3, 1], [0, 1, 2, 3]])
-def test_the_bundles_have_the_ids(local, ids):
+def test_the_bundles_have_the_ids(local, ids, eventually):
     """The bundles are on the named GPUs, in ascending order; the other GPUs are free again."""
     with RayVirtualCluster([0, len(ids)], gpu_ids=ids) as cluster:
         assert read_gpu_ids(cluster) == {1: sorted(ids)}
         assert groups_there() == [cluster.get_placement_groups()[0].id.hex()]
-        assert ray.available_resources().get("GPU", 0) == 4 - len(ids)
+        assert eventually(lambda: free_gpus() == 4 - len(ids))
 
 
 def test_a_list_for_each_logical_node(local):

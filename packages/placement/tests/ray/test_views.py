@@ -52,10 +52,12 @@ class TestViews:
             cluster.split(sizes)
         assert repr(cluster).endswith("not reserved)")
 
-    def test_a_view_owns_nothing(self):
+    def test_a_view_owns_nothing(self, eventually):
         """The shutdown of a view releases nothing; a view of a cluster that was shut down says so."""
         cluster = RayVirtualCluster([4], use_gpus=False)
         first, _ = cluster.split([2, 2])
+        # Until the node reports the reservation, its resources look free.
+        assert eventually(lambda: ray.available_resources()["CPU"] == 12)
         assert first.shutdown() is True
         assert ray.available_resources()["CPU"] == 12
         assert len(first.slots()) == 2
@@ -66,6 +68,7 @@ class TestViews:
     def test_a_view_keeps_its_cluster(self, eventually):
         """A reservation lives as long as a view of it."""
         views = RayVirtualCluster([4], use_gpus=False).split([2, 2])
+        assert eventually(lambda: ray.available_resources()["CPU"] == 12)
         gc.collect()
         assert ray.available_resources()["CPU"] == 12
         assert len(views[1].slots()) == 2
@@ -130,12 +133,14 @@ class TestExplain:
         assert "It fits now." in str(report)
         assert repr(cluster).endswith("not reserved)")
 
-    def test_taken(self):
+    def test_taken(self, eventually):
         """The report names holders: groups by name, actors by name or class, and tasks as the rest."""
         holder = ray.remote(num_cpus=3)(Holder)
         actors = [holder.options(name="trainer").remote(), holder.remote()]
         ray.get([actor.ping.remote() for actor in actors])
         with RayVirtualCluster([4], use_gpus=False, name="first"):
+            # Until the node reports the holders, their resources look free.
+            assert eventually(lambda: ray.available_resources()["CPU"] == 6)
             report = RayVirtualCluster([8], use_gpus=False).explain()
             assert report.verdict == "taken"
             assert sorted((h.kind, h.name.split("-")[0]) for h in report.holders) == [
@@ -150,6 +155,7 @@ class TestExplain:
             assert report._repr_html_().startswith("<pre")
         for actor in actors:
             ray.kill(actor)
+        assert eventually(lambda: ray.available_resources()["CPU"] == 16)
 
     def test_tasks(self, eventually):
         """Resources that are neither free nor held by a group or an actor are attributed to tasks."""
