@@ -74,7 +74,7 @@ def call_in(way):
         if way == "handler":
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             threading.Timer(0.4, group.gate.set).start()
-        faulthandler.dump_traceback_later(5.0, exit=True)
+        faulthandler.dump_traceback_later(60.0, exit=True)
         assert futures_of.get(sent, 60) == [1]
         called.wait()
         assert way == "finalizer" or answers == [((2,), {})] * 2

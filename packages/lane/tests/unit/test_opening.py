@@ -45,13 +45,13 @@ class TestOpening:
         resources = Resources(hold)
 
         def open_and_close():
-            with open_lane(sender, resources, 5):
+            with open_lane(sender, resources, 60):
                 pass
 
         first = threading.Thread(target=open_and_close)
         first.start()
         assert closing.wait(20)
-        with open_lane(sender, resources, 5):
+        with open_lane(sender, resources, 60):
             opened.set()
             first.join(20)
             assert resources.published[-1] is True
@@ -67,7 +67,7 @@ class TestOpening:
 
         resources.publish = publish
         with pytest.raises(KeyboardInterrupt):
-            open_lane(sender, resources, 5).__enter__()
+            open_lane(sender, resources, 60).__enter__()
         assert eventually(lambda: sender.transport is None)
 
 
@@ -150,7 +150,7 @@ class TestSizes:
 
     def announce(self, peer: socket.socket) -> bytes:
         """Announce a large frame, and return the bytes that arrive until the other side closes the connection."""
-        peer.settimeout(5)
+        peer.settimeout(60)
         received = b""
         with contextlib.suppress(ConnectionError):
             peer.sendall(self.GREETING)

@@ -87,7 +87,7 @@ class TestMessages:
             (made,) = other.send("add", 5, ranks=[0])
             sent = group.send("echo", made, ranks=[1])
             threading.Timer(0.5, other.gate.set).start()
-            assert futures_of.get(sent, 10) == [((5,), {})]
+            assert futures_of.get(sent, 30) == [((5,), {})]
 
     def test_dead_source(self, group):
         """The death of the worker that makes an argument does not look like the death of the worker that gets it."""
@@ -103,7 +103,7 @@ class TestMessages:
         with group.hold():
             sent = group.send("echo", 1, ranks=[0])
             group.lane._by_identity.pop(group.lane._sessions[0].identity).end(ActorDiedError())
-        assert futures_of.wait(sent, timeout=1)[0] == sent
+        assert futures_of.wait(sent, timeout=20)[0] == sent
         with pytest.raises(ActorDiedError):
             futures_of.get(sent)
 

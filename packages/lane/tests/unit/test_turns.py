@@ -4,6 +4,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,14 +38,17 @@ class TestTurns:
             open_lane(sender, Resources(), 0.1).__enter__()
         assert sender.transport is None
 
-    def test_closing(self, sender, eventually):
+    def test_closing(self, sender, eventually, clock):
         """Closing ends at its timeout, and the lane is closed when the other thread is ready."""
         resources = Resources()
-        lane = open_lane(sender, resources, 0.1)
+        lane = open_lane(sender, resources, 600)
         lane.__enter__()
-        with self._restart(sender):
-            with pytest.raises(LaneError, match=r"did not close within 0\.1 s\. A restart goes on\. The lane closes"):
-                lane.__exit__(None, None, None)
+        with self._restart(sender), ThreadPoolExecutor(1) as threads:
+            closed = threads.submit(lane.__exit__, None, None, None)
+            assert eventually(lambda: sender.membership._queue)
+            clock.skip(600)
+            with pytest.raises(LaneError, match=r"did not close within 600 s\. A restart goes on\. The lane closes"):
+                closed.result(60)
             assert sender.transport is not None
         assert eventually(lambda: resources.published == [True, False])
         assert sender.transport is None
@@ -57,7 +61,7 @@ class TestTurns:
             restart.enter_context(self._restart(sender))
 
         sender.opens = open_and_restart
-        lane = open_lane(sender, resources, 0.1)
+        lane = open_lane(sender, resources, 20)
         with restart:
             lane.__enter__()
             assert resources.published == [True]
