@@ -25,15 +25,17 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
         link: from the one to the other, with `verify="always"`.
         side, phase, how: as of `fail_at`.
         version: an iterator of versions.
-        timeout_s: of a send in which the worker is stopped, so that only the deadline ends it.
+        timeout_s: at least of a send in which the worker is stopped, so that only the deadline ends it. On a busy
+            machine it is ten times what a send has just taken: until then the other ranks have to have answered.
 
     Returns:
         The seconds after which it failed.
     """
     group = source if side == "source" else target
     source.call("fill", 1.0).result()
-    old = next(version)
+    old, began = next(version), time.monotonic()
     link.send(old, timeout=60)
+    timeout_s = max(timeout_s, 10 * (time.monotonic() - began))
     new = next(version)
     source.call("fill", 2.0).result()
     fail_at(group, 1, side, phase, how)

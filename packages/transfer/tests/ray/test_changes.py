@@ -295,7 +295,7 @@ def test_versions_in_the_open(groups, tmp_path):
         assert shown() == [3, 3]
 
 
-def test_a_commit_waits_for_a_call_that_is_being_sent(groups):
+def test_a_commit_waits_for_a_call_that_is_being_sent(groups, eventually):
     """No call comes before a commit on one rank and after it on another one (seam: a check that waits)."""
     source, target = groups
     asked, going, goes = [], threading.Event(), threading.Event()
@@ -315,7 +315,8 @@ def test_a_commit_waits_for_a_call_that_is_being_sent(groups):
         call = threads.submit(lambda: target.call("holds").result())
         assert going.wait(60)
         send = threads.submit(link.send, 2, 60)
-        assert not concurrent.futures.wait([send], 3).done
+        assert eventually(lambda: link.versions() == {0: "committing", 1: "committing"})
+        assert not concurrent.futures.wait([send], 1).done
         assert link.versions() == {0: "committing", 1: "committing"}
         end()
         goes.set()
