@@ -152,11 +152,14 @@ def test_a_draining_node(
         leaving, staying = (node_id for _, node_id, *_ in call_where(group))
         with watch(group, 0.2, on_event=events.append):
             client = ray._private.worker.global_worker.gcs_client
-            assert client.drain_node(leaving, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-            assert eventually(lambda: "node-draining" in [event.kind for event in events], 20)
+            # Later than the end of the test on a busy machine: an environment is built in between.
+            assert client.drain_node(leaving, 2, "maintenance", int((time.time() + 600) * 1000))[0]
+            assert eventually(lambda: "node-draining" in [event.kind for event in events])
         ((rank, node_id, message),) = [(e.rank, e.node_id, e.message) for e in events if e.kind == "node-draining"]
         assert (rank, node_id) == (0, leaving)
-        assert re.search(r"of rank 0, which ends in 1[012]\d s$", message)
+        left = re.search(r"of rank 0, which ends in (\d+) s$", message)
+        assert left is not None, message
+        assert 500 < int(left[1]) <= 600
 
         # An idle node ends as soon as it is drained, and this one has a worker.
         python = create_local_venv_on_each_node(VenvSpec(requirements=[]))
