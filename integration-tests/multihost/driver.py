@@ -111,8 +111,7 @@ class Driver:
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
         try:
             if not self._channel.poll(timeout_s):
-                os.kill(self._process.pid, signal.SIGUSR1)  # The driver prints the stacks of its threads.
-                time.sleep(1)
+                self._print_stacks()
                 raise DriverError(f"the driver did not answer within {timeout_s:g} s\n{self._read_output()}")
             kind, value = ray.cloudpickle.loads(self._channel.recv_bytes())
         except (EOFError, ConnectionError):
@@ -120,6 +119,17 @@ class Driver:
         if kind == "raised":
             raise value
         return kind, value
+
+    def _print_stacks(self) -> None:
+        """Let the driver print the stacks of its threads, and wait until it has."""
+        before, size = self._log.stat().st_size, -1
+        os.kill(self._process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 30
+        while (now := self._log.stat().st_size) == before or now != size:
+            size = now
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
 
     def _read_output(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]

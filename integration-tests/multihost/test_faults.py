@@ -174,7 +174,10 @@ def test_link_cut(hosts):
             before = count_calls(group)
             yield cluster.slots()[1].node_ip
             delayed = group.run_all_workers_single_data("count")
-            _, pending = ray.wait(delayed, num_returns=4, timeout=5)
+            others = [ref for rank, ref in enumerate(delayed) if rank != 1]
+            ray.wait(others, num_returns=3, timeout=60)
+            time.sleep(5)
+            _, pending = ray.wait(delayed, num_returns=4, timeout=0)
             yield [delayed.index(ref) for ref in pending]
             after = group.get_all_worker_results(delayed)
             assert after == [(pid, 2) for pid, _ in before]
@@ -211,8 +214,10 @@ def test_link_cut_with_a_lane(hosts):
             assert group.call("add", 0).result() == [0] * 4
             yield cluster.slots()[1].node_ip
             calls = [group.call("add", i) for i in range(1, 101)]
+            last, deadline = calls[-1], time.monotonic() + 60
+            while not all(last.futures[rank].done for rank in (0, 2, 3)) and time.monotonic() < deadline:
+                time.sleep(0.05)
             assert not calls[0].wait(timeout=5)
-            last = calls[-1]
             yield [rank for rank, future in zip(last.called_workers, last.futures, strict=True) if not future.done]
             calls += [group.call("add", i) for i in range(101, 201)]
             assert [call.result(timeout=240) for call in calls] == [[i] * 4 for i in range(1, 201)]

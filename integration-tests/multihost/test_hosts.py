@@ -36,8 +36,10 @@ def test_hosts_are_separate(make_hosts, tmp_path):
     assert os.listdir(tmp_path / "seen") == []
 
 
-def test_failing_drivers(hosts):
+def test_failing_drivers(hosts, tmp_path, eventually):
     """An exception of a driver is raised in the test. The error about a driver that hangs or dies has its output."""
+
+    hanging = tmp_path / "hanging"
 
     def raises():
         raise LookupError("lost")
@@ -45,6 +47,7 @@ def test_failing_drivers(hosts):
     def hangs():
         yield
         sys.stderr.write("about to hang\n")
+        hanging.touch()
         time.sleep(600)
 
     def dies():
@@ -55,8 +58,10 @@ def test_failing_drivers(hosts):
         hosts.drive(raises)
     with contextlib.closing(hosts.driver(hangs, attach=False)) as driving:
         driving.step()
+        driving.resume()
+        assert eventually(hanging.exists)
         with pytest.raises(DriverError, match=r"within 2 s\n(.*\n)*about to hang\n(.*\n)*.* in hangs\n"):
-            driving.step(timeout_s=2)
+            driving.receive(timeout_s=2)
     with pytest.raises(DriverError, match=r"died: 3\n(.*\n)*about to die"):
         hosts.drive(dies, attach=False)
 

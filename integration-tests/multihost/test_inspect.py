@@ -67,7 +67,7 @@ def test_doctor(namespaces, shifted, small_memory):
         hosts.block(plain, early)
         stopped = [pid for pid in processes(silent.space) if "raylet" in Path(f"/proc/{pid}/comm").read_text()]
         os.kill(stopped[0], signal.SIGSTOP)
-        done = hosts.run("fairlead_placement", "doctor", "--expect", "6x2 CPU", "--timeout", "12", "--json")
+        done = hosts.run("fairlead_placement", "doctor", "--expect", "6x2 CPU", "--timeout", "40", "--json")
     assert done.returncode == 1, done.stderr
     found = {
         (check["name"], fault["address"]): fault["what"]
