@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs lose hosts, slices stay incomplete, and other processes are not harmed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +67,12 @@ def until_killed(record, name):
 
 def gone(pid):
     return not os.path.exists(f"/proc/{pid}")
+
+
+def is_zombie(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return gone(pid)
 
 
 def test_a_host_dies(slices, spare, record, eventually):
@@ -288,7 +296,10 @@ def test_interrupted(slices, record, eventually):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=150)
     assert (out, process.returncode) == ("interrupted\n", 0), err
-    assert all(gone(line) for name in ("slice-1", "slice-2") for at in (0, 1) for line in record.of(f"{name}.{at}"))
+    pids = [line for name in ("slice-1", "slice-2") for at in (0, 1) for line in record.of(f"{name}.{at}")]
+    # They have ended, and wait for their raylets to reap them.
+    assert all(gone(pid) or is_zombie(pid) for pid in pids)
+    assert eventually(lambda: all(map(gone, pids)))
 
 
 HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); {how}; print('held', flush=True); time.sleep(600)"
