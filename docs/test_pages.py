@@ -14,7 +14,6 @@ import importlib
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -63,16 +62,14 @@ RUNNABLE = [page for page in PAGES if page != ERRORS and any(block.why_not is No
 
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("page", RUNNABLE, ids=names(RUNNABLE))
-def test_examples(page, tmp_path):
+def test_examples(page, tmp_path, unused_port):
     """The python blocks of a page run, one after the other, and what the page promises holds."""
-    run_alone(page, tmp_path)
+    run_alone(page, tmp_path, unused_port)
 
 
-def run_alone(page: Path, tmp_path: Path) -> None:
-    """Run the blocks of a page in a process of their own."""
-    with socket.create_server(("", 0)) as free:
-        port = str(free.getsockname()[1])
-    own = {"RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(tmp_path / "venvs"), "COORD_PORT": port}
+def run_alone(page: Path, tmp_path: Path, port: int) -> None:
+    """Run the blocks of a page in a process of their own, with a port for the coordinator of several TPU slices."""
+    own = {"RAY_ADDRESS": "local", "FAIRLEAD_VENV_DIR": str(tmp_path / "venvs"), "COORD_PORT": str(port)}
     env = {**os.environ, **own}
     command = [sys.executable, __file__, str(page)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -268,14 +265,14 @@ def test_every_error_has_an_entry():
 
 
 @pytest.mark.timeout(330)
-def test_every_error_is_raised(tmp_path):
+def test_every_error_is_raised(tmp_path, unused_port):
     """The example of each entry of Troubleshooting raises its error, at the line that says so; else a test does."""
     for name, section in sections_of_errors().items():
         reason = re.search(r"^<!-- no example: (.+) -->$", section, re.MULTILINE)
         assert bool(reason) is not ("```python" in section), name
         if reason is not None and (needs := reason[1]) != "it is a base class":
             assert name in (DOCS.parent / needs.rpartition("; ")[2]).read_text(encoding="utf-8"), name
-    run_alone(ERRORS, tmp_path)
+    run_alone(ERRORS, tmp_path, unused_port)
 
 
 def sections_of_errors() -> dict[str, str]:
