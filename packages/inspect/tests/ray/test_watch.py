@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch of a group: which events it reports, how often and where, and when it ends."""
 
-import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -78,6 +77,11 @@ def test_each_event_once(group, eventually, caplog, monkeypatch, tmp_path):
         seen = len(looks)
         assert eventually(lambda: [look[rank] for look in looks[seen:]].count(state) >= 3, 60)
 
+    def count_stuck(rank):
+        """Return how often a worker that made progress was stuck at the next look."""
+        states = [look[rank] for look in looks if look[rank] != "unknown"]
+        return sum(now == "stuck" != before for before, now in itertools.pairwise(states))
+
     with watch(group, 0.05, 0.6, events.append, slow_after_s=0.3) as watching:
         assert repr(watching) == "Watch('watched', every 0.05 s)"
         assert eventually(lambda: kinds_and_ranks(events) == STARTED, 60)
@@ -93,11 +97,13 @@ def test_each_event_once(group, eventually, caplog, monkeypatch, tmp_path):
         (tmp_path / "first").touch()
         wait_for_looks(0, "busy", ("worker-stuck", 0))
         (tmp_path / "second").touch()
-        assert eventually(lambda: len(events) == 9, 60)
+        assert eventually(lambda: count_stuck(0) >= 2, 60)
         wait_for_looks(0, "stuck", ("worker-stuck", 0))
         (tmp_path / "third").touch()
         call.result()
-        assert kinds_and_ranks(events[6:]) == [("call-slow", 0), ("worker-stuck", 0), ("worker-stuck", 0)]
+        # A busy machine may stop it in between for as long as counts as stuck.
+        stuck = count_stuck(0)
+        assert kinds_and_ranks(events[6:]) == [("call-slow", 0), *[("worker-stuck", 0)] * stuck]
     stuck = events[3]
     assert (stuck.method, stuck.coords, stuck.incarnation) == ("hang", {"worker": 1}, 0)
     assert stuck.stuck.where.endswith(" in hang")
@@ -311,12 +317,9 @@ def test_interpreter_exit(local_ray, end):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_metrics():
+def test_metrics(unused_port):
     """With ray[default] Ray's metrics count the events by group and kind, and have the age of each rank's weights."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
     source = f"""
         import sys, time, urllib.request
         import ray
@@ -328,29 +331,32 @@ def test_metrics():
             def take(self, version):
                 sys.modules["_fairlead_worker"].record.note_weights(version)  # as a link does
         ray.init(
-            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
-            _system_config={{"metrics_report_interval_ms": 1000}}, log_to_driver=False,
+            address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False,
+            _metrics_export_port={unused_port}, _system_config={{"metrics_report_interval_ms": 1000}},
         )
         with (
             RayVirtualCluster([2], use_gpus=False) as cluster,
             RayWorkerGroup(cluster, Model, name_prefix="train") as group,
             watch(group, 0.1),
         ):
+            def wait_for(*parts):
+                deadline = time.monotonic() + 90
+                while True:
+                    time.sleep(0.5)
+                    try:
+                        text = urllib.request.urlopen("http://127.0.0.1:{unused_port}/metrics", timeout=30).read()
+                    except OSError:
+                        text = b""  # not up yet
+                    lines = [one for one in text.decode().splitlines() if one.startswith("ray_fairlead_worker_")]
+                    ages = [line for line in lines if "weights_age_seconds" in line]
+                    if len(ages) == 2 and all(part in "".join(lines) for part in parts):
+                        return lines
+                    assert time.monotonic() < deadline, lines
+
             group.call("take", 3).result()
-            while [one.weights for one in group.get_worker_status()] != [3, 3]:
-                time.sleep(0.1)
-            time.sleep(0.5)  # for a look
+            wait_for("worker-started")  # a look has seen the weights of both ranks
             kill(group, 1)
-            lines, deadline = [], time.monotonic() + 60
-            # Two counts, two ages, of which one is that of a rank that has lost its weights.
-            while not (len(lines) >= 4 and " -1.0" in "".join(lines)) and time.monotonic() < deadline:
-                time.sleep(0.5)
-                try:
-                    text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
-                except OSError:
-                    continue  # not up yet
-                lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_worker_")]
-            print(*lines, sep="\\n")
+            print(*wait_for("worker-started", "worker-dead", " -1.0"), sep="\\n")
     """
     done = run(source, RAY_AUTH_MODE="disabled")  # otherwise Ray prints a warning about tokens
     assert done.returncode == 0, done.stderr

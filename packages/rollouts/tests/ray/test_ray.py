@@ -2,8 +2,6 @@
 """A ledger in an actor: several generators and one trainer share it."""
 
 import asyncio
-import contextlib
-import socket
 from typing import ClassVar
 
 import pytest
@@ -95,31 +93,33 @@ def test_the_numbers_are_published_after_a_call(monkeypatch):
     assert found.items() <= Recorded.values.items()
 
 
-def test_gauges(run_python):
+def test_gauges(run_python, unused_port):
     """With ray[default] Ray's gauges have the values of the statistics, by ledger."""
     pytest.importorskip("opentelemetry.exporter.prometheus")
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
     script = f"""
         import time, urllib.request
         import ray
         from fairlead_rollouts import Ledger, LedgerConfig, Ref
         from fairlead_rollouts.ray import start_ledger
         ray.init(
-            address="local", num_cpus=2, include_dashboard=False, logging_level="error", _metrics_export_port={port},
-            _system_config={{"metrics_report_interval_ms": 1000}}, log_to_driver=False,
+            address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False,
+            _metrics_export_port={unused_port}, _system_config={{"metrics_report_interval_ms": 1000}},
         )
         config = LedgerConfig(group_size=1, groups_per_version=4, max_staleness=1)
         ledger = start_ledger(lambda: Ledger(config, list(range(9))), name="prompts")
         lease, *_ = ray.get(ledger.lease(3))
         ray.get(ledger.seal(lease, 0, Ref("a")))
         ray.get(ledger.call("drop", [lease.ordinal], "no_signal"))
+        def shows(*parts):
+            return any(all(part in line for part in parts) for line in lines)
+
         lines, deadline = [], time.monotonic() + 60
-        while not any("drops" in line for line in lines) and time.monotonic() < deadline:
+        # One export may see the gauges of two updates.
+        while not (shows("drops", "no_signal") and shows("leased", " 2.0") and shows("room", " 6.0")):
+            assert time.monotonic() < deadline, lines
             time.sleep(0.5)
             try:
-                text = urllib.request.urlopen("http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+                text = urllib.request.urlopen("http://127.0.0.1:{unused_port}/metrics", timeout=30).read().decode()
             except OSError:
                 continue  # not up yet
             lines = [line for line in text.splitlines() if line.startswith("ray_fairlead_rollouts_")]
