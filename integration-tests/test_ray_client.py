@@ -11,15 +11,13 @@ pytest.importorskip("grpc")
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 SERVER = """
-import socket
+import sys
 import ray
 from ray.util.client.server.server import serve
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
-with socket.create_server(("127.0.0.1", 0)) as probe:
-    port = probe.getsockname()[1]
-server = serve("127.0.0.1", port)
-print(f"ray://127.0.0.1:{port}", flush=True)
+server = serve("127.0.0.1", int(sys.argv[1]))
+print(f"ray://127.0.0.1:{sys.argv[1]}", flush=True)
 input()
 """
 DRIVER = """
@@ -48,10 +46,10 @@ pool.close()
 
 
 @pytest.fixture(scope="module")
-def client_address():
+def client_address(unused_port):
     """Yield the address of a server of Ray Client, whose Ray no other program may join."""
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
+        [sys.executable, "-c", SERVER, str(unused_port)],
         env={**os.environ, **TOKEN},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

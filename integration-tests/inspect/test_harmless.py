@@ -22,7 +22,7 @@ LOOKS = int(os.environ.get("FAIRLEAD_LOOKS", "5"))
 RANKS = 2
 # In a process of its own, in a folder of its own. Ranks count the signals that they get, and how often they reduce.
 JOB = """
-    import os, signal, socket, sys, time
+    import os, signal, sys, time
     import ray
 
     @ray.remote(num_cpus=0)
@@ -52,10 +52,7 @@ JOB = """
     # Those that cannot be caught, that a fault of the process raises, and SIGTERM, with which Ray ends workers.
     KEPT = {getattr(signal, "SIG" + name) for name in "KILL STOP SEGV BUS FPE ILL ABRT TRAP SYS TERM".split()}
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    size = int(sys.argv[2])
+    size, port = int(sys.argv[2]), int(sys.argv[3])
     ranks = [Trainer.remote(rank, size, port) for rank in range(size)]
     pids = ray.get([one.pid.remote() for one in ranks])
     refs = [one.train.remote(sys.argv[1]) for one in ranks]
@@ -92,7 +89,7 @@ POOLED = {"event_engine", "grpc_global_tim"}
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, unused_port):
     """Start a job that reduces again and again; yield its environment, its process, its ranks and what ends it."""
     pytest.importorskip("torch", reason="the ranks meet in torch's gloo")
     folders = {name: tmp_path / name for name in ("home", "tmp", "work")}
@@ -104,7 +101,7 @@ def job(tmp_path):
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "RAY_TMPDIR": str(folders["ray"])}
     script, until = tmp_path / "train.py", tmp_path / "until"
     script.write_text(textwrap.dedent(JOB))
-    command = [sys.executable, str(script), str(until), str(RANKS)]
+    command = [sys.executable, str(script), str(until), str(RANKS), str(unused_port)]
     with subprocess.Popen(command, env=env, cwd=folders["work"], stdout=subprocess.PIPE, text=True) as driver:
         _, address, *pids = next(line for line in driver.stdout if line.startswith("job")).split()
         yield env, address, driver, [int(pid) for pid in pids], until, folders.values()
