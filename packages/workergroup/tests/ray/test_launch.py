@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import ray
@@ -116,6 +117,7 @@ class TestOnRunningRay:
             try:
                 while not (tmp_path / "started").exists():
                     assert driver.poll() is None
+                    time.sleep(0.01)
                 driver.send_signal(signal.SIGINT)
                 assert driver.communicate(timeout=60)[0].splitlines()[-1:] == ["[]"]
             finally:
