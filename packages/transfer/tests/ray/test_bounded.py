@@ -229,6 +229,38 @@ def test_what_is_refused(groups):
         assert source.call("scale").result() == [3.0, 3.0]
 
 
+class Copy:
+    """Holds all of two tensors, the second of which other ranks read first."""
+
+    def __init__(self):
+        self.tensors = {name: np.zeros(2 * BOUND, "uint8") for name in ("first", "second")}
+
+    def fill(self, value):
+        for tensor in self.tensors.values():
+            tensor[...] = value
+
+    def weights(self):
+        return self.tensors
+
+    def holds(self):
+        return [sorted({*tensor.tolist()}) for tensor in self.tensors.values()]
+
+
+def test_copies(slots):
+    """Each rank reads from all copies at the source, also if others read the first bucket of one of them."""
+    with (
+        RayWorkerGroup(slots[4:6], RayWorkerBuilder(Copy)) as source,
+        RayWorkerGroup(slots[6:8], RayWorkerBuilder(Copy)) as target,
+    ):
+        for commit in ("in_place", "staged"):
+            options = {"commit": commit, "max_bytes_in_flight": BOUND, "transport": "shared_memory"}
+            with Link(source, target, source="weights", target="weights", **options) as link:
+                for value in (1, 2):
+                    source.call("fill", value).result()
+                    link.send(value, timeout=60)
+                    assert target.call("holds").result() == [[[value], [value]]] * 2
+
+
 class Overlapping(AsyncHolder, Large):
     """The same, with methods that overlap."""
 

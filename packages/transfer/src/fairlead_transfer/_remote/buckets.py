@@ -101,10 +101,12 @@ class Reader:
         self._deadline = deadline
 
     def look(self) -> dict[str, Any]:
-        """Open the first bucket of each source rank, and copy nothing; return the reply."""
+        """Open the first buckets of the source ranks, and copy nothing; return the reply."""
         began = time.monotonic()
         for source, channels in self._context.orders["sources"].items():
             number, channel = min(channels), dict[str, Any]()
+            if number:
+                continue  # the rank stages it when others, which copy nothing either now, have read those before it
             try:
                 channel = self._take(source, number)
                 fetch_channel(
