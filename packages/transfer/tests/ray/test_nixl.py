@@ -37,6 +37,17 @@ class Large(Holder):
     def weights(self):
         return {**super().weights(), "large": self.large}
 
+    def both(self):
+        """Return one tensor by two names."""
+        return {"first": self.large, "second": self.large}
+
+    def halves(self):
+        """Return two tensors, the second of which repeats the last element of the first."""
+        return {"first": self.large, "second": np.full_like(self.large, self.large[-1, -1])}
+
+    def spoil(self):
+        self.large[0] = 7
+
     def holds(self):
         held = super().holds()
         return held if (self.large == held).all() else None
@@ -220,6 +231,22 @@ def test_torn(groups):
         link.sync(timeout=60)
         assert link.versions() == {0: 2, 1: 2}
         assert target.call("holds").result() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_tied_targets(groups, bounded):
+    """Two names of one memory that get different values are an error, also if NIXL reads into that memory."""
+    source, target = groups
+    options = {"commit": "in_place", "max_bytes_in_flight": (1 << 20) if bounded else None}
+    with Link(source, target, source="halves", target="both", **options) as link:
+        source.call("fill", 1.0).result()
+        link.send(1, timeout=60)
+        source.call("spoil").result()
+        with pytest.raises(TransferError, match="in the memory of 'first', and they differ in the source"):
+            link.send(2, timeout=60)
+        assert link.versions() == {0: "torn", 1: "torn"}
+        source.call("fill", 2.0).result()
+        assert link.send(3, timeout=60).version == 3
 
 
 def test_dtypes_that_differ_are_refused(groups):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 
 from .faults import commit_fault
-from .reading import explain, fetch_channel, find_differing
+from .reading import Ties, explain, fetch_channel, find_differing
 from .staging import Context, stage_channel
 from .tensors import copy_all, finish
 from .transport import Blocked, Late, Lost, Overwritten, fetch_value
@@ -125,7 +125,7 @@ class Reader:
         `begin` is called before the first byte is written.
         """
         context, orders, verify_s, began = self._context, self._context.orders, 0.0, time.monotonic()
-        sources = orders["sources"]
+        sources, ties = orders["sources"], Ties(context)
         # Stable: each rank begins with another source, as the orders say.
         for number, source in sorted(((n, one) for one, all in sources.items() for n in all), key=lambda pair: pair[0]):
             ordered = sources[source][number]
@@ -133,12 +133,12 @@ class Reader:
             channel, found = dict[str, Any](), list[Any]()
             try:
                 channel = self._take(source, number)
+                straight = copies is None and channel["kind"] == "nixl" and "blocked" not in channel
                 if copies is None:
-                    places = [context.part(at, box) for at, box, _, _ in ordered]
+                    places = [(ties.place if straight else context.part)(at, box) for at, box, _, _ in ordered]
                 else:
                     places = [context.tools.empty(one.sizes, one.dtype) for one in wanted]
                     copies += [(at, box, new) for (at, box, _, _), new in zip(ordered, places, strict=True)]
-                straight = copies is None and channel["kind"] == "nixl" and "blocked" not in channel
                 if straight:
                     begin()
                 found = fetch_channel(
@@ -149,6 +149,7 @@ class Reader:
                     if wrong := find_differing(context, source, channel, ordered, found):
                         return {"differing": wrong}
                     verify_s += time.monotonic() - started
+                ties.note((at, box, value) for (at, box, *_), value in zip(ordered, found, strict=True))
                 if not straight:
                     begin()
                     copy_all(context.tools, zip(places, found, strict=True))
@@ -166,6 +167,8 @@ class Reader:
             self._place.board.finish.remote(self._place.epoch, self._place.rank, [(source, number)])
         begin()
         commit_fault("target", "move")
+        if clashing := ties.find_clashing():
+            return {"refused": clashing}
         reply = {"bytes": orders["bytes"], "saved": 0, "move_s": time.monotonic() - began - verify_s}
         return {**reply, "verify_s": verify_s} if self._verify else reply
 

@@ -17,7 +17,7 @@ from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_
 from .entry import find_shared, note_weights
 from .faults import commit_fault
 from .nixl import Nixl
-from .reading import explain, fetch_channel, find_clashing, find_differing
+from .reading import Ties, explain, fetch_channel, find_differing
 from .segment import SharedMemory
 from .staging import Context, stage_channel
 from .store import ObjectStore
@@ -199,15 +199,14 @@ class End:
             return reader.look()
         pieces: list[tuple[int, Any, Any]] = []
         reply = reader.read(lambda: None, pieces)
-        return self._keep(intake, pieces, []) or reply if "bytes" in reply else reply
+        if "bytes" in reply:
+            self._keep(intake, pieces, [])
+        return reply
 
-    def _keep(self, intake: Intake, pieces: list[tuple[int, Any, Any]], changes: list[Change]) -> dict[str, Any] | None:
-        """Keep what was fetched for the commit, unless a later attempt has begun; return the reply if tensors clash."""
-        if clashing := find_clashing(self._context(), pieces, changes):
-            return {"unpatched": clashing[0][1]} if changes else {"refused": clashing}
+    def _keep(self, intake: Intake, pieces: list[tuple[int, Any, Any]], changes: list[Change]) -> None:
+        """Keep what was fetched for the commit, unless a later attempt has begun."""
         if intake.epoch == self._epoch:
             self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
-        return None
 
     def _make_reader(self, intake: Intake) -> Reader:
         board, rank, _ = intake.take or (None, 0, False)
@@ -376,7 +375,7 @@ class End:
         self._staged, self._changes = None, []
         for transport in self._transports.values():
             transport.release()
-        self._local = self._copy_local(context)
+        self._local, ties = self._copy_local(context), Ties(context)
         pieces = list(self._local)
         replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
         if trouble is not None:
@@ -401,7 +400,7 @@ class End:
                         less, whole, found = fetch_patches(context, channel, ordered, deadline)
                         saved, pieces, changes = saved + less, pieces + whole, changes + found
                         continue
-                    places = [context.part(at, box) for at, box, _, _ in ordered] if in_place else None
+                    places = [ties.place(at, box) for at, box, _, _ in ordered] if in_place else None
                     wanted = [one for *_, one in ordered]
                     found = fetch_channel(context, source, number, channel, wanted, deadline, places)
                 except Blocked as error:
@@ -424,8 +423,10 @@ class End:
         commit_fault(self._key[1], "move")
         if wrong:
             return {"differing": wrong}
-        if (refused := self._keep(intake, pieces, changes)) is not None:
-            return refused
+        ties.note(pieces, changes)
+        if clashing := ties.find_clashing():
+            return {"unpatched": clashing[0][1]} if changes else {"refused": clashing}
+        self._keep(intake, pieces, changes)
         move_s = time.monotonic() - began - verify_s
         reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
         if orders["relays"]:

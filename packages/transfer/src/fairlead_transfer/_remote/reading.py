@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a target rank gets a channel of a source rank, and what it says if that fails."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .delta import Change
 from .faults import commit_fault
 from .staging import Context
-from .tensors import digest
+from .tensors import digest, nbytes
 from .transport import Blocked, Late, Lost, Read, Wanted
+
+# The number of a tensor in the orders, and a box of it as text.
+_Key = tuple[int, str]
 
 
 def fetch_channel(
@@ -41,28 +44,45 @@ def find_differing(
     ]
 
 
-def find_clashing(
-    context: Context, pieces: Sequence[tuple[int, Any, Any]], changes: Sequence[Change]
-) -> list[tuple[str, str]]:
-    """Return the name of each tensor that shares its memory with another and gets something else, with the reason."""
-    orders, places = context.orders, dict[Any, list[tuple[int, str]]]()
-    ordered = [piece for channels in orders["sources"].values() for all in channels.values() for piece in all]
-    for at, box, *_ in (*ordered, *orders["local"]):
-        if (local := context.tensors[at]) is not None:  # else a method of the user's takes it
-            place = *context.tools.memory(local), tuple(local.shape), orders["dtypes"][at], str(box)
-            places.setdefault(place, []).append((at, str(box)))
-    tied = [keys for keys in places.values() if len(keys) > 1]
-    if not tied:
-        return []
-    shared, gets = {key for keys in tied for key in keys}, dict[tuple[int, str], object]()
-    for at, box, where, values, _ in changes:
-        gets[at, str(box)] = where.tobytes(), bytes(values)
-    for at, box, value in pieces:
-        if (at, str(box)) in shared:
-            gets[at, str(box)] = digest(context.tools, value, orders["dtypes"][at])
-    names = {key[0]: keys[0][0] for keys in tied for key in keys[1:] if gets.get(key) != gets.get(keys[0])}
-    why = "the target keeps it in the memory of {!r}, and they differ in the source: exclude one of them"
-    return [(orders["names"][at], why.format(orders["names"][first])) for at, first in names.items()]
+class Ties:
+    """The pieces of a target that share their memory with others; what they get has to be the same."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        orders, places = context.orders, dict[Any, list[_Key]]()
+        ordered = [piece for channels in orders["sources"].values() for all in channels.values() for piece in all]
+        for at, box, *_ in (*ordered, *orders["local"]):
+            if (local := context.tensors[at]) is not None:  # else a method of the user's takes it
+                place = *context.tools.memory(local), tuple(local.shape), orders["dtypes"][at], str(box)
+                places.setdefault(place, []).append((at, str(box)))
+        # Of each piece that shares its memory, the first one there.
+        self._first = {key: keys[0] for keys in places.values() if len(keys) > 1 for key in keys}
+        self._gets: dict[_Key, object] = {}
+
+    def place(self, at: int, box: Any) -> Any:
+        """Return the memory to read a piece into: its place, or new memory if the piece of another name has that."""
+        key, place = (at, str(box)), self._context.part(at, box)
+        if self._first.get(key, key) == key:
+            return place
+        orders, tools = self._context.orders, self._context.tools
+        dtype, shape = orders["dtypes"][at], tuple(place.shape)
+        return tools.view(tools.buffer(nbytes(tools, shape, dtype), orders["device"]), dtype, 0, shape)
+
+    def note(self, pieces: Iterable[tuple[int, Any, Any]], changes: Iterable[Change] = ()) -> None:
+        """Note what pieces get: values, or changes of what they have."""
+        for at, box, where, values, _ in changes:
+            self._gets[at, str(box)] = where.tobytes(), bytes(values)
+        for at, box, value in pieces:
+            if (at, str(box)) in self._first:
+                dtype = self._context.orders["dtypes"][at]
+                self._gets[at, str(box)] = digest(self._context.tools, value, dtype)
+
+    def find_clashing(self) -> list[tuple[str, str]]:
+        """Return the name of each tensor that gets something else than the one whose memory it shares, and why."""
+        orders, gets = self._context.orders, self._gets
+        names = {key[0]: first[0] for key, first in self._first.items() if gets.get(key) != gets.get(first)}
+        why = "the target keeps it in the memory of {!r}, and they differ in the source: exclude one of them"
+        return [(orders["names"][at], why.format(orders["names"][first])) for at, first in names.items()]
 
 
 def explain(source: int, channel: Mapping[str, Any], error: Exception) -> dict[str, Any]:

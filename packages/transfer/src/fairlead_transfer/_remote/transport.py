@@ -151,6 +151,9 @@ def explain_failure(reply: Mapping[str, Any]) -> str:
         return f"what source rank {reply['waiting'][0]} holds did not arrive by the deadline"
     if "lost" in reply:
         return f"source rank {reply['lost']} was lost: {reply['reason']}"
+    if "refused" in reply:
+        name, why = reply["refused"][0]
+        return f"{name!r}: {why}"
     if "differing" in reply:
         name, source = reply["differing"][0]
         count = len(reply["differing"])
