@@ -10,6 +10,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import pickle
 import queue
 import random
 import signal
@@ -67,17 +68,24 @@ class Rank:
         for _ in range(times):
             dist.all_reduce(torch.ones(1))
 
-    def record(self, prefix, after_s):
-        """Write what torch's flight recorder has, as NCCL's watchdog does after a time-out."""
+    def record(self, prefix, count, after_s):
+        """Write what torch's flight recorder has, as NCCL's watchdog does a time after the last of some collectives."""
         from torch._C._distributed_c10d import _dump_fr_trace
 
+        def stands(found):
+            entries = pickle.loads(found)["entries"]
+            return len(entries) == count and time.time() - entries[-1]["time_created_ns"] / 1e9 >= after_s
+
         def dump():
-            found = _dump_fr_trace(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+            found = b""
+            while not found or not stands(found):
+                time.sleep(0.2)
+                found = _dump_fr_trace(includeCollectives=True, includeStackTraces=False, onlyActive=False)
             with open(f"{prefix}{self.rank}", "wb") as file:
                 file.write(found)
 
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix
-        threading.Timer(after_s, dump).start()
+        threading.Thread(target=dump, daemon=True).start()
 
     def train(self, how, odd):
         """Reduce once together, then hang in one rank while the others reduce again."""
@@ -325,8 +333,7 @@ def skipped():
     """One rank has skipped a collective and waits for its device, which only the flight recorder shows."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = make_ranks()
-        # On a busy machine they take seconds until they stand.
-        ray.get([one.record.remote(f"{folder}/rank_", 8.0) for one in ranks])
+        ray.get([one.record.remote(f"{folder}/rank_", 1 if rank == 2 else 2, 5.0) for rank, one in enumerate(ranks)])
         refs = [one.train.remote("in_device", 2) for one in ranks]
         wait_in_get(refs, [f"{folder}/rank_{rank}" for rank in range(SIZE)])
 
