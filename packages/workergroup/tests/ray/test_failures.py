@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a lost worker."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from fairlead_placement.spi import find_agents, run_on_agents
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup.spi import start_tick
+from fairlead_workergroup.testing import kill
+
+from ..slow_agents import delay_looks, stop_delays
 
 
 def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
@@ -32,20 +38,47 @@ def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
     assert ended == [(3, None), (None, signal.SIGTERM), (None, None)]
 
 
-def test_death_that_ray_has_not_noticed(doomed: RayWorkerGroup) -> None:
+def fork(worker: object) -> int:
+    """Start a process that holds the connections of this one with Ray, which will not notice the death of this one."""
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    return os.getpid()
+
+
+@contextlib.contextmanager
+def busy_agents() -> Iterator[None]:
+    """Let each look of an agent take seconds."""
+    everywhere = dict.fromkeys(find_agents(), ())
+    run_on_agents(delay_looks, everywhere, timeout_s=60)
+    try:
+        yield
+    finally:
+        run_on_agents(stop_delays, everywhere, timeout_s=60)
+
+
+def test_restart_while_agents_are_busy(doomed: RayWorkerGroup) -> None:
+    """A restart finds a death that Ray has not noticed, although the agent of the node answers after seconds."""
+    doomed.at(dp=1).call(fork).result()
+    kill(doomed, 1)
+    with busy_agents():
+        assert doomed.restart_failed_workers() == [1]
+
+
+@pytest.mark.parametrize("agents", [contextlib.nullcontext, busy_agents], ids=["idle agents", "busy agents"])
+def test_death_that_ray_has_not_noticed(
+    doomed: RayWorkerGroup, agents: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
     """A call names a worker that has died, although a process that it forked holds its connections with Ray."""
 
     def end(worker: object, pid: int) -> None:
         if os.getpid() == pid:
-            if os.fork() == 0:
-                time.sleep(60)
-                os._exit(0)
             os.kill(pid, signal.SIGKILL)
         while start_tick(pid) >= 0:
             time.sleep(0.01)
         raise RuntimeError("a collective failed")
 
-    pid = doomed.at(dp=1).call(lambda worker: os.getpid(), collect=()).result()
-    with pytest.raises(WorkerFailureError) as caught:
+    pid = doomed.at(dp=1).call(fork, collect=()).result()
+    with agents(), pytest.raises(WorkerFailureError) as caught:
         doomed.call(end, pid, timeout=60).result()
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]

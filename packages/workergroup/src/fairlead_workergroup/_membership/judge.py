@@ -23,6 +23,8 @@ _KNOW_THE_KIND = frozenset({"memory-guard", "user"})
 _KINDS: tuple[FailureKind, ...] = ("out-of-memory", "preempted", "node-lost", "killed")
 # Ray may take this long to notice a death that the node has noticed.
 NOTICED_S = 2.0
+# An actor that is asked as well is not kept waiting longer than this by the agent of its node.
+NODE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,10 @@ class Judge:
         if (witnesses := self._witnesses) is not None:
             if look in ("head", "all"):
                 collect(witnesses.head, lambda one: not one.is_lost)
-            if look in ("node", "actor", "all"):
+            if look in ("node", "all"):
                 collect(witnesses.node, lambda one: not one.is_lost)
             if look == "actor":
+                collect(witnesses.node, lambda one: not one.is_lost, min(within_s, NODE_S))
                 collect(witnesses.ray, lambda one: not one.is_lost)
             if look == "all":
                 collect(witnesses.ray, lambda one: one.names("actor-state") and not one.names("ray-error"))

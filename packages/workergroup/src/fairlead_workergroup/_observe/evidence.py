@@ -35,8 +35,8 @@ _LOST = (
 )
 # An object can be lost while its worker is alive, and a worker be out of reach.
 _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
-# A node that does not answer in this time is not waited for.
-LOOK_S = 1.0
+# A node that does not answer in this time is not waited for. The agent of a very busy one answers in seconds.
+LOOK_S = 5.0
 # How soon an actor that has refused a request is asked again.
 REFUSED_EVERY_S = 0.2
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
