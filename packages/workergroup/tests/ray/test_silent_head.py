@@ -31,8 +31,8 @@ from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.phases import Phase
+from fairlead_workergroup._observe import evidence, query
 from fairlead_workergroup._observe import head as _head
-from fairlead_workergroup._observe import query
 from fairlead_workergroup.testing import kill
 
 from ..restarting import find_running
@@ -160,6 +160,7 @@ def impatience():
             (placement_head, "HEAD_S"),
             (_head, "REQUEST_S"),
             (_handle, "HEAD_S"),
+            (evidence, "LOOK_S"),
         ):
             patch.setattr(module, name, LIMIT_S)
         yield
