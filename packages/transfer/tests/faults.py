@@ -16,6 +16,16 @@ CASES = [("source", "collect"), ("source", "stage")]
 CASES += [("target", phase) for phase in ("collect", "move", "verify", "commit", "committing")]
 
 
+def send_and_time(link, version, least_s=3.0):
+    """Send a version, and return the timeout of a send in which a worker is stopped, at least so many seconds.
+
+    By then the other ranks have to have answered, so on a busy machine it is ten times what this send has taken.
+    """
+    began = time.monotonic()
+    link.send(version, timeout=60)
+    return max(least_s, 10 * (time.monotonic() - began))
+
+
 def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
     """Check that rank 1 of a side is named, that targets stay old or go forward, and that the next send works.
 
@@ -25,17 +35,15 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
         link: from the one to the other, with `verify="always"`.
         side, phase, how: as of `fail_at`.
         version: an iterator of versions.
-        timeout_s: at least of a send in which the worker is stopped, so that only the deadline ends it. On a busy
-            machine it is ten times what a send has just taken: until then the other ranks have to have answered.
+        timeout_s: of a send in which the worker is stopped, so that only the deadline ends it; see `send_and_time`.
 
     Returns:
         The seconds after which it failed.
     """
     group = source if side == "source" else target
     source.call("fill", 1.0).result()
-    old, began = next(version), time.monotonic()
-    link.send(old, timeout=60)
-    timeout_s = max(timeout_s, 10 * (time.monotonic() - began))
+    old = next(version)
+    timeout_s = send_and_time(link, old, timeout_s)
     new = next(version)
     source.call("fill", 2.0).result()
     fail_at(group, 1, side, phase, how)

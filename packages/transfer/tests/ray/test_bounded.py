@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
 from fairlead_workergroup.testing import hang, kill
 
-from ..faults import REPEATS, check_fault
+from ..faults import REPEATS, check_fault, send_and_time
 from ..holders import AsyncHolder, Holder, two_groups
 
 SLOTS = 9
@@ -163,12 +162,9 @@ def test_torn_ranks(groups, call_in_time):
     source, target = groups
     with Link(source, target, source="weights", target="weights", commit="in_place", max_bytes_in_flight=BOUND) as link:
         source.call("fill", 1.0).result()
-        began = time.monotonic()
-        link.send(1, timeout=60)
-        # Until the deadline that a stopped worker causes, the other ranks have to have answered.
-        until_stopped_s = max(3.0, 10 * (time.monotonic() - began))
+        stopped_s = send_and_time(link, 1)
         link.guard("holds")
-        for version, how, timeout_s in ((2, "stop", until_stopped_s), (4, "kill", 60)):
+        for version, how, timeout_s in ((2, "stop", stopped_s), (4, "kill", 60)):
             fail_at(source, 1, "source", "feed", how)
             source.call("fill", float(version)).result()
             send = functools.partial(link.send, version, timeout=timeout_s)

@@ -11,7 +11,7 @@ from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 from fairlead_workergroup.testing import hang, kill
 
-from ..faults import CASES, REPEATS, check_fault
+from ..faults import CASES, REPEATS, check_fault, send_and_time
 from ..holders import Holder, two_groups
 
 SLOTS = 6
@@ -126,11 +126,11 @@ def test_stopped_worker_that_continues_late_changes_nothing(groups):
     source, target = groups
     source.call("fill", 1.0).result()
     with Link(source, target, source="weights", target="weights") as link:
-        link.send(0, timeout=60)
+        timeout_s = send_and_time(link, 0)
         source.call("fill", 2.0).result()
         fail_at(target, 1, "target", "move", "stop")
         with pytest.raises(TransferError) as caught:
-            link.send(1, timeout=4)
+            link.send(1, timeout=timeout_s)
         assert caught.value.phase == "move"
         hang(target, 1, "stop").close()
         assert target.call("holds").result() == [1.0, 1.0]

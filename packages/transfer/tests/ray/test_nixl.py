@@ -13,7 +13,7 @@ from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 from fairlead_workergroup.testing import hang, kill
 
-from ..faults import check_fault
+from ..faults import check_fault, send_and_time
 from ..holders import Holder, two_groups
 
 SLOTS = 5
@@ -219,11 +219,11 @@ def test_torn(groups):
     source, target = groups
     with Link(source, target, source="weights", target="weights", commit="in_place", verify="always") as link:
         source.call("fill", 1.0).result()
-        link.send(1, timeout=60)
+        timeout_s = send_and_time(link, 1)
         source.call("fill", 2.0).result()
         fail_at(target, 1, "target", "committing", "stop")
         with pytest.raises(TransferError) as caught:
-            link.send(2, timeout=4)
+            link.send(2, timeout=timeout_s)
         assert caught.value.phase == "commit"
         assert {failure.rank for failure in caught.value.failures} == {1}
         hang(target, 1, "stop").close()
