@@ -40,6 +40,7 @@ from fairlead_placement import (
     testing,
 )
 from fairlead_placement.spi import (
+    COMMAND_MARK,
     Agent,
     ErrorWithFields,
     Job,
@@ -392,5 +393,6 @@ def show() -> int:
 
 def run_program() -> None:
     commands = ArgumentParser().add_subparsers()
+    assert_type(COMMAND_MARK, str)
     assert_type(add_command(commands, "show", "show something", epilog="", json=False), ArgumentParser)
     assert_type(run_command(show, LookupError), int)

@@ -58,8 +58,8 @@ def look_at_cluster(
     began, head_s = time.monotonic(), timeout_s * HEAD_PART
     notes: list[str] = []
     me = "" if own else ray.get_runtime_context().get_job_id()
-    jobs = ask_head("list the jobs", _ray_private.read_jobs, timeout_s=head_s)
-    jobs = [one for one in jobs if (one.job_id != me if job_id is None else one.job_id == job_id)]
+    jobs = ask_head("list the jobs", _ray_private.read_jobs, job_id, timeout_s=head_s)
+    jobs = [one for one in jobs if job_id is not None or one.job_id != me]
     nodes: list[dict[str, Any]] = ask_head("list the nodes", ray.nodes, timeout_s=head_s)
     actors: list[Actor] = []
     calls: list[Call] = []

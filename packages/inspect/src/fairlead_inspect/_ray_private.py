@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from fairlead_placement.spi import COMMAND_MARK
+
 from ._model import Actor, Call, Death, Job, Reservation, Span
 
 # The numbers of these in Ray's task events.
@@ -23,20 +25,20 @@ _NODE_ID = b"--node_id="
 LIMIT = 10_000
 
 
-def read_jobs() -> list[Job]:
-    """Return the jobs that have not ended, with their drivers.
+def read_jobs(job_id: str | None = None) -> list[Job]:
+    """Return the jobs that have not ended, or one of them, with their drivers; without an id none of a command.
 
     Reason: the state API needs a dashboard, and does not name the driver's worker.
-    Fallback: the state API.
+    Fallback: the state API, where commands are jobs like others.
     """
     try:
         from ray.core.generated.gcs_pb2 import JobTableData
 
         rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
-        living = ((one, one.driver_address) for one in rows if not one.is_dead)
         return [
             Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
-            for one, driver in living
+            for one, driver in ((one, one.driver_address) for one in rows if not one.is_dead)
+            if (COMMAND_MARK not in one.config.metadata if job_id is None else one.job_id.hex() == job_id)
         ]
     except (ImportError, AttributeError, TypeError):
         from ray.util.state import list_jobs
@@ -50,7 +52,7 @@ def read_jobs() -> list[Job]:
                 one.job_id.ljust(56, "f"),
             )
             for one in list_jobs(limit=LIMIT, detail=True)
-            if one.job_id and one.end_time in (None, 0)
+            if one.job_id and one.end_time in (None, 0) and job_id in (None, one.job_id)
         ]
 
 

@@ -2,6 +2,9 @@
 """What this package uses of Ray that is not public, against the Ray that is installed."""
 
 import os
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -68,6 +71,31 @@ def _variables(function):
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function.__code__.co_varnames
+
+
+# Attaches as a command does, and stays until its input ends.
+COMMAND = """
+    import sys
+    import ray
+    from fairlead_placement.spi import attach
+
+    with attach(sys.argv[1]):
+        print("job", ray.get_runtime_context().get_job_id(), file=sys.__stdout__, flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_commands_are_no_jobs(job):
+    """A command that looks at the same time is no job for another one, unless its id is given."""
+    command = [sys.executable, "-c", textwrap.dedent(COMMAND), ray.get_runtime_context().gcs_address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            its_id = next(line for line in other.stdout if line.startswith("job ")).split()[1]
+            assert job in [found.job_id for found in _ray_private.read_jobs()]
+            assert its_id not in [found.job_id for found in _ray_private.read_jobs()]
+            assert [found.job_id for found in _ray_private.read_jobs(its_id)] == [its_id]
+        finally:
+            other.stdin.close()
 
 
 def test_tables(job, eventually):

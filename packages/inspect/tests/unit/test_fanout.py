@@ -43,7 +43,7 @@ def large(monkeypatch):
     actors = [actor(at, f"W{at // 500}", node_id=names[at // EACH]) for at in range(NODES * EACH)]
     rows = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{at}", "Alive": True} for at, name in enumerate(names)]
     tables = SimpleNamespace(
-        read_jobs=lambda: [Job(JOB, "train.py", 811, "n0", "driver")],
+        read_jobs=lambda job_id: [Job(JOB, "train.py", 811, "n0", "driver")] * (job_id in (None, JOB)),
         read_actors=lambda job: actors,
         read_calls=lambda job: ([], frozenset(), {}),
         read_reservations=list,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 from rich.console import Console, RenderableType
 
 from ._init import attach_to
@@ -18,6 +19,8 @@ from .exceptions import PlacementError
 
 # The width of output that is not a terminal, wide enough that few lines are broken.
 WIDTH = 160
+# In the metadata of the job that a command is for Ray, so that another command leaves it out.
+COMMAND_MARK = "fairlead_command"
 
 
 def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool = True) -> argparse.ArgumentParser:
@@ -91,7 +94,10 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     try:
         if address == "local":
             raise ValueError("--address local would start a cluster of its own; leave it out, or name a running one")
-        attach_to(address, timeout_s=timeout_s, private=True, log_to_driver=False, logging_level="error")
+        job = JobConfig(metadata={COMMAND_MARK: "yes"})
+        attach_to(
+            address, timeout_s=timeout_s, private=True, job_config=job, log_to_driver=False, logging_level="error"
+        )
     except ValueError as error:
         print(error, file=sys.stderr)  # noqa: T201
         raise SystemExit(2) from None

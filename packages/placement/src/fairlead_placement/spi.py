@@ -39,11 +39,12 @@ from ._reserve.groups import place_pinned
 from ._reserve.groups import remove as remove_placement_groups
 from ._reserve.slots import number_slots
 from ._show import Waiting
-from ._terminal import Output, add_command, attach, run_command
+from ._terminal import COMMAND_MARK, Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields
 
 __all__ = [
     "Agent",
+    "COMMAND_MARK",
     "ErrorWithFields",
     "Job",
     "OneTimeEvent",
