@@ -20,7 +20,7 @@ from .exceptions import PlacementError
 # The width of output that is not a terminal, wide enough that few lines are broken.
 WIDTH = 160
 # In the metadata of the job that a command is for Ray, so that another command leaves it out.
-COMMAND_MARK = "fairlead_command"
+COMMAND_MARK: str = "fairlead_command"
 
 
 def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool = True) -> argparse.ArgumentParser:
