@@ -168,10 +168,10 @@ class Judge:
         if (witnesses := self._witnesses) is not None:
             if look in ("head", "all"):
                 collect(witnesses.head, lambda one: not one.is_lost)
-            if look in ("node", "all"):
-                collect(witnesses.node, lambda one: not one.is_lost)
+            if look in ("node", "actor", "all"):
+                node_s = min(within_s, NODE_S) if look == "actor" else within_s
+                collect(witnesses.node, lambda one: not one.is_lost, node_s)
             if look == "actor":
-                collect(witnesses.node, lambda one: not one.is_lost, min(within_s, NODE_S))
                 collect(witnesses.ray, lambda one: not one.is_lost)
             if look == "all":
                 collect(witnesses.ray, lambda one: one.names("actor-state") and not one.names("ray-error"))
