@@ -10,25 +10,13 @@ def find_agent():
     return next(one for one in gc.get_objects() if type(one).__name__ == "AgentProcess")
 
 
-def slow_down():
-    """Let the agent of this process publish only after a second."""
+def delay(method, seconds):
+    """Let a method of the agent of this process begin only after some seconds, as on a very busy node."""
     agent = find_agent()
-    publish = agent.publish
-    agent.publish = lambda *args: (time.sleep(1.0), publish(*args))
+    call = getattr(agent, method)
+    setattr(agent, method, lambda *args: (time.sleep(seconds), call(*args))[1])
 
 
-def delay_looks():
-    """Let the agent of this process run functions only after two seconds, as on a very busy node."""
-    agent = find_agent()
-    run = agent.run
-    agent.run = lambda *args: (time.sleep(2.0), run(*args))[1]
-
-
-def stop_delays():
-    """Let the agent of this process run functions as before."""
-    del find_agent().run
-
-
-def speed_up():
-    """Let the agent of this process publish as before."""
-    del find_agent().publish
+def stop_delay(method):
+    """Let a method of the agent of this process begin at once, as before."""
+    delattr(find_agent(), method)

@@ -15,7 +15,7 @@ from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup.spi import start_tick
 from fairlead_workergroup.testing import kill
 
-from ..slow_agents import delay_looks, stop_delays
+from ..slow_agents import delay, stop_delay
 
 
 def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
@@ -49,12 +49,12 @@ def fork(worker: object) -> int:
 @contextlib.contextmanager
 def busy_agents() -> Iterator[None]:
     """Let each look of an agent take seconds."""
-    everywhere = dict.fromkeys(find_agents(), ())
-    run_on_agents(delay_looks, everywhere, timeout_s=60)
+    agents = find_agents()
+    run_on_agents(delay, dict.fromkeys(agents, ("run", 2.0)), timeout_s=60)
     try:
         yield
     finally:
-        run_on_agents(stop_delays, everywhere, timeout_s=60)
+        run_on_agents(stop_delay, dict.fromkeys(agents, ("run",)), timeout_s=60)
 
 
 def test_restart_while_agents_are_busy(doomed: RayWorkerGroup) -> None:

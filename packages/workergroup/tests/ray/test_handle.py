@@ -32,7 +32,7 @@ from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup.testing import kill
 
 from ..calling import Acting
-from ..slow_agents import slow_down, speed_up
+from ..slow_agents import delay, stop_delay
 
 SECRET = "secret-in-an-argument"
 
@@ -216,7 +216,7 @@ def call_pid(handle):
 def test_slow_agent(local_ray):
     """When a group has started or changed, other processes call its new workers, even if an agent is slow."""
     with RayVirtualCluster([3], use_gpus=False) as cluster:
-        run_on_nodes(slow_down, {cluster.slots()[0].node_id: ()})
+        run_on_nodes(delay, {cluster.slots()[0].node_id: ("publish", 1.0)})
         try:
             with RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group:
                 handle, pids = group.handle(), group.call("pid").result()
@@ -228,7 +228,7 @@ def test_slow_agent(local_ray):
                     assert (before := pids) != (pids := group.call("pid").result())
                     assert ray.get(call_pid.remote(handle)) == handle.call("pid").result() == pids, before
         finally:
-            run_on_nodes(speed_up, {cluster.slots()[0].node_id: ()})
+            run_on_nodes(stop_delay, {cluster.slots()[0].node_id: ("publish",)})
 
 
 class Unlucky(Worker):

@@ -30,7 +30,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill, slow
 
-from ..slow_agents import slow_down, speed_up
+from ..slow_agents import delay, stop_delay
 
 MB = 1_000_000
 SLOTS = 4
@@ -212,15 +212,15 @@ class TestOtherProcesses:
             boards = read_boards(find_agents(), timeout_s=60).values()
             return [value["lane"] for board in boards for value in board.values() if value["name"] == "pair"]
 
-        everywhere = dict.fromkeys(find_agents(), ())
-        run_on_agents(slow_down, everywhere, timeout_s=60)
+        agents = find_agents()
+        run_on_agents(delay, dict.fromkeys(agents, ("publish", 1.0)), timeout_s=60)
         try:
             for _ in range(2):
                 with pair.lane():
                     assert ray.get(read_lanes.remote()) == [True]
                 assert ray.get(read_lanes.remote()) == [False]
         finally:
-            run_on_agents(speed_up, everywhere, timeout_s=60)
+            run_on_agents(stop_delay, dict.fromkeys(agents, ("publish",)), timeout_s=60)
         assert pair.handle().call("pid").result(timeout=60) == pair.call("pid").result()
 
     def test_inspection(self, pair, tmp_path, eventually):
