@@ -10,7 +10,7 @@ import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from fairlead_workergroup._remote import facts as remote_facts
+from .seam import find_fact_function
 
 # What a method returns that never ends.
 HANG = object()
@@ -321,7 +321,7 @@ class Actor:
     def _run_fairlead_apply(self, name: str, pickled: bytes, *args: Any, **kwargs: Any) -> Any:
         if name == "warm_up":
             return self.about()
-        function = getattr(remote_facts, name, None) or ray.cloudpickle.loads(pickled)
+        function = find_fact_function(name) or ray.cloudpickle.loads(pickled)
         return self._ray.run_in(self.worker, function, *args, **kwargs)
 
     def _run_fairlead_hand_over(self, method: str) -> Any:

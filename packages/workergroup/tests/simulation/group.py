@@ -10,11 +10,11 @@ from typing import Any
 from fairlead_placement import PlacementError, RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts
-from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 
 from .actors import HANG, Takes, Until, Worker
 from .ray import PretendedRay
 from .scheduler import SimulationError
+from .seam import WorkerClass, describe
 
 START_S = 40.0
 # A method that meets others waits at most this long for them; `START_S` would end it later.
@@ -36,7 +36,7 @@ class Model:
 
 @cache
 def _describe() -> WorkerClass:
-    return describe_class(Model, asks=[{}], node_id="", runtime_env=None, timeout_s=0.0)
+    return describe(Model)
 
 
 def describe_model(*_: Any, **__: Any) -> WorkerClass:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fairlead_placement import Slot
-from fairlead_workergroup._calls.execution import Execution
-from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup.spi import Member, Snapshot
 
 from .actors import Actor
 from .placement import PretendedPlacement
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
+from .seam import Execution, Roster
 
 # Reports of losses that are about the process, so that it must have ended.
 OF_PROCESSES = frozenset({"killed", "node-lost", "preempted", "out-of-memory"})

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError, PlacementError, ResourceInsufficientError, Slot
-from fairlead_workergroup._start import launch
-from fairlead_workergroup._start.report import WORKER_PHASES
-from fairlead_workergroup._world import Deadline
 
 from .ray import HEAD_S, PretendedRay
+from .seam import WORKER_PHASES, Deadline, late_error, start_error
 
 FIRST_PORT = 20_000
 # How long a lease waits for the agent of its node, and how often a wait for constructors looks whether it goes on.
@@ -118,7 +116,7 @@ class PretendedPlacement:
             ready, _rest = self.ray.world.wait(list(pending), num_returns=1, timeout=left)
             check()
             if not ready and deadline.passed:
-                raise launch._late_error([plan for plan, _ in pending.values()], len(started), timeout_s)
+                raise late_error([plan for plan, _ in pending.values()], len(started), timeout_s)
             for ref in ready:
                 plan, actor = pending.pop(ref)
                 try:
@@ -126,6 +124,6 @@ class PretendedPlacement:
                 except Exception as error:
                     waiting = [other.place.rank for other, _ in pending.values()]
                     done = len(started) - len(pending) - 1
-                    raise launch._start_error(error, plan, actor, done, waiting) from error
+                    raise start_error(error, plan, actor, done, waiting) from error
                 clock.note(plan.place.rank, **dict.fromkeys(WORKER_PHASES, 0.0))
         return [ref.value() for ref in started]

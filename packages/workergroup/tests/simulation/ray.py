@@ -16,10 +16,10 @@ from typing import Any
 from ray.exceptions import TaskCancelledError
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_workergroup._remote import facts as remote_facts
 
 from .actors import Actor, Handle, Request, SimRef, Worker
 from .scheduler import SimulatedWorld, SimulationError
+from .seam import run_with_environ
 
 # How long a request to the head waits for it.
 HEAD_S = 10.0
@@ -338,11 +338,9 @@ class PretendedRay:
         """Run a function of `_remote/facts.py`, or of the user, with the facts and the environment of a worker."""
         published = SimpleNamespace(facts=worker.facts)
         before, sys.modules["_fairlead_worker"] = sys.modules.get("_fairlead_worker"), published  # type: ignore[assignment]
-        own, remote_facts.os = remote_facts.os, SimpleNamespace(environ=worker.environ)  # type: ignore[assignment]
         try:
-            return function(worker, *args, **kwargs)
+            return run_with_environ(worker.environ, function, worker, *args, **kwargs)
         finally:
-            remote_facts.os = own
             worker.facts = published.facts
             del sys.modules["_fairlead_worker"]
             if before is not None:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ray.exceptions import GetTimeoutError
 
-from fairlead_workergroup._world import replaced_by
-
+from .seam import replaced_by
 from .tasks import SimulatedEvent, SimulatedLock, SimulationError, Stop, Task
 
 _K = TypeVar("_K")
@@ -93,7 +92,7 @@ class OneTime:
 
 
 class SimulatedWorld:
-    """The world of one run; see `fairlead_workergroup._world.World`.
+    """The world of one run; see the class `World` of the package.
 
     Attributes:
         current: the task that runs; None while an event happens.

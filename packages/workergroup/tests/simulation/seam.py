@@ -1,22 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions outside of the seam that the simulation replaces, all of them."""
+"""The seam between the simulation and the package: the functions that it replaces, and the shipped code that it runs.
+
+All of them are here. The other modules of the simulation import no private module of the package.
+"""
 
 import contextlib
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fairlead_placement import Slot
 from fairlead_placement.spi import Job
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import Place
+from fairlead_workergroup._calls.execution import Execution
+from fairlead_workergroup._calls.plan import CallOptions, Recipients
+from fairlead_workergroup._calls.sender import Order, Request, Sender
+from fairlead_workergroup._elastic.resize import Resize
+from fairlead_workergroup._lifecycle import crew, launcher, resources, standbys
 from fairlead_workergroup._lifecycle.resources import Resources
+from fairlead_workergroup._lifecycle.shutdown import RunningWorker
+from fairlead_workergroup._membership.change import Change
+from fairlead_workergroup._membership.facts import WorkerFacts
+from fairlead_workergroup._membership.judge import Judge
+from fairlead_workergroup._membership.machine import Membership
+from fairlead_workergroup._membership.model import Started, make_process
+from fairlead_workergroup._membership.operations import RestartPolicy
+from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._observe.calls import Counters
+from fairlead_workergroup._observe.evidence import RayWitnesses
+from fairlead_workergroup._ray_private import actor_id_of_ref, dead_actors
+from fairlead_workergroup._remote import facts as remote_facts
+from fairlead_workergroup._remote.process import find_ended
+from fairlead_workergroup._start import launch
+from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._start.report import WORKER_PHASES, StartClock
+from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
+from fairlead_workergroup._world import Deadline, replaced_by
+from fairlead_workergroup.spi import actor_id_of
 
-from .actors import SimRef
-from .group import describe_model
-from .placement import PretendedPlacement
-from .ray import PretendedRay
-from .scheduler import SimulatedWorld
+if TYPE_CHECKING:
+    from .placement import PretendedPlacement
+    from .ray import PretendedRay
+    from .scheduler import SimulatedWorld
+
+__all__ = [
+    "Deadline",
+    "Execution",
+    "Roster",
+    "Sender",
+    "Started",
+    "WORKER_PHASES",
+    "WorkerClass",
+    "actor_id_of_ref",
+    "dead_actors",
+    "find_ended",
+    "replaced",
+    "replaced_by",
+]
 
 # What Ray tells a driver about itself.
 CONTEXT = SimpleNamespace(
@@ -40,7 +85,7 @@ class NoBar:
         pass
 
 
-def _wait_until(world: SimulatedWorld, is_true: Callable[[], bool], seconds: float) -> bool:
+def _wait_until(world: "SimulatedWorld", is_true: Callable[[], bool], seconds: float) -> bool:
     """Ask again and again until a condition holds, as `wait_until` does; the question may be a point itself."""
     deadline = world.now() + seconds
     while not is_true():
@@ -50,7 +95,7 @@ def _wait_until(world: SimulatedWorld, is_true: Callable[[], bool], seconds: flo
     return True
 
 
-def _run_in_thread(world: SimulatedWorld, function: Callable[[], Any]) -> Job[Any]:
+def _run_in_thread(world: "SimulatedWorld", function: Callable[[], Any]) -> Job[Any]:
     """Run a function on a task of its own, as `run_in_thread` does."""
     job: Job[Any] = Job(world.now())
 
@@ -64,8 +109,11 @@ def _run_in_thread(world: SimulatedWorld, function: Callable[[], Any]) -> Job[An
     return job
 
 
-def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict[str, Any]:
+def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> dict[str, Any]:
     """Return what stands for each function of Ray, of placement, or of this package that leaves the seam."""
+    from .actors import SimRef
+    from .group import describe_model
+
     ours, world = "fairlead_workergroup", pretended.world
     return {
         # Ray's own functions, wherever they are called as `ray.kill`.
@@ -138,7 +186,7 @@ def replacements(pretended: PretendedRay, placement: PretendedPlacement) -> dict
 class _Notes(logging.Handler):
     """Adds what the package logs to the history of a run."""
 
-    def __init__(self, pretended: PretendedRay) -> None:
+    def __init__(self, pretended: "PretendedRay") -> None:
         super().__init__()
         self._world = pretended.world
 
@@ -147,8 +195,10 @@ class _Notes(logging.Handler):
 
 
 @contextlib.contextmanager
-def replaced(pretended: PretendedRay) -> Iterator[PretendedPlacement]:
+def replaced(pretended: "PretendedRay") -> Iterator["PretendedPlacement"]:
     """Replace them during a block, in which the package logs to the history of the run; yield the placement."""
+    from .placement import PretendedPlacement
+
     placement = PretendedPlacement(pretended)
     logger, notes = logging.getLogger("fairlead_workergroup"), _Notes(pretended)
     before: list[tuple[Any, str, Any]] = [(logger, "propagate", logger.propagate)]
@@ -166,3 +216,150 @@ def replaced(pretended: PretendedRay) -> Iterator[PretendedPlacement]:
         for owner, name, value in reversed(before):
             setattr(owner, name, value)
         logger.removeHandler(notes)
+
+
+# Shipped code that pretended workers run.
+
+
+def find_fact_function(name: str) -> Callable[..., Any] | None:
+    """Return the shipped function of this name that changes the facts of a worker; None if there is none."""
+    return getattr(remote_facts, name, None)
+
+
+def run_with_environ(environ: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function that changes the facts of a worker, with the environment of a pretended process."""
+    own, remote_facts.os = remote_facts.os, SimpleNamespace(environ=environ)  # type: ignore[assignment]
+    try:
+        return function(*args, **kwargs)
+    finally:
+        remote_facts.os = own
+
+
+# Shipped code of starts.
+
+
+def describe(worker: type) -> WorkerClass:
+    """Return the description of a class."""
+    return describe_class(worker, asks=[{}], node_id="", runtime_env=None, timeout_s=0.0)
+
+
+def make_places(slots: Sequence[Slot]) -> list[Place]:
+    """Return the place of a rank in each slot."""
+    return lay_out(slots, prefix="simulated")
+
+
+def make_plan(place: Place) -> Any:
+    """Return as much of the plan of a worker as pretended placement uses."""
+    return SimpleNamespace(place=place, process=make_process(place, {"dp": place.rank}))
+
+
+def make_started(handle: Any, place: Place, answer: Mapping[str, Any]) -> Started:
+    """Return a worker that has started in a place, given what its process has reported."""
+    known = {"pid": answer["pid"], "started": answer["started"], "actor_id": actor_id_of(handle)}
+    return Started(handle, place, replace(make_process(place, {"dp": place.rank}), **known))
+
+
+def make_resources(name: str, places: Sequence[Place]) -> Resources:
+    """Return what a group holds that has no workers yet."""
+    return Resources(Roster(name, list(places), NamedSharding.from_shape(dp=len(places))))
+
+
+def make_running_worker(handle: Any, node_id: str) -> RunningWorker:
+    """Return what has to be ended of a worker."""
+    return RunningWorker(handle, node_id, "")
+
+
+def create_actors(plans: Sequence[Any]) -> dict[int, Any]:
+    """Create the actors of workers as a start does; return their handles, by rank."""
+    made: dict[int, Any] = {}
+
+    def add(plan: Any, actor: Any) -> None:
+        made[plan.place.rank] = actor
+
+    launcher.create_actors(plans, None, [], name="a", clock=StartClock(), add=add)  # type: ignore[arg-type]
+    return made
+
+
+def wait_started(started: Sequence[Any], plans: Sequence[Any], timeout_s: float) -> Any:
+    """Wait for constructors as a start does."""
+    return launcher.wait_started(started, plans, name="a", timeout_s=timeout_s, clock=StartClock(), check=lambda: None)
+
+
+def late_error(plans: Sequence[Any], workers: int, timeout_s: float) -> Exception:
+    """Return the error about workers that have not started in time."""
+    return launch._late_error(plans, workers, timeout_s)
+
+
+def start_error(error: Exception, plan: Any, actor: Any, started: int, waiting: Sequence[int]) -> Exception:
+    """Return the error about a constructor that has raised an error."""
+    return launch._start_error(error, plan, actor, started, waiting)
+
+
+# Shipped code of calls.
+
+
+def make_sender(places: list[Place], started: Sequence[Started]) -> Sender:
+    """Return the sender of a group whose workers have started, and which does not restart them."""
+    sharding = NamedSharding.from_shape(dp=len(places))
+    roster = Roster("simulated", places, sharding)
+    roster.judge = Judge(RayWitnesses(roster.find_handle))
+    roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
+    policy = RestartPolicy(on_failure=False, max_restarts=3, scope="worker")
+    # Calls use nothing else of the ports.
+    port: Any = SimpleNamespace(policy=policy, lacks_cluster=lambda ranks: False)
+    nothing: Any = SimpleNamespace()
+    membership = Membership(roster, port, nothing, nothing)
+    described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
+    read_group: Any = None
+    return Sender(roster, described, membership, Counters(), read_group, None)
+
+
+def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Execution:
+    """Call a method on all workers of a group."""
+    snapshot = sender.roster.now
+    ranks = range(len(snapshot.members))
+    requests = [Request(name, list(args), {}) for _ in ranks]
+    deadline = Deadline.after(timeout)
+    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, (0, 0), (), snapshot.sharding)
+    return Execution(sender, None, order, sender.send(order), Recipients(list(ranks), list(ranks), None), CallOptions())
+
+
+# Fixes of defects that the group once had, each of which a function takes back.
+
+
+def send_only_the_epoch(patch: Any) -> None:
+    """Survivors of a restart or a replacement are sent the number of the epoch, and no other facts."""
+    since = WorkerFacts.since
+
+    def reverted(facts: WorkerFacts, before: WorkerFacts | None) -> Any:
+        if before is None or before.world_size != facts.world_size:
+            return since(facts, before)
+        return {"epoch": facts.epoch}
+
+    patch.setattr(WorkerFacts, "since", reverted)
+
+
+def forget_the_scope(patch: Any) -> None:
+    """A resize restarts only the lost ranks, also with scope "group"."""
+    plan = Resize.plan
+
+    class Asked:
+        def __init__(self, asked: Any) -> None:
+            self.policy = replace(asked.policy, scope="worker")
+            self._asked = asked
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._asked, name)
+
+    patch.setattr(Resize, "plan", lambda self, now, ask: plan(self, now, Asked(ask)))  # type: ignore[arg-type]
+
+
+def use_dead_slots(patch: Any) -> None:
+    """Slots of dead nodes are chosen."""
+    for module in (crew, resources, standbys):
+        patch.setattr(module, "usable_slots", list)
+
+
+def undo_after_the_switch(patch: Any) -> None:
+    """A change that was interrupted is undone after it has ended old workers."""
+    patch.setattr(Change, "seal", lambda change: None)

@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of pretended placement, with the shipped code that uses it."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from fairlead_placement import PlacementError, ResourceInsufficientError
-from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerStartError
-from fairlead_workergroup._lifecycle import launcher
-from fairlead_workergroup._lifecycle.resources import Resources
-from fairlead_workergroup._lifecycle.shutdown import RunningWorker
-from fairlead_workergroup._membership.model import make_process
-from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._start.report import StartClock
 
 from .actors import HANG
 from .calls import make_places
 from .exploration import explore
 from .ray import PretendedRay
-from .seam import replaced
+from .seam import create_actors, make_plan, make_resources, make_running_worker, replaced, wait_started
 
 
 def simulate(script, seeds=50):
@@ -40,14 +31,14 @@ def test_resources():
 
     def script(world, ray, placement, places):
         slots = [place.slot for place in places]
-        made = [Resources(Roster(name, places, NamedSharding.from_shape(dp=4))) for name in "abc"]
+        made = [make_resources(name, places) for name in "abc"]
 
         def acquire(resources):
             (first, _) = resources.claim_free(slots, 2)
             resources.lease_master_port(first)
             handle = ray.create(first.node_id)
             handle.__ray_ready__.remote()
-            resources.add({0: RunningWorker(handle, first.node_id, "")})
+            resources.add({0: make_running_worker(handle, first.node_id)})
 
         def run(work):
             world.join([world.start_task(one.roster.name_prefix, lambda one=one: work(one)) for one in made[:2]])
@@ -58,7 +49,7 @@ def test_resources():
             made[2].claim_slots(slots[:1])
         assert len(placement.claims) == 4
         assert len(placement.leases) == 2
-        run(Resources.give_back)
+        run(lambda resources: resources.give_back())
         assert [one.gave_all_back for one in made] == [True] * 3
         assert not placement.claims
         assert not placement.leases
@@ -85,16 +76,13 @@ def test_starts():
     """Actors start in their slots; a constructor that raises or hangs is a WorkerStartError that names the rank."""
 
     def script(world, ray, placement, places):
-        plans = [SimpleNamespace(place=place, process=make_process(place, {"dp": place.rank})) for place in places]
-        made = {}
-        launcher.create_actors(
-            plans, None, [], name="a", clock=StartClock(), add=lambda plan, actor: made.update({plan.place.rank: actor})
-        )
+        plans = [make_plan(place) for place in places]
+        made = create_actors(plans)
         facts = [{"rank": rank, "env": {}} for rank in made]
 
         def wait(timeout_s):
             refs = [made[one["rank"]]._fairlead_start.remote(one, [], [], {}) for one in facts]
-            return launcher.wait_started(refs, plans, name="a", timeout_s=timeout_s, clock=StartClock())
+            return wait_started(refs, plans, timeout_s)
 
         assert [answer["node_id"] for answer in wait(10)] == [place.slot.node_id for place in places]
 
