@@ -11,33 +11,34 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("zmq")
 
-from fairlead_workergroup._calls.execution import Execution
-from fairlead_workergroup._calls.plan import CallOptions
-from fairlead_workergroup._calls.sender import Order, Request, Sender, Sent
-from fairlead_workergroup._membership.machine import Membership
-from fairlead_workergroup._membership.operations import Route
-from fairlead_workergroup._transport import futures as futures_of
-from fairlead_workergroup._world import Deadline
-
-from ..lanes import Handle, Resources, open_lane
+from ..lanes import (
+    Handle,
+    RepeatedCall,
+    Resources,
+    find_ends_by,
+    get_values,
+    is_free,
+    look_for_ends_every,
+    make_calling_sender,
+    make_order,
+    open_lane,
+)
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 # Each way in a process of its own, because the process may hang for good. They run at the same time.
 WAYS = """
 import faulthandler, gc, os, signal, sys, threading, traceback
+import pytest
 sys.path.insert(0, sys.argv[1])
-from fairlead_workergroup._transport import futures as futures_of
-from fairlead_lane import _transport as transport
-from lanes import open_group
+from lanes import find_ends_by, get_values, open_group
 
-transport.find_ended = lambda streams: {}
+find_ends_by(pytest.MonkeyPatch(), lambda streams: {})
 gc.disable()
 
 
@@ -48,7 +49,7 @@ def call_in(way):
         def call(*_):
             made = group.send("echo", 2)
             # A finalizer that interrupts the lane's thread cannot wait there.
-            answers.extend([] if way == "finalizer" else futures_of.get(made, 60))
+            answers.extend([] if way == "finalizer" else get_values(made, 60))
             called.set()
             group.gate.set()
 
@@ -75,7 +76,7 @@ def call_in(way):
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             threading.Timer(0.4, group.gate.set).start()
         faulthandler.dump_traceback_later(60.0, exit=True)
-        assert futures_of.get(sent, 60) == [1]
+        assert get_values(sent, 60) == [1]
         called.wait()
         assert way == "finalizer" or answers == [((2,), {})] * 2
         os._exit(0)
@@ -159,7 +160,7 @@ class TestHandlers:
         timer = threading.Timer(0.2, signal_twice)
         timer.start()
         with pytest.raises(alarm):
-            futures_of.get(sent, 20)
+            get_values(sent, 20)
         timer.join()
         assert delivered == ["SIGTERM"]
         group.gate.set()
@@ -170,7 +171,7 @@ class TestHandlers:
         try:
             with open(tmp_path / "stacks", "w") as file:
                 faulthandler.register(signal.SIGTERM, file, chain=True)
-                futures_of.get(group.send("echo", 1), 20)
+                get_values(group.send("echo", 1), 20)
                 signal.raise_signal(signal.SIGTERM)
             assert "most recent call first" in (tmp_path / "stacks").read_text()
         finally:
@@ -188,39 +189,19 @@ class TestTurns:
             yield pool
 
     @pytest.fixture
-    def whole_sender(self, sender):
+    def calling_sender(self):
         """Return a sender whose calls are sent to nobody."""
-        echo = SimpleNamespace(remote=lambda *args, **kwargs: object())
-        member = SimpleNamespace(handle=SimpleNamespace(echo=echo))
-        now = SimpleNamespace(
-            lost=(), sharding=None, members=[member], epoch=0, is_broken=False, ended=False, has=lambda ranks: True
-        )
-        sender.roster.check_alive = lambda: now
-        sender.roster.now = now
-        sender.roster.check_connected = lambda: None
-        described = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-        counters = SimpleNamespace(add=lambda **counts: None)
-        return Sender(sender.roster, described, sender.membership, counters, None, None)
+        return make_calling_sender()
 
-    @pytest.fixture
-    def order(self) -> Order:
-        """Return a call of rank 0."""
-        method = SimpleNamespace(name="echo", result="value")
-        return Order(method, [0], [Request("echo", [], {})], 0.0, Deadline(), (0, 0), ())
-
-    def _is_free(self, membership: Membership) -> bool:
-        """Return whether this thread can make a call, and change the group."""
-        deadline = Deadline.after(20)
-        is_open = membership.gate.run(lambda: True, deadline)
-        return is_open and membership.begin(Route("nothing", lambda gate: None)).wait(deadline)
-
-    def test_sending(self, whole_sender, order, other, interrupt_everywhere):
+    def test_sending(self, calling_sender, other, interrupt_everywhere):
         """After Ctrl-C at any moment of a call another thread can make one."""
+
+        order = make_order()
 
         def send():
             with contextlib.suppress(KeyboardInterrupt):
-                whole_sender.send(order)
-            assert other.submit(self._is_free, whole_sender.membership).result(60)
+                calling_sender.send(order)
+            assert other.submit(is_free, calling_sender.membership).result(60)
 
         assert interrupt_everywhere(send, signal.SIGINT, "_calls/sender.py", "_membership/roster.py")
 
@@ -230,19 +211,18 @@ class TestTurns:
         def open_and_close():
             with contextlib.suppress(KeyboardInterrupt), open_lane(sender, Resources(), 5):
                 pass
-            assert other.submit(self._is_free, sender.membership).result(60)
+            assert other.submit(is_free, sender.membership).result(60)
 
         assert interrupt_everywhere(open_and_close, signal.SIGINT, "_calls/route.py")
 
-    def test_repeating(self, whole_sender, order, other, interrupt_everywhere):
+    def test_repeating(self, calling_sender, other, interrupt_everywhere):
         """After Ctrl-C at any moment at which a call is repeated another thread can wait for the call."""
-        execution = Execution(whole_sender, None, order, Sent([], 0, 0), [], CallOptions(retries=1))
-        execution.pending = list
+        call = RepeatedCall(calling_sender)
 
         def repeat():
             with contextlib.suppress(KeyboardInterrupt):
-                assert execution.repeat(-1, Deadline())
-            assert other.submit(execution.repeat, -1, Deadline.after(0.0)).result(60)
+                assert call.repeat()
+            assert other.submit(call.repeat, 0.0).result(60)
 
         assert interrupt_everywhere(repeat, signal.SIGINT, "_calls/execution.py")
 
@@ -256,7 +236,7 @@ class TestDetour:
             patch.setattr(Handle, "remote", lambda handle, *_: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt), group.lane.detour([0]):
                 pass
-        assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+        assert get_values(group.send("add", 1), 20) == [1, 1]
         group.lane.stop()
         group.lane.close(5)
 
@@ -266,8 +246,8 @@ class TestDetour:
         def find_ended(streams):
             return {at: None for at, stream in enumerate(streams) if stream.ended.done()}
 
-        monkeypatch.setattr("fairlead_lane._transport.CHECK_S", 0.05)
-        monkeypatch.setattr("fairlead_lane._transport.find_ended", find_ended)
+        look_for_ends_every(monkeypatch, 0.05)
+        find_ends_by(monkeypatch, find_ended)
         numbers = itertools.count()
 
         def leave():
@@ -275,7 +255,7 @@ class TestDetour:
                 pass
             number = next(numbers)
             sent = other.submit(group.send, "add", number).result(20)
-            assert other.submit(futures_of.get, sent, 20).result(20) == [number, number]
+            assert other.submit(get_values, sent, 20).result(20) == [number, number]
 
         with ThreadPoolExecutor(1) as other:
             assert interrupt_everywhere(leave, signal.SIGINT, "fairlead_lane/_transport.py")

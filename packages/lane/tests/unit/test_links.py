@@ -18,6 +18,7 @@ pytest.importorskip("zmq")
 
 from fairlead_lane import _local as local_of
 from fairlead_lane._worker.links import (
+    CONTENT_BYTES,
     PACKET_BYTES,
     DriverLostError,
     LaneConfig,
@@ -32,14 +33,19 @@ from fairlead_lane._worker.serve import (
     ANSWER,
     ANSWER_BYTES,
     CALL,
+    INLINE,
     INLINE_BYTES,
     REQUEST,
     STOP,
+    STORED,
     WELCOME,
     Connection,
+    make_answer,
+    make_error,
     serve,
 )
-from fairlead_workergroup._transport import futures as futures_of
+
+from ..lanes import get_values, wait_ready
 
 
 @pytest.fixture
@@ -378,21 +384,21 @@ class TestLane:
         """Arguments and answers of several packets arrive whole, in order, by both kinds of sockets."""
         values = [os.urandom(80_000), "x" * 9_000]
         sent = [group.send("echo", i, *values) for i in range(50)]
-        assert [futures_of.get(futures, 60) for futures in sent] == [[((i, *values), {})] * 2 for i in range(50)]
+        assert [get_values(futures, 60) for futures in sent] == [[((i, *values), {})] * 2 for i in range(50)]
 
     def test_many_arguments(self, group):
         """Arguments that are small but many arrive, as do the largest answers when they are passed on together."""
         sent = group.send("total", *[os.urandom(9_900) for _ in range(300)])
-        assert futures_of.get(sent, 60) == [300 * 9_900] * 2
+        assert get_values(sent, 60) == [300 * 9_900] * 2
         answers = [future for _ in range(15) for future in group.send("add", os.urandom(INLINE_BYTES - 100))]
-        assert futures_of.get(group.send("total", *answers), 60) == [30 * (INLINE_BYTES - 100)] * 2
+        assert get_values(group.send("total", *answers), 60) == [30 * (INLINE_BYTES - 100)] * 2
 
     def test_worker_of_another_user(self, group, monkeypatch):
         """A worker that the Unix socket refuses connects by the network."""
         monkeypatch.setattr(local_of, "user_of", lambda _: os.geteuid() + 1)
         with group.lane.detour([0, 1]):  # after which the workers connect again
             pass
-        assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+        assert get_values(group.send("add", 1), 20) == [1, 1]
         assert not group.router._local._by_name.keys() & {group.lane._sessions[0].identity}
 
     def test_worker_that_receives_nothing(self, group):
@@ -401,9 +407,9 @@ class TestLane:
         block = "x" * 20_000
         sent = [group.send("add", [i, block]) for i in range(60)]
         assert group.ran == [[], []]
-        assert not futures_of.wait(sent[-1], timeout=0.1)[0]
+        assert not wait_ready(sent[-1], timeout=0.1)[0]
         group.gate.set()
-        assert [futures_of.get(futures, 60) for futures in sent] == [[[i, block]] * 2 for i in range(60)]
+        assert [get_values(futures, 60) for futures in sent] == [[[i, block]] * 2 for i in range(60)]
 
     def test_worker_without_connection(self, group, eventually):
         """A worker whose connection is closed ends its serve call at once, with the reason."""
@@ -414,4 +420,11 @@ class TestLane:
             group.router._local._drop(identity, packets)
         assert isinstance(session.items.ended.exception(20), DriverLostError)
         assert eventually(lambda: session.over)
-        assert futures_of.get(group.send("add", 1), 20) == [1, 1]  # by a connection of its own
+        assert get_values(group.send("add", 1), 20) == [1, 1]  # by a connection of its own
+
+    def test_largest_answer(self):
+        """Whatever a worker sends in a message is smaller than the largest frame that the driver takes."""
+        error = ValueError("\N{SNOWMAN}" * INLINE_BYTES)
+        largest = [make_answer(bytes(INLINE_BYTES - 100)), make_error("method", error)]
+        assert [answer.form for answer in largest] == [INLINE, STORED]
+        assert sum(map(len, largest[0].frames)) + ANSWER_BYTES <= CONTENT_BYTES

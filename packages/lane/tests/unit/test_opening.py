@@ -4,6 +4,7 @@
 import contextlib
 import os
 import pickle
+import secrets
 import socket
 import struct
 import threading
@@ -12,24 +13,22 @@ import pytest
 
 zmq = pytest.importorskip("zmq")
 
-from fairlead_lane._local import LocalSocket  # noqa: E402
-from fairlead_lane._router import Router  # noqa: E402
-from fairlead_lane._worker.links import CONTENT_BYTES, LaneConfig, NetworkLink  # noqa: E402
-from fairlead_lane._worker.serve import (  # noqa: E402
-    ANSWER,
-    ANSWER_BYTES,
-    HELLO,
-    INLINE,
-    INLINE_BYTES,
-    STORED,
-    VALUE,
-    make_answer,
-    make_error,
-)
-from fairlead_workergroup._transport import futures as futures_of  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError  # noqa: E402
 
-from ..lanes import Resources, connect_stranger, open_group, open_lane  # noqa: E402
+from ..lanes import (  # noqa: E402
+    NetworkLink,
+    Resources,
+    Router,
+    connect_stranger,
+    find_ends_by,
+    get_values,
+    hide_unix_sockets,
+    limit_strangers,
+    make_config,
+    open_group,
+    open_lane,
+    wire,
+)
 
 
 class TestOpening:
@@ -79,11 +78,11 @@ class TestKeys:
         if keys == "garbage":
             with socket.create_connection(("127.0.0.1", int(config.address.rpartition(":")[2]))) as stranger:
                 stranger.sendall(os.urandom(4096))
-                assert futures_of.get(group.send("echo", 1)) == [((1,), {})] * 2
+                assert get_values(group.send("echo", 1)) == [((1,), {})] * 2
             return
         with connect_stranger(config, keys, identity=group.lane._sessions[0].identity) as monitor:
             for i in range(20):
-                assert futures_of.get(group.send("echo", i), 30) == [((i,), {})] * 2
+                assert get_values(group.send("echo", i), 30) == [((i,), {})] * 2
             assert not monitor.poll(200)
 
     @pytest.mark.parametrize("says", ["greeting", "answer", "wrong key", "half a key", "garbage", "nothing"])
@@ -95,8 +94,8 @@ class TestKeys:
         with group.hold():
             (number,) = session._calls
         content = {
-            "greeting": struct.pack(ANSWER, HELLO, 0, INLINE, 0, 0, 0),
-            "answer": struct.pack(ANSWER, VALUE, 0, INLINE, 2, 0, number) + pickle.dumps("forged"),
+            "greeting": struct.pack(wire.ANSWER, wire.HELLO, 0, wire.INLINE, 0, 0, 0),
+            "answer": struct.pack(wire.ANSWER, wire.VALUE, 0, wire.INLINE, 2, 0, number) + pickle.dumps("forged"),
             "wrong key": os.urandom(32) + session.identity,
             "half a key": config.local_key[:16] + session.identity,
             "garbage": os.urandom(4096),
@@ -109,12 +108,12 @@ class TestKeys:
                 stranger.send(content)
                 assert stranger.recv(1) == b""  # the lane has closed the connection
             group.gate.set()
-            assert futures_of.get([*sent, *group.send("echo", 1)], 20) == [1, 1, *[((1,), {})] * 2]
+            assert get_values([*sent, *group.send("echo", 1)], 20) == [1, 1, *[((1,), {})] * 2]
         assert group.ran == [[1], [1]]
 
     def test_many_strangers_on_this_node(self, group, monkeypatch):
         """Connections that say nothing do not keep the workers from connecting."""
-        monkeypatch.setattr("fairlead_lane._local.MOST_GUESTS", 4)
+        limit_strangers(monkeypatch, 4)
         config = group.router.config(bytes(20), is_local=True)
         with contextlib.ExitStack() as stack:
             strangers = []
@@ -126,7 +125,7 @@ class TestKeys:
             assert strangers[0].recv(1) == b""
             with group.lane.detour([0, 1]):  # after which the workers connect again
                 pass
-            assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+            assert get_values(group.send("add", 1), 20) == [1, 1]
 
     def test_holder_of_the_keys(self, group):
         """A message that is not of the protocol is ignored, also from a holder of the keys."""
@@ -139,7 +138,7 @@ class TestKeys:
             stranger.connect(config.address)
             stranger.send(b"x")
             for i in range(20):
-                assert futures_of.get(group.send("echo", i)) == [((i,), {})] * 2
+                assert get_values(group.send("echo", i)) == [((i,), {})] * 2
 
 
 class TestSizes:
@@ -165,7 +164,7 @@ class TestSizes:
         """The driver closes the connection of a stranger who announces a large frame, and the calls go on."""
         with socket.create_connection(("127.0.0.1", int(group.router.address.rpartition(":")[2]))) as stranger:
             assert self.announce(stranger)
-        assert futures_of.get(group.send("echo", 1), 20) == [((1,), {})] * 2
+        assert get_values(group.send("echo", 1), 20) == [((1,), {})] * 2
 
     def test_worker(self):
         """A worker closes its connection if a false driver announces a large frame."""
@@ -173,18 +172,11 @@ class TestSizes:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(20)
             address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            link = NetworkLink(LaneConfig(address, b"name", zmq.curve_keypair()[0], *keys))
+            link = NetworkLink(make_config(address, zmq.curve_keypair()[0], *keys))
             peer, _ = listener.accept()
             with peer:
                 assert self.announce(peer)
             link.close()
-
-    def test_largest_answer(self):
-        """Whatever a worker sends in a message is smaller than the largest frame that the driver takes."""
-        error = ValueError("\N{SNOWMAN}" * INLINE_BYTES)
-        largest = [make_answer(bytes(INLINE_BYTES - 100)), make_error("method", error)]
-        assert [answer.form for answer in largest] == [INLINE, STORED]
-        assert sum(map(len, largest[0].frames)) + ANSWER_BYTES <= CONTENT_BYTES
 
 
 class TestAddress:
@@ -196,17 +188,17 @@ class TestAddress:
 
     def test_no_unix_sockets(self, monkeypatch):
         """Where a Unix socket cannot be bound, workers of this node connect by TCP too."""
-        monkeypatch.setattr("fairlead_lane._transport.find_ended", lambda streams: {})
+        find_ends_by(monkeypatch, lambda streams: {})
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.bind("\0fairlead-lane-taken")
-            monkeypatch.setattr("fairlead_lane._local.secrets.token_hex", lambda _: "taken")
+            monkeypatch.setattr(secrets, "token_hex", lambda _: "taken")
             with open_group() as group:
                 assert not group.router.config(b"", is_local=True).local_address
-                assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+                assert get_values(group.send("add", 1), 20) == [1, 1]
 
     def test_socket_out_of_reach(self, monkeypatch):
         """A worker that cannot reach the Unix socket, such as in a network namespace of its own, connects by TCP."""
-        monkeypatch.setattr("fairlead_lane._transport.find_ended", lambda streams: {})
-        monkeypatch.setattr(LocalSocket, "complete", lambda _, config: config._replace(local_address="\0nowhere"))
+        find_ends_by(monkeypatch, lambda streams: {})
+        hide_unix_sockets(monkeypatch)
         with open_group() as group:
-            assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+            assert get_values(group.send("add", 1), 20) == [1, 1]

@@ -19,16 +19,26 @@ zmq = pytest.importorskip("zmq")
 
 from ray.exceptions import ActorDiedError, RayTaskError  # noqa: E402
 
-from fairlead_lane._session import WINDOW  # noqa: E402
-from fairlead_lane._transport import SLICE_S  # noqa: E402
-from fairlead_lane._worker.serve import INLINE, ITEM, STORED, VALUE  # noqa: E402
-from fairlead_workergroup._observe.query import cancel_calls  # noqa: E402
-from fairlead_workergroup._transport import futures as futures_of  # noqa: E402
-from fairlead_workergroup._transport.messages import references_of  # noqa: E402
 from fairlead_workergroup.exceptions import LaneError, WorkerGroupError  # noqa: E402
 from fairlead_workergroup.spi import Message  # noqa: E402
 
-from ..lanes import Group, open_group  # noqa: E402
+from ..lanes import (  # noqa: E402
+    SLICE_S,
+    WINDOW,
+    Group,
+    ask_nodes_by,
+    block_shutdown_by,
+    cancel_calls,
+    find_ends_by,
+    get_values,
+    let_workers_look_rarely,
+    limit_waiting_calls,
+    look_rarely,
+    open_group,
+    references_of,
+    wait_ready,
+    wire,
+)
 
 
 def _bind_again(group: Group) -> bool:
@@ -43,12 +53,12 @@ def _bind_again(group: Group) -> bool:
 class TestMessages:
     def test_values(self, group):
         """Arguments and answers are those of the method."""
-        assert futures_of.get(group.send("echo", 1, [2], a={"b": None})) == [((1, [2]), {"a": {"b": None}})] * 2
+        assert get_values(group.send("echo", 1, [2], a={"b": None})) == [((1, [2]), {"a": {"b": None}})] * 2
 
     def test_errors(self, group):
         """An exception arrives as Ray raises it: with its type, and its traceback as text."""
         with pytest.raises(KeyError, match="here") as caught:
-            futures_of.get(group.send("fail", "here"))
+            get_values(group.send("fail", "here"))
         assert "in fail" in str(caught.value)
 
     def test_items(self, group):
@@ -60,10 +70,10 @@ class TestMessages:
         group.gate.clear()
         first = group.send("echo", 1, ranks=[0])
         second = group.send("add", 1, ranks=[1])
-        assert futures_of.wait([*first, *second], num_returns=1, timeout=10) == (first, second)
-        assert futures_of.wait([*first, *second], num_returns=2, timeout=0.05) == (first, second)
+        assert wait_ready([*first, *second], num_returns=1, timeout=10) == (first, second)
+        assert wait_ready([*first, *second], num_returns=2, timeout=0.05) == (first, second)
         group.gate.set()
-        assert futures_of.wait([*first, *second], num_returns=2, timeout=10) == ([*first, *second], [])
+        assert wait_ready([*first, *second], num_returns=2, timeout=10) == ([*first, *second], [])
 
     def test_answers_as_arguments(self, group):
         """A call that gets the answer of another one is sent when that answer has arrived; an error takes its place."""
@@ -73,21 +83,21 @@ class TestMessages:
         (behind,) = group.send("echo", "behind", ranks=[1])
         assert not behind.done
         group.gate.set()
-        assert futures_of.get([*waiting, behind]) == [((5,), {}), (("behind",), {})]
+        assert get_values([*waiting, behind]) == [((5,), {}), (("behind",), {})]
         (failed,) = group.send("fail", "source", ranks=[0])
         with pytest.raises(KeyError, match="source"):
-            futures_of.get(group.send("echo", failed, ranks=[1]))
+            get_values(group.send("echo", failed, ranks=[1]))
 
     def test_answers_of_another_lane(self, group, monkeypatch):
         """A call is sent as soon as the answer of another lane that is its argument has arrived."""
         with open_group() as other, monkeypatch.context() as patch:
-            patch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
-            patch.setattr("fairlead_lane._worker.serve.QUIET_S", 60.0)
+            look_rarely(patch)
+            let_workers_look_rarely(patch)
             other.gate.clear()
             (made,) = other.send("add", 5, ranks=[0])
             sent = group.send("echo", made, ranks=[1])
             threading.Timer(0.5, other.gate.set).start()
-            assert futures_of.get(sent, 30) == [((5,), {})]
+            assert get_values(sent, 30) == [((5,), {})]
 
     def test_dead_source(self, group):
         """The death of the worker that makes an argument does not look like the death of the worker that gets it."""
@@ -95,7 +105,7 @@ class TestMessages:
         sent = group.send("echo", source, ranks=[1])
         source.resolve(error=ActorDiedError())
         with pytest.raises(RayTaskError) as caught:
-            futures_of.get(sent)
+            get_values(sent)
         assert isinstance(caught.value.cause, ActorDiedError)
 
     def test_end_while_sending(self, group):
@@ -103,9 +113,9 @@ class TestMessages:
         with group.hold():
             sent = group.send("echo", 1, ranks=[0])
             group.lane._by_identity.pop(group.lane._sessions[0].identity).end(ActorDiedError())
-        assert futures_of.wait(sent, timeout=20)[0] == sent
+        assert wait_ready(sent, timeout=20)[0] == sent
         with pytest.raises(ActorDiedError):
-            futures_of.get(sent)
+            get_values(sent)
 
     def test_failing_ray(self, group, monkeypatch):
         """The thread that receives messages goes on when Ray has raised an error there."""
@@ -116,7 +126,7 @@ class TestMessages:
             raise OSError("Ray does not answer")
 
         with monkeypatch.context() as patch:
-            patch.setattr("fairlead_lane._transport.find_ended", fail)
+            find_ends_by(patch, fail)
             assert failed.wait(20)
         (sent,) = group.send("echo", 1, ranks=[0])
         assert sent.future().result(10) == ((1,), {})
@@ -125,7 +135,7 @@ class TestMessages:
         """An error of any kind in the lane's thread is logged, and the thread goes on."""
         group.lane._do(lambda: [][0])
         assert eventually(lambda: "could not take a message: IndexError" in caplog.text)
-        assert futures_of.get(group.send("echo", 1, ranks=[0]), 20) == [((1,), {})]
+        assert get_values(group.send("echo", 1, ranks=[0]), 20) == [((1,), {})]
 
     def test_thread_that_frees_references(self, group, monkeypatch, eventually):
         """The lane's own thread keeps `ray.shutdown()` waiting while it looks at the ends of the serve calls."""
@@ -141,8 +151,8 @@ class TestMessages:
             seen.append((threading.current_thread().name, bool(blocked)))
             return {}
 
-        monkeypatch.setattr("fairlead_lane._transport.block_shutdown", block_shutdown)
-        monkeypatch.setattr("fairlead_lane._transport.find_ended", find_ended)
+        block_shutdown_by(monkeypatch, block_shutdown)
+        find_ends_by(monkeypatch, find_ended)
         assert eventually(lambda: len(seen) >= 2)
         assert set(seen) == {("fairlead-lane", True)}
 
@@ -153,7 +163,7 @@ class TestMessages:
             if i % 50 == 25:
                 with group.lane.detour([0, 1]):
                     pass
-        futures_of.get(group.send("echo", 0))
+        get_values(group.send("echo", 0))
         assert group.ran == [list(range(200))] * 2
 
     def test_window(self, group):
@@ -164,11 +174,11 @@ class TestMessages:
         with group.hold():
             assert (len(session._calls), session.backlog) == (WINDOW, 2 * WINDOW)
         group.gate.set()
-        assert futures_of.get(sent) == list(range(3 * WINDOW))
+        assert get_values(sent) == list(range(3 * WINDOW))
 
     def test_room(self, group, monkeypatch):
         """A thread waits while too many calls of a worker wait to be sent, and other threads go on meanwhile."""
-        monkeypatch.setattr("fairlead_lane._transport.Lane.most_waiting", 5)
+        limit_waiting_calls(monkeypatch, 5)
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 5)]
         with group.hold():
@@ -177,12 +187,12 @@ class TestMessages:
         assert group.lane.wait_for_room([1], 0.0)
         waiting = threading.Thread(target=group.lane.wait_for_room, args=([0], 60.0))
         waiting.start()
-        assert futures_of.get(group.send("echo", 1, ranks=[1]), 20) == [((1,), {})]
+        assert get_values(group.send("echo", 1, ranks=[1]), 20) == [((1,), {})]
         assert waiting.is_alive()
         group.gate.set()
         waiting.join(20)
         assert not waiting.is_alive()
-        assert futures_of.get(sent) == list(range(WINDOW + 5))
+        assert get_values(sent) == list(range(WINDOW + 5))
 
     def test_threads(self, group):
         """Calls of several threads at once all get their own answers."""
@@ -190,7 +200,7 @@ class TestMessages:
 
         def run(number: int) -> None:
             for i in range(100):
-                got = futures_of.get(group.send("echo", number, i))
+                got = get_values(group.send("echo", number, i))
                 wrong.extend(one for one in got if one != ((number, i), {}))
 
         threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
@@ -218,7 +228,7 @@ class TestMessages:
                     group.router._socket.unbind(group.router.address)
                 assert eventually(lambda: _bind_again(group))
         last = group.send("add", 100)
-        assert futures_of.wait(last, num_returns=2, timeout=20)[1] == []
+        assert wait_ready(last, num_returns=2, timeout=20)[1] == []
         assert group.ran == [list(range(101))] * 2
         assert lost == {group.lane._sessions[1].identity}
 
@@ -237,7 +247,7 @@ class TestMessages:
         with group.hold():  # the lane's thread does these one after the other, and takes no message between them
             sent = group.send("add", 1)
             group.lane._do(lambda: greeted.append(session.greeted))
-        assert futures_of.get(sent, 20) == [1, 1]
+        assert get_values(sent, 20) == [1, 1]
         assert len(dropped) == 1
         assert greeted == [False]
         assert session.greeted
@@ -245,7 +255,7 @@ class TestMessages:
 
     def test_duplicates(self, group):
         """A message that is sent again changes nothing."""
-        futures_of.get(group.send("add", 1))
+        get_values(group.send("add", 1))
         group.gate.clear()
         sent = group.send("add", 2)
         session = group.lane._sessions[0]
@@ -253,7 +263,7 @@ class TestMessages:
             for _, message in [*session._unacked] * 3:
                 session.send_frames(session.identity, message)
         group.gate.set()
-        futures_of.get([*sent, *group.send("add", 3)])
+        get_values([*sent, *group.send("add", 3)])
         assert group.ran == [[1, 2, 3]] * 2
 
     def test_cancel(self, group):
@@ -262,9 +272,9 @@ class TestMessages:
         sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 2)]
         sent[-1].cancel()
         group.gate.set()
-        futures_of.get(sent[:-1])
+        get_values(sent[:-1])
         assert sent[-1].failed
-        futures_of.get(group.send("echo", 0))
+        get_values(group.send("echo", 0))
         assert group.ran[0] == list(range(WINDOW + 1))
 
     def test_cancel_in_the_driver(self, group, monkeypatch):
@@ -275,7 +285,7 @@ class TestMessages:
             asked.extend(workers)
             return [False] * len(workers)
 
-        monkeypatch.setattr("fairlead_workergroup._observe.query.ask_nodes", ask_nodes)
+        ask_nodes_by(monkeypatch, ask_nodes)
         group.gate.clear()
         sent = [group.send("add", i, ranks=[0])[0] for i in range(WINDOW + 20)]
         worker = SimpleNamespace(rank=0, key=(0, 0))
@@ -285,7 +295,7 @@ class TestMessages:
         assert [future.done for future in sent] == [False] * WINDOW + [True] * 19 + [False]
         assert group.lane._sessions[0].backlog == 1
         group.gate.set()
-        futures_of.get([*sent[:WINDOW], sent[-1]])
+        get_values([*sent[:WINDOW], sent[-1]])
         assert group.ran[0] == [*range(WINDOW), WINDOW + 19]
 
     def test_dropped_stream(self, group):
@@ -296,13 +306,13 @@ class TestMessages:
         (cancelled,) = group.send("items_and_note", 2, ranks=[0])
         cancelled.cancel()
         group.gate.set()
-        futures_of.get([*sent, *group.send("echo", 0)])
+        get_values([*sent, *group.send("echo", 0)])
         assert group.ran[0] == [*range(WINDOW + 1), ("items", 1)]
 
     @pytest.mark.parametrize("group", [True], indirect=True)
     def test_call_before_the_opening(self, group):
         """A call that another thread makes while the lane opens is answered, and the lane opens."""
-        assert futures_of.get([*group.early, *group.send("add", 1)]) == [0, 0, 1, 1]
+        assert get_values([*group.early, *group.send("add", 1)]) == [0, 0, 1, 1]
         assert group.ran == [[0, 1]] * 2
 
 
@@ -318,7 +328,7 @@ class TestSignals:
                 group.send("add", next(numbers))
 
         assert interrupt_everywhere(send, signal.SIGINT, "fairlead_lane/_transport.py")
-        assert futures_of.get(group.send("add", "last"), 20) == ["last", "last"]
+        assert get_values(group.send("add", "last"), 20) == ["last", "last"]
         assert group.ran[0] == group.ran[1]
         assert len(group.ran[0]) > 2
 
@@ -331,8 +341,8 @@ class TestSignals:
             (late,) = other.submit(group.send, "add", 2, ranks=[1]).result(20)
             threading.Timer(0.005, group.gate.set).start()
             with contextlib.suppress(KeyboardInterrupt):
-                assert futures_of.get([sent, late], 20) == [1, 2]
-            assert other.submit(futures_of.get, [sent, late], 20).result(20) == [1, 2]
+                assert get_values([sent, late], 20) == [1, 2]
+            assert other.submit(get_values, [sent, late], 20).result(20) == [1, 2]
 
         with ThreadPoolExecutor(1) as other:
             assert interrupt_everywhere(get, signal.SIGINT, "fairlead_lane/_transport.py")
@@ -354,13 +364,13 @@ class TestSignals:
         timer.start()
         try:
             with pytest.raises(Stopped):
-                futures_of.get(sent, 3600)
+                get_values(sent, 3600)
             assert signal.getsignal(number) is handle
         finally:
             timer.join()
             signal.signal(number, before)
         group.gate.set()
-        assert futures_of.get(sent) == [1, 1]
+        assert get_values(sent) == [1, 1]
 
 
 class _Items:
@@ -389,7 +399,7 @@ class TestEnds:
             group.lane._ended.append((session, ActorDiedError()))
             group.lane._receive()
             group.router.receive = receive
-        assert futures_of.get(sent, 10) == [0, 1, 2]
+        assert get_values(sent, 10) == [0, 1, 2]
 
     def test_answers_behind_a_lost_one(self, group):
         """A small answer that waits behind a large one is handed out when the large one is lost with its worker."""
@@ -401,9 +411,9 @@ class TestEnds:
         (stream,) = group.send("items", 2, ranks=[0])
         with group.hold():
             pendings = list(session._calls.values())
-            content = [pickle.dumps("content")]
-            session._arrived.extend([(pendings[0], VALUE, STORED, ()), (pendings[1], VALUE, INLINE, content)])
-            session._arrived.extend([(pendings[2], ITEM, STORED, ()), (pendings[2], ITEM, INLINE, content)])
+            lost, here = (wire.STORED, ()), (wire.INLINE, [pickle.dumps("content")])
+            session._arrived.extend([(pendings[0], wire.VALUE, *lost), (pendings[1], wire.VALUE, *here)])
+            session._arrived.extend([(pendings[2], wire.ITEM, *lost), (pendings[2], wire.ITEM, *here)])
             session._calls.clear()
             group.lane._by_identity.pop(session.identity)
             session.end(ActorDiedError())
@@ -426,7 +436,7 @@ class TestEnds:
         with group.lane.detour([0, 1]):
             assert eventually(lambda: not group.lane._by_identity)
             assert not eventually(lambda: group.lane._closed, 2 * SLICE_S)
-        assert futures_of.get(group.send("add", 1), 20) == [1, 1]
+        assert get_values(group.send("add", 1), 20) == [1, 1]
 
     def test_end_of_ray(self, group, monkeypatch, eventually):
         """The lane's thread drops references only while it keeps other threads from shutting Ray down."""
@@ -438,7 +448,7 @@ class TestEnds:
             yield
             blocked.now = False
 
-        monkeypatch.setattr("fairlead_lane._transport.block_shutdown", block)
+        block_shutdown_by(monkeypatch, block)
         group.gate.clear()
         for future in group.send("add", 1):
             monkeypatch.setattr(future, "resolve", lambda **_: seen.append(getattr(blocked, "now", False)))
@@ -482,19 +492,19 @@ class TestChains:
     @pytest.mark.parametrize("first", [0, 1])
     def test_stored_argument(self, group, monkeypatch, first):
         """A call is sent at once when the large answer that is its argument is handed out."""
-        monkeypatch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
+        look_rarely(monkeypatch)
         source = Message(group.lane, bytes(24))
         gives = group.lane._sessions[1 - first]
         gives.hand_out = lambda: source.resolve([pickle.dumps(5)])
         sent = group.send("echo", source, ranks=[first])
         with group.hold():
             group.lane._awaiting.add(gives)
-        assert futures_of.get(sent, 20) == [((5,), {})]
+        assert get_values(sent, 20) == [((5,), {})]
 
     @pytest.mark.parametrize("last", [0, 1])
     def test_failed_arguments(self, group, monkeypatch, last):
         """The failure of an argument reaches the calls of all workers that depend on it at once."""
-        monkeypatch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
+        look_rarely(monkeypatch)
         source = Message(group.lane, bytes(24))
         (middle,) = group.send("echo", source, ranks=[1 - last])
         (end,) = group.send("echo", middle, ranks=[last])
@@ -502,7 +512,7 @@ class TestChains:
         group.router.interrupt()
         for future in (middle, end):
             with pytest.raises(RayTaskError):
-                futures_of.get([future], 20)
+                get_values([future], 20)
 
     def test_calls_of_others(self, group):
         """A call that waits for an argument, and those behind it, take no time of the calls of other workers."""
@@ -512,10 +522,10 @@ class TestChains:
             waits = group.lane._sessions[0]
             waits.pump = lambda: looks.append(1) or type(waits).pump(waits)
         for i in range(100):
-            futures_of.get(group.send("add", i, ranks=[1]))
+            get_values(group.send("add", i, ranks=[1]))
         assert len(looks) < 20
         source.resolve([pickle.dumps(1)])
-        assert futures_of.get(sent, 20) == [((1,), {}), ((2,), {})]
+        assert get_values(sent, 20) == [((1,), {}), ((2,), {})]
 
     def test_cancelled_argument(self, group):
         """The cancellation of a call that waits fails a call that depends on it at once."""
@@ -530,12 +540,12 @@ class TestChains:
     def test_two_lanes(self, group, monkeypatch):
         """The answers of two lanes are received as they arrive, whichever of them comes last."""
         with open_group() as other, monkeypatch.context() as patch:
-            patch.setattr("fairlead_lane._transport.SLICE_S", 60.0)
+            look_rarely(patch)
             for slow, fast in ((group, other), (other, group)):
                 slow.gate.clear()
                 sent = [*fast.send("add", 1, ranks=[0]), *slow.send("add", 2, ranks=[0])]
                 threading.Timer(0.3, slow.gate.set).start()
-                assert futures_of.get(sent, 50) == [1, 2]
+                assert get_values(sent, 50) == [1, 2]
 
 
 class TestReferences:

@@ -2,39 +2,24 @@
 """Tests of a lane that is opened or closed while another thread holds the turn of the group, without Ray."""
 
 import contextlib
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fairlead_workergroup._membership.operations import Route
-from fairlead_workergroup._world import Deadline
 from fairlead_workergroup.exceptions import LaneError
 
-from ..lanes import Resources, open_lane
+from ..lanes import Resources, open_lane, restarting
 
 
 class TestTurns:
     """Another operation changes the group meanwhile, such as a restart of workers."""
 
-    @contextlib.contextmanager
-    def _restart(self, sender) -> Iterator[threading.Event]:
-        held, release = threading.Event(), threading.Event()
-
-        def hold(gate):
-            held.set()
-            release.wait(60)
-
-        change = sender.membership.begin(Route("a restart", hold))
-        assert held.wait(20)
-        yield release
-        release.set()
-        assert change.wait(Deadline.after(20))
-
     def test_opening(self, sender):
         """A lane that cannot be opened in time, because another thread restarts workers, says so."""
-        with self._restart(sender), pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"):
+        with (
+            restarting(sender.membership),
+            pytest.raises(LaneError, match=r"did not open within 0\.1 s\. A restart goes on"),
+        ):
             open_lane(sender, Resources(), 0.1).__enter__()
         assert sender.transport is None
 
@@ -43,7 +28,7 @@ class TestTurns:
         resources = Resources()
         lane = open_lane(sender, resources, 600)
         lane.__enter__()
-        with self._restart(sender), ThreadPoolExecutor(1) as threads:
+        with restarting(sender.membership), ThreadPoolExecutor(1) as threads:
             closed = threads.submit(lane.__exit__, None, None, None)
             assert eventually(lambda: sender.membership._queue)
             clock.skip(600)
@@ -58,7 +43,7 @@ class TestTurns:
         resources, restart = Resources(), contextlib.ExitStack()
 
         def open_and_restart(_):
-            restart.enter_context(self._restart(sender))
+            restart.enter_context(restarting(sender.membership))
 
         sender.opens = open_and_restart
         lane = open_lane(sender, resources, 20)
