@@ -211,7 +211,7 @@ def unit(session: nox.Session) -> None:
     # All at once. Only the first part imports torch; the second mostly waits, for threads and processes.
     paths = {name: package(name, "/tests/unit") for name in SIBLINGS}
     workers = paths.pop("workergroup")
-    rendezvous, described = f"{workers}/test_torch.py", f"{workers}/test_describe.py"
+    rendezvous, described = f"{workers}/test_torch.py", f"{workers}/test_worker_class.py"
     with_torch = f"{described}::test_options_of_plain_methods[torch]"
     parts = (
         [paths.pop("batching"), paths.pop("transfer"), rendezvous, with_torch],
@@ -321,7 +321,7 @@ def interop(session: nox.Session) -> None:
     install(session, *map(package, ["sharding", "batching", "venvs", "transfer", "lane"]), *extras, *requirements)
     pure = [f"batching/tests/unit/test_{name}.py" for name in ("torch", "leaves", "packed")]
     pure += [f"transfer/tests/unit/test_{name}.py" for name in ("torch", "ends", "adapters")]
-    pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "describe")] + [
+    pure += [f"workergroup/tests/unit/test_{name}.py" for name in ("torch", "worker_class")] + [
         "inspect/tests/unit/test_otel.py"
     ]
     session.run("pytest", package("sharding/tests/interop"), *map(package, pure), *session.posargs, env=RAY_ENV)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 
+from fairlead_workergroup import spi
 from fairlead_workergroup.testing import LocalGroup
 
 
@@ -19,6 +20,19 @@ class Group(LocalGroup):
 
     def get_worker_status(self) -> Any:
         return self._sender.late_workers(range(self.world_size))
+
+    def observe(self) -> spi.Observer:
+        """Return what `spi.observe_workers` returns for a group of processes."""
+        return spi.Observer(self._sender.roster)
+
+    def observe_calls(self, observer: spi.CallObserver) -> None:
+        """Do what `spi.observe_calls` does for a group of processes."""
+        self._sender.observed.observe(observer)
+
+    def lose(self, rank: int) -> None:
+        """Let the group know that a worker is lost."""
+        lost = spi.decide(self._sender.roster.now[rank].process, [spi.Evidence("process", "gone")])
+        self._sender.roster.note([lost])
 
     @property
     def _membership(self) -> Any:

@@ -3,8 +3,10 @@
 
 import pytest
 
-from fairlead_workergroup import CallStatistics, GroupStatistics, Outcome, StuckWorker, WorkerStatus, WorkerUsage
-from fairlead_workergroup._observe.display import MOST_ROWS, Records
+from fairlead_workergroup import CallStatistics, GroupStatistics, Outcome, StuckWorker, WorkerUsage
+
+from ..faults import let_nodes_report
+from ..local import Group
 
 
 @pytest.mark.parametrize(
@@ -26,18 +28,32 @@ def test_a_record(record, cells):
         assert cell in shown
 
 
-def test_a_list_of_records():
+@pytest.fixture
+def look(monkeypatch):
+    """Return a function that returns the statuses and the stuck ones of as many workers as given, all in `<step>`."""
+    row = {"gone": False, "stuck": False, "method": "<step>", "message": "x" * 999}
+
+    def look(count):
+        let_nodes_report(monkeypatch, dict.fromkeys(range(count), row))
+        with Group("collections.Counter", workers=count) as group:
+            observer = group.observe()
+            return observer.read_status(1.0), observer.find_stuck(1.0, dump_stacks=False)
+
+    return look
+
+
+def test_a_list_of_records(look):
     """A list has a column for each field and a row for each record; a long list shows both ends."""
-    statuses = [
-        WorkerStatus(rank, f"w<{rank}>", {"dp": rank}, "idle", "ab" * 28, 7, message="x" * 999) for rank in range(100)
-    ]
-    shown = Records(statuses[:3])._repr_html_()
+    statuses, stuck = look(3)
+    shown = statuses._repr_html_()
     assert shown.startswith("<p>3 WorkerStatus</p>")
     assert (shown.count("<tr>"), shown.count("<th>rank</th>")) == (4, 1)
-    assert "<td>w&lt;2&gt;</td><td>dp=2</td><td>idle</td>" in shown
+    assert "<td>local-0-2</td><td>worker=2</td><td>busy</td>" in shown
+    assert shown.count("<td>&lt;step&gt;</td>") == 3
     assert "x" * 201 not in shown
-    many = Records(statuses)._repr_html_()
-    assert many.count("<tr>") == MOST_ROWS + 2
-    assert "w&lt;99&gt;" in many
-    assert Records(statuses) == statuses
-    assert Records([])._repr_html_() == "<p>no entries</p>"
+    many, _ = look(50)
+    shown = many._repr_html_()
+    assert shown.count("<tr>") == 40 + 2
+    assert ("local-0-19<" in shown, "local-0-20<" in shown, "local-0-49<" in shown) == (True, False, True)
+    assert many == list(many)
+    assert stuck._repr_html_() == "<p>no entries</p>"

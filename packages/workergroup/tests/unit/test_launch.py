@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`launch` refuses wrong arguments before it starts anything, and spreads workers over nodes in equal parts."""
+"""`launch` refuses wrong arguments before it starts anything."""
 
 import collections
 
 import pytest
 import ray
 
-from fairlead_placement.spi import count_bundles
 from fairlead_workergroup import launch
-from fairlead_workergroup._launch import _count_for_each_node
 
 WORKERS = {"workers": 2}
 
@@ -45,22 +43,3 @@ def test_refused(worker, options, message):
         launch(worker, **options)
     assert message in str(caught.value)
     assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("workers", "rooms", "counts"),
-    [
-        (4, [4], [4]),
-        (4, [2, 2], [2, 2]),
-        (16, [8, 8, 4], [8, 8]),
-        (12, [8, 8], [6, 6]),
-        (6, [3, 1, 2], [1] * 6),
-        (5, [4, 4], [1] * 5),
-        (5, [4], [5]),
-        (4, [], [4]),
-        (20, [count_bundles({"GPU": 0.1}, {"GPU": 1.0})] * 2, [10, 10]),
-    ],
-)
-def test_spread(workers, rooms, counts):
-    """Nodes get the largest equal parts that fit; what fits nowhere stays whole, so that it is refused as a whole."""
-    assert _count_for_each_node(workers, rooms) == counts

@@ -34,6 +34,7 @@ from fairlead_workergroup import (
 from fairlead_workergroup.exceptions import RemoteError
 from fairlead_workergroup.testing import LocalGroup, hang, kill
 
+from ..faults import limit_closes_after_errors
 from ..local import no_ray  # noqa: F401  a fixture of all tests
 from ..ray.test_kinds import Collecting, Decorated, check_decorated
 
@@ -378,7 +379,7 @@ class TestStart:
 
     def test_a_constructor_that_is_late(self, gate, monkeypatch, eventually):
         """It is named; the variables are those of before, and other groups start while it hangs."""
-        monkeypatch.setattr("fairlead_workergroup._local.group.AFTER_ERROR_S", 0.1)
+        limit_closes_after_errors(monkeypatch, 0.1)
         running[str(gate)] = threading.Event()
         with pytest.raises(WorkerStartError, match=r"3 of 4 workers had not finished their constructor.*rank 1"):
             LocalGroup(Failing, dp=2, tp=2, init_args=[[], str(gate)], timeout_s=0.3)
@@ -504,7 +505,7 @@ class TestEnd:
 
     def test_an_error_in_the_block(self, gate, monkeypatch):
         """The error stays, and has a note about late workers."""
-        monkeypatch.setattr("fairlead_workergroup._local.group.AFTER_ERROR_S", 0.1)
+        limit_closes_after_errors(monkeypatch, 0.1)
         began = running[str(gate)] = threading.Event()
 
         def fail():
@@ -529,7 +530,7 @@ class TestEnd:
     @pytest.mark.parametrize("where", ["constructor", "call"])
     def test_ctrl_c(self, where, gate, monkeypatch, eventually):
         """Ctrl-C ends the wait and the group."""
-        monkeypatch.setattr("fairlead_workergroup._local.group.AFTER_ERROR_S", 0.1)
+        limit_closes_after_errors(monkeypatch, 0.1)
         began = running[str(gate)] = threading.Event()
 
         def interrupt():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the copies of exceptions, which keep their types."""
+"""Tests of the copies of exceptions, which keep their types, on their way from workers that are threads."""
 
 import copyreg
 import threading
@@ -7,14 +7,40 @@ import threading
 import pytest
 import ray
 
-from fairlead_workergroup._remote.host import make_portable
+from fairlead_workergroup.testing import LocalGroup
 
+from ..local import no_ray  # noqa: F401  a fixture of all tests
 from ..user_errors import HoldingError, NewError, PrefixError, StubbornError, TwoArgumentsError
 
+# Threads see what the test puts here.
+raised = []
 
-def make_copy(error):
-    make_portable(error)
-    return ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+
+class Raising:
+    def fail(self):
+        raise raised[-1]
+
+
+@pytest.fixture(scope="module")
+def group():
+    with LocalGroup(Raising, workers=1) as group:
+        yield group
+
+
+@pytest.fixture
+def make_copy(group):
+    """Return a function that lets a worker raise an error, and returns the one that arrives."""
+
+    def arrive(error):
+        raised.append(error)
+        with pytest.raises(BaseException) as caught:
+            group.call("fail").result()
+        assert caught.value is not error
+        assert caught.value.__notes__.pop().startswith("raised by rank 0 ")  # which is added here, and not there
+        return caught.value
+
+    yield arrive
+    raised.clear()
 
 
 class TestCopies:
@@ -31,7 +57,7 @@ class TestCopies:
         ],
         ids=lambda error: type(error).__name__,
     )
-    def test_type_text_and_attributes(self, error):
+    def test_type_text_and_attributes(self, make_copy, error):
         """The copy has the class, the text, the arguments, the attributes and the notes."""
         error.add_note("a note")
         kept = dict(vars(error))
@@ -39,7 +65,7 @@ class TestCopies:
         assert (type(copy), str(copy), repr(copy)) == (type(error), str(error), repr(error))
         assert vars(copy) == kept
 
-    def test_what_does_not_pickle(self):
+    def test_what_does_not_pickle(self, make_copy):
         """Arguments keep their places, attributes are left out, and a note names both."""
         copy = make_copy(HoldingError("text", threading.Lock()))
         assert type(copy) is HoldingError
@@ -49,7 +75,7 @@ class TestCopies:
             "left out on the way from the worker, as it does not pickle: argument 1, attribute 'lock'"
         ]
 
-    def test_references(self, monkeypatch):
+    def test_references(self, make_copy, monkeypatch):
         """A reference is left out without being pickled, which would keep its object for the life of the worker."""
         pickled = []
         monkeypatch.setitem(copyreg.dispatch_table, ray.ObjectRef, lambda ref: (str, pickled.append(ref) or ()))
@@ -58,8 +84,9 @@ class TestCopies:
         assert (type(copy), copy.text, copy.args, pickled) == (HoldingError, "text", ("text", "<list>"), [])
         assert "argument 1 (holds a reference), attribute 'lock' (holds a reference)" in copy.__notes__[0]
 
-    def test_what_cannot_be_copied(self):
-        """An exception that cannot be copied stays unchanged."""
+    def test_what_cannot_be_copied(self, make_copy):
+        """An exception that cannot be copied stays unchanged, and its text arrives."""
         error = StubbornError(1, where="home")
-        make_portable(error)
+        arrived = make_copy(error)
+        assert "StubbornError" in str(arrived)
         assert vars(error) == {"where": "home"}

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups that agents publish, as other processes find them. Pure."""
-
-from dataclasses import replace
+"""The groups that agents publish, as other processes find them, without Ray."""
 
 import pytest
 
 from fairlead_placement.spi import Agent
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
-from fairlead_workergroup._observe import publications
-from fairlead_workergroup._observe.publications import merge_boards
-from fairlead_workergroup._observe.registration import KEY, SCHEMA
-from fairlead_workergroup.spi import RegisteredGroup
+from fairlead_workergroup.spi import find_group, find_groups
+
+from ..faults import let_agents_have, publish
 
 MESH = NamedSharding.from_shape(dp=2, tp=2)
-DRIVER = {"job_id": "01000000", "worker_id": "w", "node_id": "n", "host": "head", "pid": 7, "started": 1}
-GROUP = RegisteredGroup("0" * 10, "policy", "Trainer", MESH.shape, MESH.to_dict(), 0.0, "ns", 1, DRIVER, members=())
 
 
 def board(epoch, *rows, **changes):
     about = {
-        "schema": SCHEMA,
         "id": "g",
         "name": "policy",
         "class": "Trainer",
@@ -31,24 +25,29 @@ def board(epoch, *rows, **changes):
     about["publication"] = epoch
     fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": ""}
     members = [{**fields, "mark": "", "incarnation": 0, **row} for row in rows]
-    return {KEY + "g": {**about, "members": members, **changes}, "of-somebody-else": 3}
+    return {**publish({**about, "members": members, **changes}), "of-somebody-else": 3}
 
 
-def test_merge():
+def test_merge(monkeypatch):
     """The boards of a group's nodes become one group, of each rank the latest; others are left out."""
     first, second, silent = (Agent("01", node, None) for node in ("a", "b", "c"))
+
+    def merge(boards):
+        let_agents_have(monkeypatch, boards)
+        return find_groups()
+
     boards = {
         first: board(5, {"rank": 0, "node_id": "a", "pid": 1}, {"rank": 1, "node_id": "a", "pid": 2}),
         second: board(7, {"rank": 1, "node_id": "b", "pid": 3}),
         silent: TimeoutError("no answer"),
     }
-    (found,) = merge_boards(boards)
+    (found,) = merge(boards)
     assert [(one.rank, one.node_id, one.pid) for one in found.members] == [(0, "a", 1), (1, "b", 3)]
     assert (found.epoch, found.sharding, found.agents) == (7, MESH, {"a": first, "b": second})
-    assert merge_boards({first: board(5, schema=99)}) == []
+    assert merge({first: board(5, schema=99)}) == []
     assert (found.publication, found.settled) == (7, False)
     rows = [{"rank": rank, "node_id": "a", "pid": 1} for rank in range(4)]
-    (found,) = merge_boards({first: board(8, *rows), second: board(8)})
+    (found,) = merge({first: board(8, *rows), second: board(8)})
     assert (found.publication, found.settled) == (8, True)
 
 
@@ -67,10 +66,10 @@ def test_merge():
 def test_name_or_id(asked, found, monkeypatch):
     """A name chooses before ids, and the beginning of an id counts from the six digits that are shown."""
     names = {"33": "c", "33cafe": "cafe00", "cafe00": "policy", "cafe11": "critic", "a": "twin", "b": "twin"}
-    there = [replace(GROUP, group_id=one.ljust(32, "0"), name=name) for one, name in names.items()]
-    monkeypatch.setattr(publications, "find_groups", lambda: there)
+    boards = [board(1, id=one.ljust(32, "0"), name=name) for one, name in names.items()]
+    let_agents_have(monkeypatch, {Agent("01", str(at), None): one for at, one in enumerate(boards)})
     if found not in names:
         with pytest.raises(WorkerGroupError, match=found):
-            publications.find_group(asked)
+            find_group(asked)
     else:
-        assert publications.find_group(asked).group_id == found.ljust(32, "0")
+        assert find_group(asked).group_id == found.ljust(32, "0")

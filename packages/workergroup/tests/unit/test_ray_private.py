@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
 
-import os
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 import ray
 
 from fairlead_workergroup import _ray_private as private
-from fairlead_workergroup._remote import progress
 from fairlead_workergroup.spi import task_of_future
 
 # The layout of Ray's ids: 12 random bytes and the job make an actor id, 8 more bytes a task id, 4 more an object id.
@@ -57,15 +55,6 @@ def test_how_it_ended():
     """Without the text of this version of Ray both are unknown; the output of the worker is not that text."""
     assert private.how_it_ended(RuntimeError("The actor died.")) == (None, None)
     assert private.how_it_ended(RuntimeError("It died.\nLast log: Worker exits with an exit code 4")) == (None, None)
-
-
-def test_task_in_a_worker(monkeypatch):
-    """The record asks Ray's public API for the id of the task."""
-    running = [TASK.hex(), None]
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: running.pop(0)))
-    record = progress.Record(["__init__"])
-    assert [record._task(), record._task()] == [TASK, b""]
-    os.close(record._file)
 
 
 def test_death_causes(monkeypatch):

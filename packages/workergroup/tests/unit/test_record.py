@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,15 @@ def extended(request, monkeypatch):
         monkeypatch.setattr(ray.cloudpickle, "loads", lambda function: function)
         made.extend([start])
         yield made, calls, steps
+
+
+def test_task_in_a_worker(monkeypatch):
+    """The record asks Ray's public API for the id of the task."""
+    running = ["ab" * 24, None]
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: running.pop(0)))
+    record = Record(["__init__"])
+    assert [record._task(), record._task()] == [b"\xab" * 24, b""]
+    os.close(record._file)
 
 
 def test_extension(extended):

@@ -1,21 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `map` does for each item, with workers that answer at once and without Ray."""
+"""What calls plan, checked against a model of every worker on any layout, and what `map` does for each item."""
 
+import itertools
 import random
 import threading
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import PerWorker, Shard
 from fairlead_workergroup._calls import map as map_module
 from fairlead_workergroup._calls.execution import SendState
 from fairlead_workergroup._calls.map import MapOptions, _Balancer, _Item, map_items
+from fairlead_workergroup._calls.plan import Mesh, plan_call
 from fairlead_workergroup._transport.futures import ON_THREAD, block
 from fairlead_workergroup._world import Deadline
 from fairlead_workergroup.exceptions import CallTimeoutError, WorkerFailureError
+
+AXES = ("pp", "dp", "tp")
+
+
+@st.composite
+def meshes(draw):
+    """Draw a mesh of one to three axes with its ranks in any order, or a view of one."""
+    names = draw(st.permutations(AXES))[: draw(st.integers(1, 3))]
+    shape = draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
+    ranks = draw(st.permutations(range(int(np.prod(shape)))))
+    mesh = Mesh(NamedSharding(np.array(ranks).reshape(shape), names))
+    coords = {}
+    for name, size in zip(names, shape, strict=True):
+        kind = draw(st.sampled_from(["all", "all", "int", "slice"]))
+        if kind == "int":
+            coords[name] = draw(st.integers(-size, size - 1))
+        elif kind == "slice":
+            start = draw(st.integers(0, size - 1))
+            coords[name] = slice(start, draw(st.integers(start + 1, size)))
+    return mesh.at(coords), mesh, coords
+
+
+def positions(mesh):
+    """Return the rank and the coordinates of every worker, without a plan."""
+    if mesh.single:
+        return [(mesh.ranks[0], {})]
+    layout = mesh.sharding.layout
+    return [
+        (int(layout[at]), dict(zip(mesh.names, at, strict=True))) for at in itertools.product(*map(range, layout.shape))
+    ]
+
+
+@given(meshes())
+def test_views_select_as_numpy(drawn):
+    """A view, or a view of a view, has the ranks that numpy selects from the layout."""
+    view, mesh, coords = drawn
+    index = tuple(coords.get(name, slice(None)) for name in mesh.names)
+    assert view.ranks == sorted(np.asarray(mesh.sharding.layout[index]).ravel().tolist())
+    assert view.names == tuple(name for name in mesh.names if not isinstance(coords.get(name), int))
+    step = mesh
+    for name, at in coords.items():
+        step = step.at({name: at})
+    assert (step.ranks, step.names) == (view.ranks, view.names)
+
+
+@given(meshes(), st.data())
+def test_recipients(drawn, data):
+    """Workers at 0 along first_along are called; one returns a result for each collected coordinate, row-major."""
+    view, _, _ = drawn
+    first = data.draw(st.lists(st.sampled_from(view.names), unique=True)) if view.names else []
+    others = [name for name in view.names if name not in first]
+    collect = data.draw(st.none() | st.permutations(others).map(lambda names: names[: len(names) // 2 + 1]))
+    plan = plan_call(view, collect=collect, first_along=first)
+
+    called = sorted(rank for rank, coords in positions(view) if all(coords[axis] == 0 for axis in first))
+    assert plan.called == called
+    if collect is None:
+        assert plan.returned == called
+    else:
+        rank_at = {tuple(coords[name] for name in view.names): rank for rank, coords in positions(view)}
+        sizes = {name: view.sharding.get_axis_size(name) for name in view.names}
+        wanted = []
+        for at in itertools.product(*(range(sizes[axis]) for axis in collect)):
+            coords = {**dict.fromkeys(view.names, 0), **dict(zip(collect, at, strict=True))}
+            wanted.append(rank_at[tuple(coords[name] for name in view.names)])
+        assert plan.returned == wanted
+    answers = [True] * len(called) if plan.answers is None else plan.answers
+    assert [rank for rank, is_answer in zip(called, answers, strict=True) if is_answer] == sorted(plan.returned)
+
+
+@given(meshes(), st.data())
+def test_pieces(drawn, data):
+    """The worker at coordinate c along the axes gets piece c, whatever its rank; PerWorker goes by ascending rank."""
+    view, _, _ = drawn
+    if not view.names:
+        return
+    axes = data.draw(st.permutations(view.names))[: data.draw(st.integers(1, len(view.names)))]
+    first = data.draw(st.lists(st.sampled_from(view.names), unique=True).map(lambda a: [x for x in a if x not in axes]))
+    plan = plan_call(view, first_along=first)
+    coords_of = dict(positions(view))
+    pieces = np.empty([view.sharding.get_axis_size(axis) for axis in axes], dtype=object)
+    for at in np.ndindex(pieces.shape):
+        pieces[at] = at
+    got = plan.column("x", Shard(pieces.tolist(), *axes)).expand(len(plan.called))
+    assert got == [tuple(coords_of[rank][axis] for axis in axes) for rank in plan.called]
+    own = plan.column("x", PerWorker([f"of {rank}" for rank in plan.called])).expand(len(plan.called))
+    assert own == [f"of {rank}" for rank in plan.called]
+    assert plan.column("x", "all").expand(len(plan.called)) == ["all"] * len(plan.called)
+
+
+MESH = Mesh(NamedSharding.from_shape(dp=2, tp=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collect": "pp"}, "Invalid axis name: 'pp'"),
+        ({"first_along": ["pp"]}, "Invalid axis name: 'pp'"),
+        ({"collect": ("dp", "dp")}, "an axis is named twice"),
+        ({"collect": ("dp",), "first_along": ("dp",)}, r"axes \['dp'\] cannot be collected"),
+        ({"collect": (), "discard": True}, "discard=True returns no results"),
+    ],
+)
+def test_bad_options(options, message):
+    """Contradicting axes are refused and named."""
+    with pytest.raises(ValueError, match=message):
+        plan_call(MESH, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (lambda: Shard([1, 2, 3], "dp"), ValueError, "expected 2, found 3"),
+        (lambda: Shard([1], "dp"), ValueError, "expected 2, found 1"),
+        (lambda: Shard([[1] * 3, [1] * 2], "dp", "pp"), ValueError, r"depth 1, axis 'pp' .*expected 3, found 2"),
+        (lambda: Shard("ab", "dp"), TypeError, "Expected a sequence of 2 pieces"),
+        (lambda: Shard([1, 2], "cp"), ValueError, "Invalid axis name: 'cp'"),
+        (lambda: Shard([1] * 4, "tp"), ValueError, r"cannot be split along \['tp'\]"),
+        (lambda: Shard([1, 2]), ValueError, "Shard needs the axes"),
+        (lambda: PerWorker([1, 2, 3]), ValueError, "has 3 values, but 6 workers are called"),
+        (lambda: PerWorker("ab"), TypeError, "must be a list with a value per worker called"),
+        (lambda: PerWorker({0: 1, 1: 2}), TypeError, "must be a list with a value per worker called"),
+    ],
+)
+def test_bad_values(value, error, message):
+    """Too few values, too many values, and values that are not a sequence are refused."""
+    mesh = Mesh(NamedSharding.from_shape(dp=2, tp=4, pp=3))
+    with pytest.raises(error, match=message):
+        plan_call(mesh, first_along="tp").column("argument 'x'", value())
+
+
+def test_a_view_of_one_worker_has_no_axes():
+    """An axis of a single worker is refused with its own message; a coordinate outside names the axis and its size."""
+    one = MESH.at({"dp": 1, "tp": -1})
+    assert (one.ranks, one.names) == ([7], ())
+    with pytest.raises(ValueError, match="This is a view of one worker"):
+        one.at({"dp": 0})
+    with pytest.raises(IndexError, match="outside axis 'tp' of size 4"):
+        MESH.at({"tp": 4})
+    with pytest.raises(ValueError, match="selects nothing of axis 'dp' of size 2"):
+        MESH.at({"dp": slice(2, 2)})
+    assert plan_call(one, collect=()).returned == [7]
+
+
+def test_plans_are_cached():
+    """The same question returns the cached plan."""
+    again = Mesh(NamedSharding.from_shape(dp=2, tp=4))
+    assert plan_call(MESH, collect="dp") is plan_call(again, collect=["dp"])
+
 
 WORKERS, ITEMS = 500, 2_000
 

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults, limits and moments of a group that have no public name, each named after what a user would see.
+
+Tests use these functions and no private module. What a function changes lasts as long as the `pytest.MonkeyPatch` that
+it is given.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fairlead_placement import PlacementError, spi
+from fairlead_placement._nodes import background
+from fairlead_placement._nodes import head as placement_head
+from fairlead_workergroup import _ray_private
+from fairlead_workergroup._calls import errors, handle, sender
+from fairlead_workergroup._lifecycle import delivery, launcher, resources, shutdown, standbys
+from fairlead_workergroup._membership import judge, machine
+from fairlead_workergroup._observe import (
+    display,
+    evidence,
+    extensions,
+    head,
+    memory,
+    observer,
+    publications,
+    query,
+    registration,
+)
+from fairlead_workergroup._remote import exits, process, progress, reaper
+from fairlead_workergroup._start import builder, report
+from fairlead_workergroup._transport import futures
+
+Patch = pytest.MonkeyPatch
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Limits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
+    """Let nothing wait longer than this for Ray's head."""
+    for module, name in (
+        (placement_head, "LEAST_S"),
+        (placement_head, "ALIVE_S"),
+        (placement_head, "HEAD_S"),
+        (head, "REQUEST_S"),
+        (handle, "HEAD_S"),
+        (evidence, "LOOK_S"),
+    ):
+        patch.setattr(module, name, seconds)
+
+
+def limit_requests_of_looks(patch: Patch, seconds: float) -> None:
+    """Let the requests with which a group looks after its workers wait this long for Ray's head."""
+    patch.setattr(head, "REQUEST_S", seconds)
+    limit_looks(patch, seconds)
+
+
+def limit_looks(patch: Patch, seconds: float) -> None:
+    """Let a look at late or silent workers wait this long for Ray's head."""
+    patch.setattr(query, "HEAD_S", seconds)
+
+
+def limit_answers_of_nodes(patch: Patch, seconds: float) -> None:
+    """Let a look at workers wait this long for the agents of their nodes."""
+    patch.setattr(query, "ANSWER_S", seconds)
+
+
+def limit_starts_of_single_workers(patch: Patch, seconds: float) -> None:
+    """Let a builder wait this long for the worker that it makes."""
+    patch.setattr(builder, "START_S", seconds)
+
+
+def limit_cleanups_at_exits(patch: Patch, seconds: float) -> None:
+    """Let a worker that exits wait this long for its other methods."""
+    patch.setattr(exits, "CLEANUP_S", seconds)
+
+
+def limit_ends_of_workers(patch: Patch, seconds: float) -> None:
+    """Let a shutdown wait this long for a worker before it kills the process."""
+    patch.setattr(shutdown, "WORKER_GRACE_S", seconds)
+
+
+def limit_ends_of_children(patch: Patch, seconds: float) -> None:
+    """Let the processes that a worker has started have this long to end before they are killed."""
+    patch.setattr(process, "CHILD_GRACE_S", seconds)
+
+
+def limit_waits_for_room(patch: Patch, seconds: float) -> None:
+    """Let the end of workers wait this long for those that Ray has not created, as it may have no room for them."""
+    patch.setattr(shutdown, "MADE_S", seconds)
+
+
+def limit_closes_after_errors(patch: Patch, seconds: float) -> None:
+    """Let a `LocalGroup` that an error ends wait this long for busy workers."""
+    patch.setattr("fairlead_workergroup._local.group.AFTER_ERROR_S", seconds)
+
+
+def report_late_workers_every(patch: Patch, seconds: float) -> None:
+    """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
+    patch.setattr(futures, "REPORT_EVERY_S", seconds)
+
+
+def longest_shutdown(timeout_s: float) -> float:
+    """Return how long a shutdown with a timeout may take while Ray's head is silent."""
+    return timeout_s + shutdown.LAST_LOOK_S
+
+
+def most_calls_of_a_lane() -> int:
+    """Return how many calls a worker that does not answer may have in a lane, sent and waiting."""
+    from fairlead_lane._session import WINDOW
+    from fairlead_lane._transport import MOST_WAITING
+
+    return WINDOW + MOST_WAITING
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray's head, and the agents of nodes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def head_is_silent() -> bool:
+    """Return whether a request to Ray's head is late in this process."""
+    return placement_head.head_is_silent()
+
+
+def watch_requests_to_the_head(patch: Patch) -> Callable[[], set[str]]:
+    """Return a function that returns the names of the requests to Ray's head that have no answer yet."""
+    asked: list[tuple[str, Any]] = []
+
+    def start(*args: Any) -> Any:
+        job = background.run_in_thread(*args)
+        asked.append((args[0].__name__, job))
+        return job
+
+    patch.setattr(placement_head, "run_in_thread", start)
+    return lambda: {name for name, job in asked if not job.over.is_set()}
+
+
+def note_requests_for_dead_actors(patch: Patch) -> list[int]:
+    """Let Ray's head know of no dead actor; return a list that gets an entry for each request for them."""
+    asked: list[int] = []
+    patch.setattr(evidence, "dead_actors", lambda: asked.append(1) or frozenset())
+    return asked
+
+
+def explain_no_death(patch: Patch) -> None:
+    """Let Ray report the death of a worker without its cause."""
+    patch.setattr(evidence.RayWitnesses, "ray", lambda witnesses, workers, within_s: {})
+
+
+def publish(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an agent has on its board for a group that is described as plain data."""
+    return {registration.KEY + about["id"]: {"schema": registration.SCHEMA, **about}}
+
+
+def let_agents_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Exception]) -> None:
+    """Let the cluster have these agents, each with a board, or with an error in place of an answer."""
+    patch.setattr(publications, "find_agents", lambda: list(boards))
+    patch.setattr(publications, "read_boards", lambda agents, timeout_s: {one: boards[one] for one in agents})
+
+
+def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
+    """Let nodes drain on which Ray starts no agent; return the list of the requests to them."""
+    silent: list[str] = []
+
+    def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
+        silent.extend(node_id for node_id in asks if node_id in nodes)
+        answers = spi.run_on_nodes(function, asks, **options)
+        return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in nodes}
+
+    patch.setattr(shutdown, "run_on_nodes", run_on_nodes)
+    patch.setattr(shutdown, "draining_nodes", lambda: frozenset(nodes))
+    return silent
+
+
+def silence_guards(patch: Patch, *, times: int | None = None, act: Callable[[], object] = lambda: None) -> list[str]:
+    """Let the agents not answer when they are asked to enforce a memory limit, at first or always.
+
+    Args:
+        patch: as for all functions.
+        times: how many requests have no answer; None for all.
+        act: called at each request.
+
+    Returns:
+        The list of the requests, by the name of what the agents should do.
+    """
+    asked: list[str] = []
+
+    def ask_nodes(workers: Sequence[Any], function: Any, *more: Any, **options: Any) -> list[Any]:
+        asked.append(function.__name__)
+        act()
+        if times is None or len(asked) <= times:
+            return [None] * len(workers)
+        return query.ask_nodes(workers, function, *more, **options)
+
+    patch.setattr(memory, "ask_nodes", ask_nodes)
+    return asked
+
+
+def lose_nodes_of_guards(patch: Patch) -> None:
+    """Let the nodes be gone that should enforce a memory limit."""
+    patch.setattr(memory, "choose_alive", lambda node_ids: [])
+
+
+def end_processes_by(patch: Patch, function: Callable[..., object]) -> None:
+    """Let the agents of nodes run a function of the test to end the processes of workers."""
+    patch.setattr(shutdown, "end_trees", function)
+
+
+def keep_processes_alive(patch: Patch) -> None:
+    """Let the processes of workers survive every signal, and nothing wait for their ends for long."""
+    for name, value in (("CHILD_GRACE_S", 0.1), ("KILLED_S", 0.1), ("send_signal", lambda processes, number: None)):
+        patch.setattr(process, name, value)
+
+
+def leave_trees_to_groups(patch: Patch) -> None:
+    """Let the workers that start from now on not end what they have started when they end: the group has to."""
+    patch.setattr(reaper, "GRACE_S", 600.0)
+
+
+def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:
+    """Let the nodes answer a look at workers with these rows, given by rank; without one, a node is silent."""
+    patch.setattr(observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
+
+
+@contextlib.contextmanager
+def unreadable_record(pid: int) -> Iterator[None]:
+    """Let the record of what a worker does look as if the worker wrote it all the time."""
+    file = progress.open_record(pid)
+    page = os.pread(file, progress.CANCELLED_AT, 0)
+    for at in progress.STATES_AT:
+        os.pwrite(file, b"x" * 8, at + struct.calcsize(progress.STATE) - 8)
+    try:
+        yield
+    finally:
+        os.pwrite(file, page, 0)
+        os.close(file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moments at which something else happens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -> None:
+    """Let `act` run before each call of a function."""
+    function = getattr(owner, name)
+
+    def act_and_run(*args: Any, **options: Any) -> Any:
+        act()
+        return function(*args, **options)
+
+    patch.setattr(owner, name, act_and_run)
+
+
+def act_in_phases(patch: Patch, act: Callable[[str], object]) -> None:
+    """Let `act` run as a change of a group begins each phase, with the name that `docs/architecture.md` gives it."""
+    enter = machine.Membership._enter
+
+    def act_and_enter(membership: Any, phase: Any) -> None:
+        act(phase.value)
+        enter(membership, phase)
+
+    patch.setattr(machine.Membership, "_enter", act_and_enter)
+
+
+def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run when a change of a group begins to wait for the calls that were made before it."""
+    act_before(patch, delivery.Delivery, "quiesce", act)
+
+
+def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
+    """Let `act` run whenever a change of a group waits for these ranks, and for no others."""
+
+    class Bar(display.Bar):
+        def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
+            if list(waiting_for) == ranks:
+                act()
+
+    patch.setattr(delivery, "Bar", Bar)
+
+
+def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run when a call has been checked, and before Ray gets it."""
+    act_before(patch, sender.Sender, "_send_by_ray", act)
+
+
+def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run when a thread is about to find out which workers are lost."""
+    act_before(patch, judge.Judge, "ask", act)
+
+
+def act_before_nodes_look(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run when a status has the members of the group, and before the nodes look at them."""
+    act_before(patch, observer, "ask_nodes", act)
+
+
+def act_before_processes_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run when the end of workers begins to wait for Ray, such as for actors that it is creating."""
+    act_before(patch, shutdown, "wait_until", act)
+
+
+def act_when_processes_are_there(patch: Patch, act: Callable[[set[int]], object]) -> None:
+    """Let `act` run with the ranks whose processes are known to be there, each time a start learns of a rank."""
+    there: set[int] = set()
+    note = report.StartClock.note
+
+    def note_and_act(clock: Any, rank: int, **phases: float) -> None:
+        note(clock, rank, **phases)
+        if "process" in phases:
+            there.add(rank)
+        act(there)
+
+    patch.setattr(report.StartClock, "note", note_and_act)
+
+
+def act_at_the_next_read(
+    patch: Patch, *, of_news: bool, before: Callable[[], object] = int, after: Callable[[], object] = int
+) -> None:
+    """Let something happen before and after a handle reads its group once, or asks whether there is news of it."""
+    name = "read_newer" if of_news else "read_group"
+    function = getattr(handle, name)
+
+    def act_and_read(*args: Any, **options: Any) -> Any:
+        patch.setattr(handle, name, function)
+        before()
+        read = function(*args, **options)
+        after()
+        return read
+
+    patch.setattr(handle, name, act_and_read)
+
+
+def note_reads(patch: Patch) -> list[int]:
+    """Return a list that gets an entry each time a handle reads its group."""
+    reads: list[int] = []
+    act_before(patch, handle, "read_group", lambda: reads.append(1))
+    return reads
+
+
+def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
+    """Let each step before new workers start take longer; return the list of the times that they are given."""
+    given: list[float] = []
+
+    def record(function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, timeout_s: float, **options: Any) -> Any:
+            given.append(timeout_s)
+            time.sleep(takes_s)
+            return function(*args, timeout_s=timeout_s, **options)
+
+        return recorded
+
+    for name in ("prepare_python", "describe_class"):
+        patch.setattr(launcher, name, record(getattr(launcher, name)))
+    return given
+
+
+def interrupt_starts(patch: Patch) -> None:
+    """Let Ctrl-C come when a change starts workers."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    patch.setattr(launcher.Launcher, "start", interrupt)
+
+
+def hold_standbys_back(patch: Patch) -> tuple[threading.Event, threading.Event]:
+    """Hold the creation of standbys back; return the event that one begins, and the event that it waits for."""
+    creating, may_create = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        creating.set()
+        assert may_create.wait(60)
+
+    act_before(patch, standbys, "create_actor", wait)
+    return creating, may_create
+
+
+def note_release(patch: Patch) -> threading.Event:
+    """Return an event that happens when a group has given its slots back."""
+    given_back = threading.Event()
+    give_back = resources.Resources.give_back
+
+    def give_back_and_note(held: Any) -> None:
+        give_back(held)
+        given_back.set()
+
+    patch.setattr(resources.Resources, "give_back", give_back_and_note)
+    return given_back
+
+
+def end_actors(actors: Sequence[Any]) -> list[str]:
+    """End actors as a group ends workers that have not reported; return descriptions of what is left."""
+    return shutdown.kill_and_wait(
+        {rank: shutdown.RunningWorker(actor, "no node", "no-mark-") for rank, actor in enumerate(actors)}
+    )
+
+
+def count_actors_being_made() -> int:
+    """Return how many actors of this job Ray is creating."""
+    return len(_ray_private.actors_being_made())
+
+
+def leave_late_errors(count: int, looking: threading.Event) -> Callable[[], int]:
+    """Let as many errors be late as given, each of which takes a while to retrieve; return what counts the rest."""
+    import ray
+
+    owner = threading.Event()
+
+    class Late(errors._LateErrors):
+        def retrieve(self) -> bool:
+            looking.set()
+            while self._refs:
+                self._refs.pop()
+                time.sleep(0.001)
+            return True
+
+    late = Late([ray.put(number) for number in range(count)], owner)
+    errors._late.append(late)
+    errors._rounds.start()
+    return lambda: len(late._refs)
+
+
+@contextlib.contextmanager
+def installed_extensions(**loads: Callable[[], Callable[[Any, str], object]]) -> Iterator[None]:
+    """Let installed packages name extensions of groups, given as functions that import them."""
+    entries = [SimpleNamespace(value=f"package:{name}", load=load) for name, load in loads.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+        extensions.load_extensions.cache_clear()
+        try:
+            yield
+        finally:
+            extensions.load_extensions.cache_clear()

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of the members of a group without Ray: their phases and their order, moves of ranks, and drains of nodes."""
+
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray.util.placement_group import PlacementGroup
+
+from fairlead_placement import HeadTimeoutError, Slot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._elastic import drain
+from fairlead_workergroup._elastic.replace import Replace
+from fairlead_workergroup._membership import steps
+from fairlead_workergroup._membership.machine import Membership
+from fairlead_workergroup._membership.model import Started
+from fairlead_workergroup._membership.operations import RestartPolicy, Route, Start
+from fairlead_workergroup._membership.phases import LEGAL, Phase
+from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._world import NEVER, Deadline
+from fairlead_workergroup.exceptions import LateWorker, ResizeTimeoutError, WorkerFailureError, WorkerGroupError
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "architecture.md"
+
+
+def test_document():
+    """The document shows the phases and transitions of the table."""
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| ([a-z, ]+) \|$", DOCUMENT.read_text(), re.MULTILINE))
+    shown = {name: set(after.split(", ")) for name, after in rows.items() if name in {one.value for one in Phase}}
+    assert shown == {one.value: {after.value for after in LEGAL[one]} for one in Phase if LEGAL[one]}
+
+
+@pytest.fixture
+def membership():
+    roster = SimpleNamespace(connected=True, ending=False, check_connected=lambda: None)
+    roster.now = SimpleNamespace(members=[], sharding=None, is_broken=False, ended=False)
+    roster.check_alive = lambda: roster.now
+    made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
+    made._phase = Phase.SERVING
+    return made
+
+
+@pytest.fixture
+def busy(membership):
+    """Yield an event that ends an operation which is under way."""
+    begun, goes_on = threading.Event(), threading.Event()
+    change = membership.begin(Route("a change", lambda gate: (begun.set(), goes_on.wait(60))))
+    assert begun.wait(20)
+    yield goes_on
+    goes_on.set()
+    assert change.wait(Deadline.after(20))
+
+
+def test_order(membership, busy):
+    """Operations run in the order in which they were requested, and an error reaches the one who waits for it."""
+    ran = []
+
+    def fail(gate):
+        raise KeyError("a name")
+
+    changes = [membership.begin(Route("one", lambda gate: ran.append(1))), membership.begin(Route("two", fail))]
+    changes.append(membership.begin(Route("three", lambda gate: ran.append(3))))
+    assert not changes[0].wait(Deadline.after(0.01))
+    busy.set()
+    assert changes[2].wait(Deadline.after(20))
+    assert ran == [1, 3]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="a name"):
+            changes[1].wait()
+
+
+def test_deadline(membership, busy):
+    """An operation that has not begun by its deadline never begins."""
+    ran = []
+    with pytest.raises(ResizeTimeoutError, match=r"a wish had not begun after .* Another thread"):
+        membership.change(Route("a wish", lambda gate: ran.append(1)), Deadline.after(0.01))
+    busy.set()
+    assert membership.begin(Route("the next", lambda gate: None)).wait(Deadline.after(20))
+    assert not ran
+
+
+def test_interrupt_as_an_operation_begins(membership, busy, monkeypatch):
+    """An operation whose caller is interrupted is undone, also if it leaves the queue at that moment."""
+    begun, undone = threading.Event(), threading.Event()
+    operation = Route("a wish", lambda gate: (begun.set(), undone.wait(60)))
+    change, withdraw = membership.begin(operation), membership.withdraw
+
+    def withdraw_late(one):
+        busy.set()
+        assert begun.wait(20)
+        return withdraw(one)
+
+    monkeypatch.setattr(membership, "withdraw", withdraw_late)
+    monkeypatch.setattr(change, "cancel", undone.set)
+    membership.give_up(operation)
+    assert undone.is_set()
+    undone.set()
+    assert change.wait(Deadline.after(20))
+
+
+def test_request_of_the_present_change(membership):
+    """What a change waits for cannot wait for the next one."""
+    with pytest.raises(WorkerGroupError, match="inner cannot be requested by what the present change"):
+        membership.change(Route("outer", lambda gate: membership.change(Route("inner", lambda gate: None))))
+
+
+def test_call_while_a_call_is_sent(membership):
+    """A signal handler that makes a call while its thread sends one is refused, instead of waiting for itself."""
+    with pytest.raises(WorkerGroupError, match="Set a flag in the handler"):
+        membership.gate.run(lambda: membership.gate.run(lambda: None, NEVER), NEVER)
+    assert membership.gate.run(lambda: "sent", Deadline.after(1)) == "sent"
+
+
+def test_closed_gate(membership):
+    """Calls wait while the gate is closed, except those of the change itself."""
+    membership.gate.close()
+    assert membership.gate.run(lambda: "sent", Deadline.after(0.01)) is None
+    assert membership.gate.run(lambda: "sent", NEVER, passes=True) == "sent"
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(membership.gate.run(lambda: "sent", NEVER)))
+    waiting.start()
+    membership.gate.open()
+    waiting.join(20)
+    assert results == ["sent"]
+
+
+def test_end(membership, busy):
+    """When the group ends, nothing begins any more."""
+    membership._roster.ending = True
+    membership._roster.ended_error = lambda: WorkerGroupError("it has been shut down")
+    assert membership.phase is Phase.ENDING
+    with pytest.raises(WorkerGroupError, match="shut down"):
+        membership.begin(Route("late", lambda gate: None))
+    with pytest.raises(WorkerGroupError, match="shut down"):
+        membership._enter(Phase.PREPARING)
+
+
+def test_illegal_transition():
+    """A transition that is not in the table is a defect of the library."""
+    roster = SimpleNamespace(ending=False)
+    with pytest.raises(AssertionError, match="cannot go from"):
+        Membership(roster, SimpleNamespace(policy=None), None, None)._enter(Phase.SERVING)
+
+
+START_S = 120.0
+
+
+def make_slot(node_id, index):
+    return Slot(
+        placement_group=PlacementGroup.empty(),
+        bundle_index=index,
+        node_idx=0,
+        node_id=node_id,
+        node_ip=node_id,
+        node_rank=0,
+        local_rank=index,
+    )
+
+
+class Crew:
+    """Two workers that start at once, of which rank 0 is busy; it notes what happens."""
+
+    policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
+
+    def __init__(self, roster, room):
+        self.roster, self.room, self.left, self.moved = roster, room, {}, []
+
+    def find_lost(self):
+        return {}
+
+    def check_alike(self, what):
+        pass
+
+    def acquire(self, before, plan, undo, deadline):
+        self.left["start"] = deadline.left()
+        return SimpleNamespace(places=before.places, moved=plan.move[: self.room])
+
+    def start(self, staged, ranks, undo, deadline, check):
+        self.moved.append(list(ranks))
+        made = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "00"))
+        now = self.roster.now
+        return [Started(made, staged.places[rank], now.processes[rank]) for rank in ranks]
+
+    def facts(self, staged):
+        return [SimpleNamespace(since=lambda before: {}) for _ in staged.places]
+
+    def check_head(self):
+        pass
+
+    def end(self, ranks):
+        return []
+
+    def publish(self):
+        pass
+
+    commit = settle = end
+
+
+class Requests:
+    """The requests to the workers, and the methods of the user."""
+
+    timeout_s = START_S
+
+    def __init__(self):
+        self.left, self.values = {}, {}
+
+    def quiesce(self, members, deadline, check, *, all_calls):
+        self.left["idle"] = deadline.left()
+        return (LateWorker(0, {}, "a", 7, "step", 1.0),)
+
+    def send_facts(self, member, changes, deadline, *, alone):
+        pass
+
+    def on_restart(self, ranks, values, deadline):
+        self.values = values
+        return []
+
+    def hand_over(self, ranks, deadline, check, *, give_up):
+        return {rank: f"state of {rank}" for rank in ranks}
+
+
+def start_two(room=2):
+    places = lay_out([make_slot("a", rank) for rank in range(2)], prefix="policy")
+    roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
+    crew = Crew(roster, room)
+    membership = Membership(roster, crew, requests, requests)
+    membership.change(Start())
+    crew.moved.clear()
+    return crew, requests, membership
+
+
+@pytest.fixture
+def evacuate():
+    """Return a function that replaces two workers, of which rank 0 is busy; it returns what happened."""
+
+    def run(notice_s, room=2):
+        crew, requests, membership = start_two(room)
+        operation = Replace((0, 1), Deadline.after(notice_s), partly=True)
+        membership.change(operation, Deadline.after(START_S))
+        return {**crew.left, **requests.left}, crew.moved, requests.values
+
+    return run
+
+
+def test_idle_ranks_hand_over_within_the_notice(evacuate):
+    """A busy rank has half of the notice, so that the others have the other half for their handover."""
+    left, moved, values = evacuate(100.0)
+    assert 40 < left["idle"] <= 50
+    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
+
+
+@pytest.mark.parametrize("notice_s", [3.0, 0.01])
+def test_short_notice(evacuate, notice_s):
+    """Processes take their time to start, also when the node ends meanwhile, and an idle rank is still asked."""
+    left, moved, values = evacuate(notice_s)
+    assert START_S - 20 < left["start"] <= START_S
+    assert 0 < left["idle"] <= steps.IDLE_S
+    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
+
+
+def test_no_notice(evacuate):
+    """Without a time, the calls before may take as long as in any replacement."""
+    left, *_ = evacuate(None)
+    assert START_S - 20 < left["idle"] <= left["start"] <= START_S
+
+
+def test_room_for_some(evacuate):
+    """An evacuation moves as many ranks as there is room for."""
+    _, moved, _ = evacuate(None, room=1)
+    assert moved == [[0]]
+
+
+def test_silent_head(monkeypatch):
+    """If the head is silent when old processes are about to end, none of them ends, and all ranks keep theirs."""
+    crew, _, membership = start_two()
+
+    def check_head():
+        raise HeadTimeoutError("no answer")
+
+    monkeypatch.setattr(crew, "check_head", check_head)
+    monkeypatch.setattr(crew, "end", lambda ranks: pytest.fail("a process was ended"))
+    with pytest.raises(HeadTimeoutError):
+        membership.change(Replace((1,)), Deadline.after(START_S))
+    now = crew.roster.now
+    assert (now.epoch, now.lost, membership.phase, crew.moved) == (0, {}, Phase.SERVING, [])
+
+
+def test_processes_that_do_not_end(monkeypatch):
+    """Ranks whose old processes were told to end are lost, also if some are still there."""
+    crew, _, membership = start_two()
+    monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
+    with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
+        membership.change(Replace((1,)), Deadline.after(START_S))
+    now = crew.roster.now
+    assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])
+
+
+class SomeGroup:
+    """Stands for a group that can be referred to weakly."""
+
+
+class DrainedRoster:
+    """Two ranks on one node."""
+
+    def __init__(self):
+        members = [SimpleNamespace(rank=rank, slot=SimpleNamespace(node_id="a")) for rank in range(2)]
+        self.now = SimpleNamespace(members=members)
+        self.end_begun, self.is_over, self.name_prefix = threading.Event(), False, "policy"
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that looks twice at a node that drains; the first replacement takes some time.
+
+    The clock stands still except for the replacement.
+    """
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr(drain, "time", SimpleNamespace(time=lambda: clock.now))
+
+    def run(left_s, takes_s, error=None):
+        ends = {"a": clock.now + left_s, "b": 0.0}
+        monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
+        group, roster, calls = SomeGroup(), DrainedRoster(), []
+
+        def change(operation, deadline):
+            clock.now += takes_s
+            calls.append((list(operation.ranks), operation.end.left()))
+            ends.clear()
+            roster.is_over = error is not None
+            if error is not None:
+                raise error
+
+        watch = drain.DrainWatch(group, roster, SimpleNamespace(change=change), 60.0)
+        assert watch.is_left()
+        watch.look()
+        watch.look()  # another one finds nothing, or comes too soon after an error
+        roster.end_begun.set()
+        assert not watch.is_left()
+        return calls
+
+    return run
+
+
+def test_drain_in_time(watch, caplog):
+    """The replacement may take the time of the notice, or its own time without one."""
+    ((ranks, timeout),) = watch(100.0, 0.0)
+    assert ranks == [0, 1]
+    assert 50 < timeout <= 100
+    assert watch(float("inf"), 0.0) == [([0, 1], None)]
+    assert "would end" not in caplog.text
+
+
+def test_drain_too_late(watch, caplog):
+    """A replacement that takes longer than the notice says so."""
+    watch(0.5, 1.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("The replacement of rank(s) 0, 1 of 'policy' ended 0.5 s after")
+    assert "the notice left 0.5 s" in record.getMessage()
+
+
+def test_drain_after_its_time(watch, caplog):
+    """A node that is there after its time may stay for any time."""
+    assert watch(-1.0, 0.0) == [([0, 1], None)]
+    assert "the notice left 0.0 s" in caplog.text
+
+
+def test_silence_of_the_watch_after_the_end(watch, caplog):
+    """When the group or its Ray has ended, a replacement that fails or is late is not reported."""
+    watch(0.5, 1.0, error=RuntimeError("Ray has not been started yet"))
+    assert not caplog.records

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of a group without Ray: the slots and the variables of its workers, and the report of its phases."""
+
+import dataclasses
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from fairlead_placement import Slot
+from fairlead_placement.spi import count_bundles
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._launch import _count_for_each_node
+from fairlead_workergroup._start import environment, report
+from fairlead_workergroup._start.environment import (
+    RANK_VARIABLES,
+    WorkerPython,
+    check_env_vars,
+    forwarded_variables,
+    worker_environment,
+)
+from fairlead_workergroup._start.launch import plan_workers
+from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._start.report import DRIVER_PHASES, WORKER_PHASES, StartClock
+from fairlead_workergroup._start.worker_class import WorkerClass
+
+
+@dataclasses.dataclass(frozen=True)
+class SomeGroup:
+    """What the layout looks at of a placement group: who it is."""
+
+    id: str
+
+
+def slots(*counts: int, unified: bool = False, physical: tuple[str, ...] | None = None) -> list[Slot]:
+    """Slots of logical nodes with so many bundles, each on a physical node of its own unless named."""
+    made: list[Slot] = []
+    for node_idx, count in enumerate(counts):
+        node_id = physical[node_idx] if physical else f"node{node_idx}"
+        for bundle in range(count):
+            made.append(
+                Slot(
+                    placement_group=SomeGroup("all" if unified else f"group{node_idx}"),
+                    bundle_index=len(made) if unified else bundle,
+                    node_idx=node_idx,
+                    node_id=node_id,
+                    node_ip=f"10.0.0.{node_idx}",
+                    node_rank=node_idx,
+                    local_rank=bundle,
+                )
+            )
+    return made
+
+
+def where(places) -> list[tuple[int, int]]:
+    return [(place.slot.node_idx, place.slot.bundle_index) for place in places]
+
+
+class TestOnePerSlot:
+    def test_order_and_names(self):
+        """Ranks follow the slots; the name says node and bundle."""
+        places = lay_out(slots(2, 1), prefix="p")
+        assert where(places) == [(0, 0), (0, 1), (1, 0)]
+        assert [place.name for place in places] == ["p-0-0", "p-0-1", "p-1-0"]
+        assert [place.rank for place in places] == [0, 1, 2]
+        assert [place.tied_group for place in places] == [0, 1, 2]
+        assert places[2].tied_bundles == (1, [0])
+
+    def test_node_ranks_count_physical_nodes(self):
+        """NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE count physical nodes, which logical nodes may share."""
+        places = lay_out(slots(2, 1, 1, physical=("a", "b", "a")), prefix="p")
+        assert [(p.node_rank, p.local_rank, p.local_world_size) for p in places] == [
+            (0, 0, 3),
+            (0, 1, 3),
+            (1, 0, 1),
+            (0, 2, 3),
+        ]
+
+    @pytest.mark.parametrize(
+        ("wanted", "expected"),
+        [
+            (1, [(0, 0), (1, 0), (3, 0)]),
+            (2, None),
+            ([2, 0, 1], [(0, 0), (0, 1), (3, 0)]),
+            ((3, 1, 2), [(0, 0), (0, 1), (0, 2), (1, 0), (3, 0), (3, 1)]),
+        ],
+    )
+    def test_workers_per_node(self, wanted, expected):
+        """The first slots of each logical node in use are chosen, as many as requested."""
+        there = slots(3, 1, 0, 2)
+        if expected is None:
+            with pytest.raises(ValueError, match="asks for 2 workers on logical node 1, which has 1 slots"):
+                lay_out(there, prefix="p", workers_per_node=wanted)
+        else:
+            assert where(lay_out(there, prefix="p", workers_per_node=wanted)) == expected
+
+    @pytest.mark.parametrize(
+        ("wanted", "error", "message"),
+        [
+            ([1], ValueError, r"has 1 entries \[1\], but 2 logical nodes are in use: \[0, 1\]"),
+            ([0, 0], ValueError, "leaves no worker"),
+            (-1, ValueError, "asks for -1 workers"),
+            (True, TypeError, "must be an int or a list of ints"),
+            ("2", TypeError, "must be an int or a list of ints"),
+            ([1, 1.5], TypeError, "must be an int or a list of ints"),
+        ],
+    )
+    def test_bad_workers_per_node(self, wanted, error, message):
+        """The error has the request."""
+        with pytest.raises(error, match=message):
+            lay_out(slots(2, 2), prefix="p", workers_per_node=wanted)
+
+    def test_no_slots(self):
+        """A group needs at least one slot."""
+        with pytest.raises(ValueError, match="at least one slot"):
+            lay_out([], prefix="p")
+
+
+class TestTiedGroups:
+    def test_order_and_names(self):
+        """Ranks follow the list; workers of a tied group of several are named by it."""
+        places = lay_out(slots(4, 4), prefix="p", bundle_indices_list=[(1, [2, 3]), (0, [0, 1]), (0, [3])])
+        assert where(places) == [(1, 2), (1, 3), (0, 0), (0, 1), (0, 3)]
+        assert [place.name for place in places] == ["p-grp0-0", "p-grp0-1", "p-grp1-0", "p-grp1-1", "p-0-3"]
+        assert [(place.tied_group, place.tied_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+        assert places[1].tied_bundles == (1, [2, 3])
+
+    def test_unified(self):
+        """In one placement group over all nodes a tied group may span nodes."""
+        places = lay_out(slots(2, 2, unified=True), prefix="p", bundle_indices_list=[(0, [0, 2]), (0, [1, 3])])
+        assert [place.slot.node_id for place in places] == ["node0", "node1", "node0", "node1"]
+
+    @pytest.mark.parametrize(
+        ("groups", "error", "message"),
+        [
+            ([], ValueError, "bundle_indices_list is empty"),
+            ([(0, [])], ValueError, r"bundle_indices_list\[0\] names no bundle of logical node 0"),
+            ([(5, [0])], ValueError, r"names logical node 5; in use are \[0, 1\]"),
+            ([(0, [0, 7])], ValueError, r"names bundle 7 of logical node 0, which has \[0, 1\]"),
+            ([(0, [0]), (0, [1, 0])], ValueError, "bundle 0 of logical node 0 is in tied groups 0 and 1"),
+            ([0], TypeError, r"\(node_idx, \[bundle indices\]\) pairs, got 0"),
+            ([(0, 1)], TypeError, "pairs"),
+        ],
+    )
+    def test_bad_lists(self, groups, error, message):
+        """The error has the available bundles."""
+        with pytest.raises(error, match=message):
+            lay_out(slots(2, 2), prefix="p", bundle_indices_list=groups)
+
+    @pytest.mark.parametrize("options", [{"workers_per_node": 1}, {"bundle_indices_list": [(0, [0])]}])
+    def test_slots_of_several_clusters(self, options):
+        """Numbers that occur in two clusters do not identify a slot."""
+        there = [*slots(2), *(dataclasses.replace(slot, placement_group=SomeGroup("other")) for slot in slots(2))]
+        assert where(lay_out(there, prefix="p")) == [(0, 0), (0, 1)] * 2
+        with pytest.raises(ValueError, match="2 slots are bundle 0 of logical node 0"):
+            lay_out(there, prefix="p", **options)
+
+    def test_exclusive(self):
+        """It cannot be combined with workers_per_node."""
+        with pytest.raises(ValueError, match="not both"):
+            lay_out(slots(2), prefix="p", workers_per_node=1, bundle_indices_list=[(0, [0])])
+
+
+@pytest.mark.parametrize(
+    ("workers", "rooms", "counts"),
+    [
+        (4, [4], [4]),
+        (4, [2, 2], [2, 2]),
+        (16, [8, 8, 4], [8, 8]),
+        (12, [8, 8], [6, 6]),
+        (6, [3, 1, 2], [1] * 6),
+        (5, [4, 4], [1] * 5),
+        (5, [4], [5]),
+        (4, [], [4]),
+        (20, [count_bundles({"GPU": 0.1}, {"GPU": 1.0})] * 2, [10, 10]),
+    ],
+)
+def test_spread(workers, rooms, counts):
+    """Nodes get the largest equal parts that fit; what fits nowhere stays whole, so that it is refused as a whole."""
+    assert _count_for_each_node(workers, rooms) == counts
+
+
+NOTHING: dict[str, str] = {}
+
+
+def make_environment(**layers):
+    names = ("driver", "of_class", "of_slot", "of_user", "of_rank", "configured")
+    given = {name: layers.get(name, NOTHING) for name in names}
+    return worker_environment(**{**given, "driver": forwarded_variables(given["driver"])})
+
+
+class TestLayers:
+    def test_precedence(self):
+        """The order is class, driver, user, slot, rank, configure_worker, and each overrides those before it."""
+        layers = ["of_class", "driver", "of_user", "of_slot", "of_rank", "configured"]
+        for at, name in enumerate(layers):
+            given = {one: {"NCCL_DEBUG": one} for one in layers[: at + 1]}
+            assert make_environment(**given).variables == {"NCCL_DEBUG": name}
+
+    def test_forwarded_variables(self):
+        """Only the driver's variables of communication libraries and shared folders are forwarded."""
+        forwarded = {"NCCL_DEBUG": "1", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/h"}
+        driver = {**forwarded, "PATH": "/bin", "API_TOKEN": "secret", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}
+        made = make_environment(driver=driver)
+        assert made.variables == forwarded
+        assert (made.loader_variables, made.path) == ({}, ())
+
+    @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
+    def test_never_forwarded(self, name):
+        """Ray's choices and rank variables are not taken from the driver, and are refused in env_vars."""
+        assert make_environment(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
+        with pytest.raises(ValueError, match=f"env_vars may not name '{name}'"):
+            check_env_vars({name: "1"})
+
+    @pytest.mark.parametrize("env_vars", [{"A": 1}, {1: "a"}, {"A": None}])
+    def test_only_text(self, env_vars):
+        """Names and values are strings."""
+        with pytest.raises(TypeError, match="env_vars must map names to strings"):
+            check_env_vars(env_vars)
+
+    def test_split(self):
+        """PYTHONPATH goes into sys.path, loader variables need a new process, others are set in the process."""
+        made = make_environment(of_user={"PYTHONPATH": "/a::/b", "LD_PRELOAD": "x", "PYTHONHASHSEED": "0", "A": "1"})
+        assert made.path == ("/a", "/b")
+        assert made.loader_variables == {"LD_PRELOAD": "x", "PYTHONHASHSEED": "0"}
+        assert made.variables == {"A": "1"}
+
+    @pytest.mark.parametrize(
+        "name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LC_ALL", "TZ", "ASAN_OPTIONS"]
+    )
+    def test_loader_variables(self, name):
+        """Variables that are read only when a process starts need a new process; others do not."""
+        made = make_environment(of_user={name: "1", "OMP_NUM_THREADS": "2"})
+        assert (made.loader_variables, made.variables) == ({name: "1"}, {"OMP_NUM_THREADS": "2"})
+
+    def test_configure_worker_warns(self, caplog):
+        """A warning names the variables that configure_worker overrides."""
+        make_environment(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
+        assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]
+
+
+def test_the_environment_is_filtered_once(monkeypatch):
+    """Each variable of the driver is matched once per group, however many workers the group has."""
+    matched = Counter()
+    match = environment.fnmatch.fnmatchcase
+
+    def count(name, pattern):
+        matched[name, pattern] += 1
+        return match(name, pattern)
+
+    monkeypatch.setattr(environment.fnmatch, "fnmatchcase", count)
+    environment._matches.cache_clear()
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    plans = make_plans(64, {"A": "1"})
+    assert [plan.environment.variables["RANK"] for plan in plans] == [str(rank) for rank in range(64)]
+    assert all(plan.environment.variables["NCCL_DEBUG"] == "INFO" for plan in plans)
+    # Once against the variables that are forwarded, once against those that a new process needs.
+    assert max(matched.values()) <= 2
+
+
+def make_plans(count, env_vars):
+    """Return the plans of workers on one node."""
+    group = SimpleNamespace(id="group", bundle_specs=[{"CPU": 1.0}] * count)
+    slots_of_node = [
+        Slot(
+            placement_group=group,
+            bundle_index=at,
+            node_idx=0,
+            node_id="node",
+            node_ip="10.0.0.1",
+            node_rank=0,
+            local_rank=at,
+            worker_resources={"CPU": 1.0},
+        )
+        for at in range(count)
+    ]
+    return plan_workers(
+        lay_out(slots_of_node, prefix="p"),
+        WorkerClass("a.B", "B", {}),
+        sharding=NamedSharding.from_shape(dp=count),
+        env_vars=env_vars,
+        python=WorkerPython(),
+    )
+
+
+class TestEachPlace:
+    def test_values(self):
+        """A function gives each worker its own variables, which a change of the group may change."""
+        plans = make_plans(2, lambda place: {"RAY_LOCAL_WORLD_SIZE": str(place.local_world_size), "ME": place.name})
+        assert [plan.environment.variables["RAY_LOCAL_WORLD_SIZE"] for plan in plans] == ["2", "2"]
+        assert [plan.environment.variables["ME"] for plan in plans] == ["p-0-0", "p-0-1"]
+        assert plans[0].of_rank == {*RANK_VARIABLES, "RAY_LOCAL_WORLD_SIZE", "ME"}
+        assert make_plans(1, {"ME": "1"})[0].of_rank == {*RANK_VARIABLES}
+
+    def test_refusals(self):
+        """The names and values are checked as those of a mapping are."""
+        with pytest.raises(ValueError, match="env_vars may not name 'RANK'"):
+            make_plans(1, lambda place: {"RANK": "1"})
+        with pytest.raises(TypeError, match="env_vars must map names to strings"):
+            make_plans(1, lambda place: {"ME": place.rank})
+        with pytest.raises(TypeError, match=r"env_vars must return a mapping .* got None"):
+            make_plans(1, lambda place: None)
+        with pytest.raises(ValueError, match=r"\['LEADER'\] are there for some only"):
+            make_plans(2, lambda place: {"LEADER": "1"} if place.rank == 0 else {})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a clock of a start of five workers, on a time that the test moves."""
+    now = [100.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    clock = StartClock()
+    for name, seconds in {"reserve": 2.0, "describe": 0.5, "create": 1.0}.items():
+        with clock.phase(name):
+            now[0] += seconds
+    for rank in range(5):
+        took = {"import": 1.0, "constructor": 10.0 if rank == 3 else 2.0}
+        clock.note(rank, create=0.1, process=rank / 10, **took)
+    now[0] += 11.5
+    return clock
+
+
+def test_phases(clock):
+    """A phase of the driver has its seconds; one of the workers also the median, the maximum and the slowest ranks."""
+    found = clock.report("policy")
+    assert [phase.name for phase in found.phases] == [*DRIVER_PHASES, *WORKER_PHASES]
+    assert (found.workers, found.seconds) == (5, 15.0)
+    assert (found["reserve"].seconds, found["reserve"].median_s, found["reserve"].slowest) == (2.0, None, ())
+    assert (found["environment"].seconds, found["create"].seconds, found["create"].max_s) == (0.0, 1.0, 0.1)
+    constructor = found["constructor"]
+    assert (constructor.seconds, constructor.median_s, constructor.max_s) == (10.0, 2.0, 10.0)
+    assert constructor.slowest == ((3, 10.0), (0, 2.0), (1, 2.0), (2, 2.0))
+    with pytest.raises(KeyError, match="start"):
+        found["start"]
+
+
+def test_shown(clock):
+    """Its text has a line for each phase; a phase of the workers also names the slowest of them."""
+    first, *lines = str(clock.report("policy")).splitlines()
+    assert first == "policy: 5 workers started in 15.00 s"
+    assert [line.split(":")[0].strip() for line in lines] == [*DRIVER_PHASES, *WORKER_PHASES]
+    assert lines[0] == "  reserve: 2.00 s"
+    slowest = "rank 3: 10.00 s, rank 0: 2.00 s, rank 1: 2.00 s, rank 2: 2.00 s"
+    assert lines[-1] == f"  constructor: 10.00 s, median 2.00 s, slowest {slowest}"
+
+
+def test_a_repeated_start_counts_once(clock):
+    """If a rank is started again, its latest times count, and the number of workers stays."""
+    clock.note(3, create=0.1, process=0.1, **{"import": 1.0, "constructor": 2.0})
+    assert clock.report("policy")["constructor"].max_s == 2.0
+    assert clock.report("policy").workers == 5

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group knows of a class before any worker starts: the kinds of its methods, and which functions are methods."""
+
+import functools
+import json
+import pickle
+
+import pytest
+import ray
+
+from fairlead_workergroup import RayWorkerBuilder
+from fairlead_workergroup._remote.describe import describe
+from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class, function_kind, function_name
+
+from ..calling import Worker
+
+
+def timed(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Kinds:
+    def plain(self):
+        return 1
+
+    def generator(self):
+        yield 1
+
+    async def coroutine(self):
+        return 1
+
+    async def async_generator(self):
+        yield 1
+
+    wrapped_plain = timed(plain)
+    wrapped_generator = timed(timed(generator))
+    wrapped_coroutine = timed(coroutine)
+    wrapped_async_generator = staticmethod(timed(async_generator))
+
+
+def test_kinds():
+    """A decorator that uses functools.wraps does not hide the kind of a method."""
+    kinds = {name: kind for name, (kind, _) in describe(Kinds)["methods"].items()}
+    assert kinds == {
+        "plain": "plain",
+        "generator": "generator",
+        "coroutine": "async",
+        "async_generator": "async_generator",
+        "wrapped_plain": "plain",
+        "wrapped_generator": "generator",
+        "wrapped_coroutine": "async",
+        "wrapped_async_generator": "async_generator",
+    }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"_generator_backpressure_num_objects": 2},
+        {"_num_objects_per_yield": 2},
+        {"concurrency_group": "io"},
+        {"enable_task_events": False},
+        {"max_task_retries": 3},
+        {"num_returns": 2},
+        {"retry_exceptions": True},
+        {"retry_exceptions": [ValueError]},
+        pytest.param({"tensor_transport": "nccl"}, id="torch"),
+    ],
+)
+def test_options_of_plain_methods(option):
+    """Each option of `@ray.method` that would have no effect is refused by its name."""
+    if "tensor_transport" in option:
+        pytest.importorskip("torch", reason="Ray knows its transports only with torch")
+    try:
+        method = ray.method(**option)
+    except AssertionError:
+        pytest.skip("this Ray does not have the option")
+
+    class Worker:
+        @method
+        def step(self):
+            return 1
+
+    (name,) = option
+    (refused,) = describe(Worker)["refused"]
+    assert refused.startswith(f"step uses @ray.method({name}=")
+
+
+@pytest.mark.parametrize("limit", [0, -2])
+def test_bad_backpressure(limit):
+    """A limit that is not a positive number of items is refused, also for a generator method."""
+
+    class Worker:
+        @ray.method(_generator_backpressure_num_objects=limit)
+        def items(self):
+            yield 1
+
+    assert describe(Worker)["refused"] == [f"items uses @ray.method(_generator_backpressure_num_objects={limit})"]
+
+
+def test_default_options():
+    """Default values are ignored; the back-pressure of generator methods is kept."""
+
+    class Worker:
+        @ray.method(
+            concurrency_group=None,
+            enable_task_events=True,
+            max_task_retries=0,
+            num_returns=1,
+            retry_exceptions=False,
+        )
+        def step(self):
+            return 1
+
+        @ray.method(num_returns="streaming", _generator_backpressure_num_objects=-1)
+        def items(self):
+            yield 1
+
+        @timed
+        @ray.method(_generator_backpressure_num_objects=3)
+        def limited(self):
+            yield 1
+
+    described = describe(Worker)
+    assert described["refused"] == []
+    assert described["backpressure"] == {"limited": 3}
+
+
+class Hidden:
+    def public(self):
+        return 1
+
+    def _step(self):
+        return 2
+
+    async def _later(self):
+        return 3
+
+
+def test_methods_with_an_underscore():
+    """They are described if they are named; an async one makes the methods of the class overlap, named or not."""
+    assert [*describe(Hidden)["methods"]] == ["public"]
+    assert [*describe(Hidden, more=["_step"])["methods"]] == ["_step", "public"]
+    assert [describe(one)["is_async"] for one in (Hidden, Kinds, str)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("concurrent", "cls", "overlaps"), [("auto", Hidden, True), ("auto", str, False), (False, Hidden, False)]
+)
+def test_auto(concurrent, cls, overlaps):
+    """Methods of a group with async_communication="auto" overlap if the class has async methods."""
+    described = describe_class(cls, asks=[], node_id="", runtime_env=None, timeout_s=1.0, concurrent=concurrent)
+    assert described.concurrent is overlaps
+
+
+def test_named_methods():
+    """A builder adds methods with one leading underscore, which the class must have."""
+    builder = RayWorkerBuilder(Hidden)
+    assert builder.with_methods("_step").with_methods("_later").methods == ("_step", "_later")
+    assert builder.methods == ()
+    for name in ("public", "__init__", "_fairlead_start"):
+        with pytest.raises(ValueError, match=f"one leading underscore, got '{name}'"):
+            builder.with_methods(name)
+    with pytest.raises(AttributeError, match="Hidden has no method _no, which its builder names"):
+        describe_class(Hidden, ["_no"], asks=[], node_id="", runtime_env=None, timeout_s=1.0)
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
+
+    return wrapper
+
+
+def anonymous(function):
+    return lambda *args: function(*args)
+
+
+class Base:
+    def inherited(self):
+        return 1
+
+    def overridden(self):
+        return "base"
+
+
+class Model(Base):
+    def overridden(self):
+        return "model"
+
+    @doubled
+    def decorated(self):
+        return 3
+
+    renamed = anonymous(Base.inherited)
+
+    @staticmethod
+    def static(value):
+        return value
+
+    @classmethod
+    def of_class(cls, value):
+        return value
+
+    def _private(self):
+        return "private"
+
+
+class Owner:
+    """A callable object with a method."""
+
+    def __call__(self, worker):
+        yield worker
+
+    def method(self, worker):
+        return worker
+
+
+def make_class(cls, *, by_name):
+    """Return the description of a class that is given as the class or by its full name."""
+    description = describe(cls)
+    methods = {name: Method(name, kind, None) for name, (kind, _) in description["methods"].items()}
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return WorkerClass(name, "Model", methods, cls=None if by_name else cls, full_names=description["full_names"])
+
+
+class TestResolution:
+    """Tests of functions that are methods of the class."""
+
+    @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
+    def test_methods(self, by_name):
+        """Own, inherited, decorated and static methods are called by name."""
+        model = make_class(Model, by_name=by_name)
+        for name in ("inherited", "overridden", "decorated", "static", "of_class"):
+            assert model.method(getattr(Model, name)) is model.methods[name]
+        assert model.method(Base.inherited) is model.methods["inherited"]
+
+    def test_methods_that_have_another_name(self):
+        """With the class at hand a method is found by its function, not by the function's name."""
+        model = make_class(Model, by_name=False)
+        assert model.method(Model.renamed) is model.methods["renamed"]
+        # With the full name only, the method of an anonymous function is not known.
+        assert make_class(Model, by_name=True).method(Model.renamed).function is not None
+
+    @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
+    def test_other_functions(self, by_name):
+        """Overridden methods, private methods and namesakes from elsewhere are ordinary functions."""
+
+        def inherited(worker):
+            return worker
+
+        model = make_class(Model, by_name=by_name)
+        for function in (Base.overridden, Model._private, inherited):
+            assert model.method(function).hosted == "_fairlead_function_plain"
+
+    def test_remote_class(self):
+        """Methods looked up on a `@ray.remote` class are those of the class below."""
+        remote = ray.remote(Model)
+        model = make_class(Model, by_name=False)
+        assert model.method(remote.decorated) is model.methods["decorated"]
+        assert model.method(remote.of_class) is model.methods["of_class"]
+
+    def test_a_bound_method_is_a_function(self):
+        """A method of an object in the driver is not the worker's method."""
+        model = make_class(Owner, by_name=False)
+        assert model.method(Owner.method) is model.methods["method"]
+        assert model.method(Owner().method).function is not None
+
+    def test_kinds_and_names(self):
+        """Partial functions and callable objects have the kind and the name of the function that they call."""
+
+        async def fetch(worker, x):
+            pass
+
+        async def tokens(worker):
+            yield 1
+
+        unnamed = lambda worker: 1  # noqa: E731
+
+        assert function_kind(fetch) == function_kind(functools.partial(fetch, x=1)) == "async"
+        assert (function_kind(tokens), function_kind(Worker.items)) == ("async_generator", "generator")
+        assert (function_kind(Owner()), function_kind(len)) == ("generator", "plain")
+        assert function_name(functools.partial(fetch, x=1)).endswith("fetch")
+        assert function_name(Owner()) == "Owner"
+        assert function_name(unnamed).endswith(f"<lambda> (test_worker_class.py:{unnamed.__code__.co_firstlineno})")
+
+
+SECRET = "secret-in-a-default"
+
+
+class Published:
+    def loss(self, batch, /, scale=SECRET, *rest, strict=True, **more):
+        return batch
+
+    async def fetch(self, path):
+        return path
+
+    def tokens(self, count):
+        yield count
+
+
+def test_published_class():
+    """The published description of a class has the parameters of its methods, and not the values of defaults."""
+    described = describe_class(Published, asks=[], node_id="", runtime_env=None, timeout_s=1.0)
+    published = described.to_dict()
+    assert SECRET not in json.dumps(published)
+    read = WorkerClass.from_dict(pickle.loads(pickle.dumps(published)))
+    assert (read.name, read.concurrent, read.cls) == ("Published", False, None)
+    assert {name: (one.kind, str(one.signature)) for name, one in read.methods.items()} == {
+        name: (one.kind, str(one.signature)) for name, one in described.methods.items()
+    }
+    assert str(read.method("loss").signature) == "(batch, /, scale=..., *rest, strict=..., **more)"
+    assert read.method(Published.tokens).result == "items"
+    with pytest.raises(TypeError, match="loss"):
+        read.method("loss").check(0, ())
