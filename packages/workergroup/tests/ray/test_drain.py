@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsufficientError, spi
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, WorkerFailureError, current_worker
-from fairlead_workergroup._lifecycle import shutdown
 from fairlead_workergroup.testing import kill
+
+from ..faults import drain_without_agents
 
 
 class Worker:
@@ -64,15 +65,7 @@ def test_drain_of_a_node_without_an_agent(cluster, monkeypatch, caplog):
     reserved, head, first, _ = cluster
     ends = {first}
     with start(reserved, {head: 1, first: 1}) as group:
-        silent = []
-
-        def run_on_nodes(function, asks, **options):
-            silent.extend(node_id for node_id in asks if node_id in ends)
-            answers = spi.run_on_nodes(function, asks, **options)
-            return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in ends}
-
-        monkeypatch.setattr(shutdown, "run_on_nodes", run_on_nodes)
-        monkeypatch.setattr(shutdown, "draining_nodes", lambda: frozenset(ends))
+        silent = drain_without_agents(monkeypatch, ends)
         assert group.replace([0, 1]) == 1
         # Nobody asks again, as an agent is asked that may be about to go.
         assert sorted(silent) == sorted(ends)

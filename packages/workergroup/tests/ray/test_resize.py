@@ -31,10 +31,16 @@ from fairlead_workergroup import (
     current_worker,
     spi,
 )
-from fairlead_workergroup._lifecycle import delivery, launcher
-from fairlead_workergroup._observe import memory, query
-from fairlead_workergroup._observe.display import Bar
 from fairlead_workergroup.testing import kill
+
+from ..faults import (
+    act_before_calls_are_awaited,
+    act_while_a_change_awaits,
+    lose_nodes_of_guards,
+    note_deadlines_of_a_start,
+    report_late_workers_every,
+    silence_guards,
+)
 
 AXES = NamedSharding.from_shape(dp=2)
 GRID = NamedSharding.from_shape(dp=2, tp=2)
@@ -153,15 +159,25 @@ def test_grow_and_shrink(cluster):
         assert group.call("facts").result() == [(3, 8, group.master_port, 8)] * 8
 
 
-def test_event_and_registration(cluster, eventually):
-    """Subscribers hear of each resize, and the agents know the members of now, for those who look from outside."""
-    events = []
+def test_event_and_registration(cluster, eventually, caplog):
+    """Subscribers hear of each resize, and the agents know the members of now, for those who look from outside.
+
+    A listener that raises is reported and hears nothing more; one that cannot be closed does not stop a shutdown.
+    """
+    events, others, failed, closed = [], [], [], []
+
+    def fail(argument):
+        failed.append(argument)
+        raise KeyError(argument)
 
     def registered():
         (found,) = [one for one in spi.find_groups() if one.name == "elastic"]
         return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
 
     with make(cluster, name_prefix="elastic") as group:
+        spi.subscribe(group, fail, closed.append)
+        spi.subscribe(group, lambda notice: None, fail)
+        spi.subscribe(group, others.append, closed.append)
         unsubscribe = spi.subscribe(group, events.append, lambda within_s: None)
         for epoch, size in enumerate((3, 1, 2), 1):
             group.resize(dp=size)
@@ -170,24 +186,19 @@ def test_event_and_registration(cluster, eventually):
             if epoch == 2:
                 unsubscribe()
                 unsubscribe()
+        assert failed == others[:1]
+        assert not closed
+        assert group.shutdown()
     texts = ["resized from dp=2 to dp=3 in epoch 1", "resized from dp=3 to dp=1 in epoch 2"]
-    assert events == [spi.Notice("resized", -1, text) for text in texts]
+    assert events == others[:2] == [spi.Notice("resized", -1, text) for text in texts]
+    assert caplog.text.count("A listener failed at") == 1
+    assert (len(others), len(failed), len(closed)) == (3, 2, 1)
+    assert "cannot be closed" in caplog.text
 
 
 def test_one_deadline(group, monkeypatch):
     """The timeout holds for the environment and for the description of the class too."""
-    given = []
-
-    def record(function):
-        def recorded(*args, timeout_s, **options):
-            given.append(timeout_s)
-            time.sleep(0.5)
-            return function(*args, timeout_s=timeout_s, **options)
-
-        return recorded
-
-    for name in ("prepare_python", "describe_class"):
-        monkeypatch.setattr(launcher, name, record(getattr(launcher, name)))
+    given = note_deadlines_of_a_start(monkeypatch, takes_s=0.5)
     assert group.resize(dp=3, timeout=120) == group.inspect().epoch
     assert given[1] + 0.5 <= given[0] <= 120
 
@@ -203,7 +214,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         "timeouts": Timeouts(start_s=1200),
         "env_vars": {"GATE": f"{tmp_path}/gate"},
     }
-    monkeypatch.setattr("fairlead_workergroup._transport.futures.REPORT_EVERY_S", 0.1)
+    report_late_workers_every(monkeypatch, 0.1)
     with make(cluster, **options) as group:
         kill(group, 0)
 
@@ -225,28 +236,38 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
 @pytest.mark.timeout(300)
 def test_silent_agent(cluster, clock, monkeypatch):
     """An agent that once does not answer is asked again, before the epoch begins."""
-    asked = []
-
-    def ask_nodes(workers, function, *more, **options):
-        asked.append(function.__name__)
-        if asked.count("start_guard") == 1:
-            return [None] * len(workers)
-        return query.ask_nodes(workers, function, *more, **options)
-
     with make(cluster, memory_limit="2GB", timeouts=Timeouts(start_s=120)) as group:
-        monkeypatch.setattr(memory, "ask_nodes", ask_nodes)
+        asked = silence_guards(monkeypatch, times=1)
         assert group.resize(dp=3) == 1
         assert asked == ["start_guard"] * 2
         # When it stays silent until the deadline, nothing changes.
-        monkeypatch.setattr(memory, "ask_nodes", lambda workers, *_, **__: clock.skip(400) or [None] * len(workers))
+        silence_guards(monkeypatch, act=lambda: clock.skip(400))
         with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 3"):
             group.resize(dp=4, timeout=600)
         # Nobody waits for the agent of a node that is gone.
-        monkeypatch.setattr(memory, "ask_nodes", lambda workers, *_, **__: [None] * len(workers))
-        monkeypatch.setattr(memory, "choose_alive", lambda node_ids: [])
+        silence_guards(monkeypatch)
+        lose_nodes_of_guards(monkeypatch)
         with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 3"):
             group.resize(dp=4, timeout=600)
         assert (group.inspect().epoch, group.call("facts").result()) == (1, [(1, 3, group.master_port, 3)] * 3)
+
+
+def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
+    """A shutdown of another thread ends the requests to an agent that does not answer, long before the deadline."""
+    with ThreadPoolExecutor() as threads, make(cluster, memory_limit="2GB") as group:
+        asks, ends = [], []
+
+        def shut_down():
+            asks.append(len(ends))
+            if len(asks) == 3:
+                ends.append(threads.submit(group.shutdown))
+                assert eventually(lambda: group._roster.ending)
+
+        silence_guards(monkeypatch, act=shut_down)
+        with pytest.raises(WorkerGroupError, match="it has been shut down"):
+            group.resize(dp=3, timeout=600)
+        assert ends[0].result(timeout=60)
+        assert asks == [0] * 3  # and not again after the shutdown
 
 
 def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
@@ -384,15 +405,7 @@ def test_failed_start_changes_nothing(cluster, tmp_path):
 @pytest.fixture
 def skip_wait_for(clock, monkeypatch):
     """Return a function that lets ten minutes pass whenever a change waits for this rank alone."""
-
-    def skip(rank):
-        monkeypatch.setattr(delivery, "Bar", type("Bar", (Bar,), {"show": show, "rank": rank}))
-
-    def show(bar, done, waiting_for=()):
-        if list(waiting_for) == [bar.rank]:
-            clock.skip(600)
-
-    return skip
+    return lambda rank: act_while_a_change_awaits(monkeypatch, [rank], lambda: clock.skip(600))
 
 
 def test_timeout_changes_nothing(cluster, tmp_path, skip_wait_for):
@@ -446,13 +459,8 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
 
 def test_two_resizes_at_once(group, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
-    waits, quiesce = threading.Event(), delivery.Delivery.quiesce
-
-    def note_and_wait(*args, **options):
-        waits.set()
-        return quiesce(*args, **options)
-
-    monkeypatch.setattr(delivery.Delivery, "quiesce", note_and_wait)
+    waits = threading.Event()
+    act_before_calls_are_awaited(monkeypatch, waits.set)
     epoch, held = group.inspect().epoch, group.call("wait_for", gate)
     first = threading.Thread(target=group.resize, kwargs={"dp": 3})
     first.start()

@@ -22,11 +22,10 @@ from fairlead_workergroup import (
     WorkerFailureError,
     WorkerGroupError,
 )
-from fairlead_workergroup._observe import observer
-from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup.testing import kill
 
 from ..calling import MB
+from ..faults import act_before_nodes_look, explain_no_death
 from ..restarting import AXES, GRID, VALUE, Worker, die, is_restarting
 
 
@@ -85,7 +84,7 @@ def test_arguments_of_earlier_starts(local_ray, eventually, store_used):
 def test_death_that_no_call_reported(lasting, monkeypatch, eventually, explained):
     """`restart_failed_workers` finds dead workers through Ray, whether or not Ray reports the cause."""
     if not explained:
-        monkeypatch.setattr(RayWitnesses, "ray", lambda witnesses, workers, within_s: {})
+        explain_no_death(monkeypatch)
     group, before = lasting, incarnations(lasting)
     os.kill(group.call("pid").result()[1], signal.SIGKILL)
     restarted = []
@@ -224,14 +223,8 @@ def test_status_during_a_restart(lasting, monkeypatch):
     group, first = lasting, lasting.get_worker_status()[1]
     die(group, 1)
     pid = group.get_worker_status()[1].pid
-    ask = observer.ask_nodes
-
-    def restart_meanwhile(*args):
-        group.restart_failed_workers()
-        return ask(*args)
-
     with monkeypatch.context() as patched:
-        patched.setattr(observer, "ask_nodes", restart_meanwhile)
+        act_before_nodes_look(patched, group.restart_failed_workers)
         before = group.get_worker_status()[1]
     assert (before.pid, before.state, before.incarnation, before.restarts) == (
         pid,
@@ -247,7 +240,7 @@ def test_status_during_a_restart(lasting, monkeypatch):
 
 def test_max_restarts(make_group):
     """The limit counts per rank with scope "worker"; at the limit the error says so, and nothing is started."""
-    group = make_group(restart=Restart(max_restarts=1))
+    group = make_group(max_restarts=1)  # a keyword that stands for the field of `Restart`
     for rank in (0, 1):
         die(group, rank)
         assert group.restart_failed_workers() == [rank]
@@ -322,7 +315,7 @@ def test_two_groups(make_group, local_ray):
 
 def test_restart_after_forced_cancel(make_group, wait_until_running):
     """A worker that cancel(force=True) has ended restarts like any lost worker."""
-    group = make_group(restart=Restart(on_failure=True))
+    group = make_group(restart_on_failure=True)  # a keyword that stands for the field of `Restart`
     call = group.at(dp=0).call("grow", 8)
     wait_until_running(group, "grow", 0)
     assert call.cancel(force=True) == [0]

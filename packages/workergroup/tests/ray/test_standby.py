@@ -4,7 +4,6 @@
 import contextlib
 import os
 import pickle
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,11 +23,15 @@ from fairlead_workergroup import (
     current_worker,
     spi,
 )
-from fairlead_workergroup._lifecycle import standbys
-from fairlead_workergroup._lifecycle.delivery import Delivery
-from fairlead_workergroup._lifecycle.launcher import Launcher
-from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup.testing import kill
+
+from ..faults import (
+    act_before_calls_are_awaited,
+    hold_standbys_back,
+    interrupt_starts,
+    note_release,
+    report_late_workers_every,
+)
 
 IMPORTED_WITH_RANK = os.environ.get("RANK")
 
@@ -214,13 +217,7 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatc
         assert eventually(lambda: group.inspect().standby == 1, 60)
         held = group.at(worker=1).call("wait_for", str(tmp_path / "never"))
         wait_until_running(group, "wait_for", 1)
-        quiesce = Delivery.quiesce
-
-        def quiesce_late(*args, **options):
-            clock.skip(600)
-            return quiesce(*args, **options)
-
-        monkeypatch.setattr(Delivery, "quiesce", quiesce_late)
+        act_before_calls_are_awaited(monkeypatch, lambda: clock.skip(600))
         assert group.replace([1], timeout=600) == 3
         with pytest.raises(WorkerFailureError):
             held.result(timeout=60)
@@ -229,10 +226,6 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatc
 
 def test_interrupted_takeover(cluster, eventually, monkeypatch):
     """If Ctrl-C ends a restart, the standby that was to take over a rank is ended, and does not occupy its slot."""
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
     with RayWorkerGroup(
         cluster, Worker, workers_per_node=[1], elastic=Elastic(standby=1), timeouts=Timeouts(start_s=60)
     ) as group:
@@ -240,7 +233,7 @@ def test_interrupted_takeover(cluster, eventually, monkeypatch):
         before = {number for number in group._resources._workers if number < 0}
         lose(group, 0)
         with monkeypatch.context() as patched:
-            patched.setattr(Launcher, "start", interrupt)
+            interrupt_starts(patched)
             with pytest.raises(KeyboardInterrupt):
                 group.restart_failed_workers()
         assert not before & group._resources._workers.keys()
@@ -252,20 +245,8 @@ def test_interrupted_takeover(cluster, eventually, monkeypatch):
 
 def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
     """A shutdown returns when the thread that starts a standby has ended."""
-    creating, may_create, given_back = threading.Event(), threading.Event(), threading.Event()
-    create_actor, give_back = standbys.create_actor, Resources.give_back
-
-    def create_late(*args):
-        creating.set()
-        assert may_create.wait(60)
-        return create_actor(*args)
-
-    def note_release(resources):
-        give_back(resources)
-        given_back.set()
-
-    monkeypatch.setattr(standbys, "create_actor", create_late)
-    monkeypatch.setattr(Resources, "give_back", note_release)
+    creating, may_create = hold_standbys_back(monkeypatch)
+    given_back = note_release(monkeypatch)
     with (
         ThreadPoolExecutor() as pool,
         RayWorkerGroup(cluster, Worker, workers_per_node=[1], elastic=Elastic(standby=1)) as group,
@@ -303,7 +284,7 @@ def test_resize_after_a_loss_with_group_scope(cluster):
 @pytest.mark.parametrize(("save", "load"), [("save_late", "load"), ("save", "load_late")])
 def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, save, load):
     """A method of the user that takes longer than the timeout of a replacement is not waited for."""
-    monkeypatch.setattr("fairlead_workergroup._transport.futures.REPORT_EVERY_S", 0.1)
+    report_late_workers_every(monkeypatch, 0.1)
     options = {"elastic": Elastic(on_handover=save), "restart": Restart(method=load)}
     options |= {"timeouts": Timeouts(start_s=3600), "env_vars": {"GATE": str(gate)}}
     with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:

@@ -3,7 +3,6 @@
 
 import os
 import pathlib
-import struct
 import time
 
 import pytest
@@ -12,10 +11,9 @@ import ray
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, report_progress
-from fairlead_workergroup._observe import evidence
-from fairlead_workergroup._observe import query as _inspect
-from fairlead_workergroup._remote.progress import CANCELLED_AT, STATE, STATES_AT, open_record
 from fairlead_workergroup.testing import fill_memory, hang, kill
+
+from ..faults import end_processes_by, limit_answers_of_nodes, note_requests_for_dead_actors, unreadable_record
 
 
 class Worker:
@@ -88,8 +86,7 @@ def test_one_request_for_each_node(group, gate, eventually):
 
 def test_no_request_for_dead_actors(group, monkeypatch):
     """While every agent answers, Ray's head is not asked for the actors of the job that have ever died."""
-    asked = []
-    monkeypatch.setattr(evidence, "dead_actors", lambda: asked.append(1) or frozenset())
+    asked = note_requests_for_dead_actors(monkeypatch)
     assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
     assert asked == []
 
@@ -152,14 +149,8 @@ def test_bad_arguments(group, seconds):
 
 def test_unreadable_record(group):
     """Only the worker of that record is unknown; the others of its node are not."""
-    pid = group.get_worker_status()[2].pid
-    file = open_record(pid)
-    page = os.pread(file, CANCELLED_AT, 0)
-    for at in STATES_AT:
-        os.pwrite(file, b"x" * 8, at + struct.calcsize(STATE) - 8)  # as if being written
-    assert states(group) == ["idle", "idle", "unknown", *["idle"] * 5]
-    os.pwrite(file, page, 0)
-    os.close(file)
+    with unreadable_record(group.get_worker_status()[2].pid):
+        assert states(group) == ["idle", "idle", "unknown", *["idle"] * 5]
     assert states(group) == ["idle"] * 8
 
 
@@ -167,7 +158,7 @@ def test_silent_node(group, monkeypatch, caplog, stop_process):
     """The workers of that node are unknown, and a warning has the reason; workers of other nodes are reported."""
     agent = NodeAgent(group.worker_metadata[4]["node_id"])
     pid = agent.run(os.getpid)
-    monkeypatch.setattr(_inspect, "ANSWER_S", 5.0)  # the agents of the other nodes answer by then
+    limit_answers_of_nodes(monkeypatch, 5.0)  # the agents of the other nodes answer by then
     with stop_process(pid):
         assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
     assert f"Cannot look at the workers on node {agent.node_id[:8]}" in caplog.text
@@ -203,7 +194,7 @@ def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
         return []
 
     group = RayWorkerGroup(cluster, Worker, workers_per_node=1)
-    monkeypatch.setattr("fairlead_workergroup._lifecycle.shutdown.end_trees", meet)
+    end_processes_by(monkeypatch, meet)
     assert group.shutdown()
 
 

@@ -4,9 +4,6 @@
 import ctypes
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -15,11 +12,7 @@ import ray
 from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_workergroup import RayWorkerGroup, StuckWorker, WorkerStatus, report_progress
-from fairlead_workergroup._observe.stuck import add_odd_ranks
-from fairlead_workergroup._remote import stacks as _stacks
-from fairlead_workergroup._remote.process import process_state
-from fairlead_workergroup.spi import find_method_frames
+from fairlead_workergroup import RayWorkerGroup, report_progress
 from fairlead_workergroup.testing import hang
 
 SIGNAL = signal.SIGRTMIN + 5
@@ -156,102 +149,3 @@ def test_odd_rank(group, fifo, eventually):
         "2 others wait at the same place; not there: rank 2 idle"
     }
     release(fifo, readers)
-
-
-def one(rank, method="step", function="all_reduce", line=3):
-    stacks = f'Current thread 0x1 (most recent call first):\n  File "/lib/dist.py", line {line} in {function}\n'
-    stacks = stacks + '  File "/x/fairlead_workergroup/_remote/host.py", line 9 in delegate\n' if function else ""
-    where = f"/lib/dist.py:{line} in {function}" if function else ""
-    return StuckWorker(rank, {}, "node", rank, method, 9.0, 9.0, stacks=stacks, where=where)
-
-
-def odd(stuck, **states):
-    ranks = {f"r{worker.rank}": "stuck" for worker in stuck} | states
-    statuses = {
-        int(rank[1:]): WorkerStatus(int(rank[1:]), "", {}, state, "node", 1, "step" if state == "stuck" else None)
-        for rank, state in ranks.items()
-    }
-    return [worker.note for worker in add_odd_ranks(stuck, statuses)]
-
-
-def test_choice_of_odd_ranks():
-    """Dead ranks, other lines and other methods are odd; without stacks the method decides; a majority is needed."""
-    assert odd([one(0), one(1)], r2="dead") == ["1 others wait at the same place; not there: rank 2 dead"] * 2
-    assert odd([one(0), one(1), one(2, line=4)]) == [
-        *["1 others wait at the same place; not there: rank 2 at /lib/dist.py:4 in all_reduce"] * 2,
-        "2 others wait at /lib/dist.py:3 in all_reduce, this rank does not",
-    ]
-    bare = [one(0, function=""), one(1, function=""), one(2, "load", "")]
-    assert odd(bare)[2] == "2 others wait at 'step', this rank does not"
-    for nobody in ([], [one(0)], [one(0), one(1)], [one(0), one(1), one(2, line=4), one(3, line=5)]):
-        assert set(odd(nobody)) <= {""}
-    assert odd([one(0), one(1)], r2="idle", r3="idle") == ["", ""]
-
-
-def test_frames_of_other_threads():
-    """If no thread runs a method, the frames are those of the first thread; a text without frames has none."""
-    two = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n\nThread 0x2 (most recent call first):\n'
-    assert find_method_frames(two + '  File "b.py", line 2 in g h\n') == (("b.py", "2", "g h"),)
-    assert find_method_frames("") == ()
-
-
-@pytest.fixture
-def start():
-    processes = []
-
-    def started(source):
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        processes.append(process)
-        assert process.stdout.readline() == b"ready\n"
-        return process
-
-    yield started
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def dumped(process):
-    file = os.pidfd_open(process.pid)
-    try:
-        return _stacks.dump_stacks({file: (process.pid, SIGNAL)})[file]
-    finally:
-        os.close(file)
-
-
-def test_no_handler(start):
-    """A process without a handler, which the signal would end, does not get the signal."""
-    process = start("print('ready', flush=True); input()")
-    assert dumped(process) == ("", "no handler writes the stacks of this process")
-    unregistered = start("""
-        import faulthandler
-        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
-        faulthandler.unregister(write_stacks_on_signal())
-        print('ready', flush=True)
-        input()
-    """)
-    assert dumped(unregistered) == ("", "no handler writes the stacks of this process")
-    assert (process.poll(), unregistered.poll()) == (None, None)
-
-
-def test_blocked_signal(start, monkeypatch, eventually):
-    """The wait for a process has a deadline, and a pending signal is not sent again."""
-    process = start("""
-        import signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 5])  # threads that imports start hold it back too
-        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
-        write_stacks_on_signal()
-        print('ready', flush=True)
-        input()
-        taken = 0
-        while signal.sigtimedwait([signal.SIGRTMIN + 5], 0):
-            taken += 1
-        print(taken)
-    """)
-    assert eventually(lambda: process_state(process.pid) == "S")
-    monkeypatch.setattr(_stacks, "WRITE_S", 0.3)
-    for _ in range(2):
-        assert dumped(process) == ("", "the process (state S) did not write its stacks within 0.3 s")
-    assert process.communicate(b"\n")[0] == b"1\n"

@@ -8,7 +8,6 @@ import math
 import pytest
 
 from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, WorkerOptions
-from fairlead_workergroup._options import read_restart
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,6 @@ def test_types(name, value):
         TypeError, match=rf"{name} must be a {name.title()} or None, got .*: write {name}={name.title()}"
     ):
         RayWorkerGroup([], dict, **{name: value})
-
-
-def test_flat_keywords():
-    """The keywords for restarts stand for the fields of `Restart`."""
-    flat = {"restart_on_failure": True, "max_restarts": 1}
-    assert read_restart(None, flat, RayWorkerGroup.__init__) == Restart(on_failure=True, max_restarts=1)
-    assert read_restart(None, {}, RayWorkerGroup.__init__) == Restart()
 
 
 def test_flat_keyword_beside_its_value():

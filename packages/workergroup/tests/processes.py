@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of this machine: what a test starts below a worker, and what is left of the trees of workers."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from fairlead_workergroup import _group
+from fairlead_workergroup._remote.process import Process, Trees, read_marks, read_processes
+
+# Starts a process whose pid is in a file.
+CODE = """
+import os, signal, sys
+{more}
+with open({path!r} + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename({path!r} + ".new", {path!r})
+signal.pause()
+"""
+KINDS = ["cleared", "daemon", "fork", "session", "stubborn"]
+
+
+def run_daemon(code: str) -> None:
+    """Start a program in a session of its own, whose parent dies at once."""
+    subprocess.run(["sh", "-c", 'setsid "$0" -c "$1" & ', sys.executable, code], check=True)
+
+
+def fork_daemon(path: str) -> None:
+    """Fork a process that runs no other program, whose parent dies at once."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        if not os.fork():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            write_pid(path)
+            signal.pause()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def write_pid(path: str) -> None:
+    with open(f"{path}.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{path}.new", path)
+
+
+def start_children(folder: str) -> None:
+    """Start one child of each kind; each writes its pid in a file named after the kind."""
+    code = {
+        "session": "",
+        "daemon": "",
+        "stubborn": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "cleared": "",
+    }
+    programs = {kind: CODE.format(more=more, path=f"{folder}/{kind}") for kind, more in code.items()}
+    subprocess.Popen([sys.executable, "-c", programs["session"]], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", programs["cleared"]], start_new_session=True, env={})
+    run_daemon(programs["daemon"])
+    run_daemon(programs["stubborn"])
+    fork_daemon(f"{folder}/fork")
+
+
+def read_pids(folder: os.PathLike[str]) -> dict[str, int]:
+    """Return the pids of the children that have started, by kind."""
+    return {name: int((folder / name).read_text()) for name in sorted(os.listdir(folder)) if name in KINDS}
+
+
+def find_trees(marks: Sequence[str]) -> list[Process]:
+    """Return the workers that run, given what their identities begin with, and what they have started."""
+    workers, children = Trees([], marks).look()
+    return [*workers, *children]
+
+
+def find_trees_of_driver(token: str) -> list[str]:
+    """Return the workers of a driver, what they have started, and their reapers, as pids with commands.
+
+    Args:
+        token: a part of the driver's environment, which they inherit.
+    """
+    found = []
+    for pid, (_, started) in read_processes().items():
+        try:
+            with open(f"/proc/{pid}/environ") as environment, open(f"/proc/{pid}/cmdline") as command:
+                ours, line = token in environment.read(), command.read().replace("\0", " ")
+        except OSError:
+            continue  # it has ended
+        if ours and (read_marks((pid, started)) or "end_orphans" in line):
+            found.append(f"{pid} {line}")
+    return found
+
+
+def note_marks(marks: list[str]) -> None:
+    """Add what the identities of workers begin with, for each group of this process from now on.
+
+    Groups whose constructor is interrupted are among them.
+    """
+
+    class Spec(_group.GroupSpec):
+        def __post_init__(self) -> None:
+            marks.append(f"{self.token}-")
+
+    _group.GroupSpec = Spec

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one machine without Ray: trees below a process that is marked as a worker, and stacks of stuck ones."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fairlead_workergroup._remote import process, reaper, stacks
+
+from ..processes import KINDS, read_pids, start_children
+from ..restarting import find_running
+
+MB = 1_000_000
+SIGNAL = signal.SIGRTMIN + 5
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child runs nothing that waits for them
+        return os.fork()
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch) -> None:
+    """One child of each worker ignores SIGTERM."""
+    monkeypatch.setattr(process, "CHILD_GRACE_S", 0.5)
+
+
+@pytest.fixture
+def parent(tmp_path, eventually) -> Iterator[tuple[int, int]]:
+    """A process that has marked its tree and started a child of each kind: its pid and start tick."""
+    child = fork()
+    if not child:
+        page = process.mark_tree("group-3-0")
+        start_children(str(tmp_path))
+        while page:
+            signal.pause()
+    assert eventually(lambda: list(read_pids(tmp_path)) == KINDS)
+    yield child, process.start_tick(child)
+    for pid in find_running([child, *read_pids(tmp_path).values()]):
+        os.kill(pid, signal.SIGKILL)
+
+
+def end_parent(parent) -> None:
+    os.kill(parent[0], signal.SIGKILL)
+    os.waitpid(parent[0], 0)
+
+
+def test_find_children(parent, tmp_path):
+    """Children of a living parent are found, also without the mark."""
+    found, none = process.find_children([parent, (parent[0], parent[1] - 1)])
+    pids = read_pids(tmp_path)
+    assert {pids["session"], pids["cleared"]} <= {pid for pid, _ in found}
+    assert none == []
+    end_parent(parent)
+    assert process.end_trees([parent], found, ["group-3-"], 20) == []
+    assert find_running(pids.values()) == []
+
+
+def test_find_by_marks(parent, tmp_path):
+    """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
+    end_parent(parent)
+    pids = read_pids(tmp_path)
+    assert process.end_trees([], [], ["group-30-"], 20) == []
+    assert find_running(pids.values()) == list(pids.values())
+    assert process.end_trees([], [], ["group-2-", "group-3-"], 20) == []
+    assert find_running(pids.values()) == [pids["cleared"]]
+
+
+def test_worker_that_does_not_end(parent, tmp_path):
+    """A worker that does not end gets SIGKILL, whether it is known or not; then its children end."""
+    pids = read_pids(tmp_path)
+    assert process.end_trees([], *process.find_children([parent]), ["group-3-"], 20, grace_s=0.1) == []
+    assert find_running(pids.values()) == []
+
+
+def test_reused_pid(parent):
+    """A process that has the pid of an ended process is not touched."""
+    pid, started = parent
+    assert process.end_trees([(pid, started - 1)], [(pid, started - 1)], ["none-"], 20) == []
+    process.send_signal([(pid, started - 1)], signal.SIGKILL)
+    assert find_running([pid]) == [pid]
+
+
+def test_survivors(parent, tmp_path, monkeypatch):
+    """Processes that do not end are returned."""
+    end_parent(parent)
+    monkeypatch.setattr(process, "send_signal", lambda processes, number: None)
+    left = {pid for pid, _ in process.end_trees([], [], ["group-3-"], 0.3)}
+    pids = read_pids(tmp_path)
+    assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
+
+
+def reapers(identity):
+    """Return the processes that wait for the end of a worker, without those that are ending."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended
+            if f"\0{identity}\0" in Path(f"/proc/{name}/cmdline").read_text(errors="replace"):
+                found.append(int(name))
+    return found
+
+
+def open_files(pid):
+    return sorted(os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_reaper(tmp_path, eventually, monkeypatch):
+    """When a worker ends, everything with its mark ends without any request, and nothing of another worker does."""
+    monkeypatch.setattr(reaper, "GRACE_S", 0.1)
+    identity = f"{os.urandom(8).hex()}-3-1"
+    worker = fork()
+    if not worker:
+        page = process.mark_tree(identity)
+        reaper.start_reaper(identity)
+        start_children(str(tmp_path))
+        while page:
+            signal.pause()
+    other = subprocess.Popen(["sleep", "281"], env={process.VARIABLE.decode(): f"{identity}0"})
+    assert eventually(lambda: list(read_pids(tmp_path)) == KINDS)
+    pids = read_pids(tmp_path)
+    assert eventually(lambda: len(reapers(identity)) == 1)
+    (pid,) = reapers(identity)
+    assert os.getsid(pid) != os.getsid(worker)
+    assert pid not in [child for child, _ in process.find_children([(worker, process.start_tick(worker))])[0]]
+
+    def find_files():
+        return [name for name in open_files(pid) if "pidfd" not in name]
+
+    # An interpreter that is starting has files of its own open.
+    assert eventually(lambda: find_files() == ["/dev/null"] * 3 + ["/memfd:fairlead-reaper (deleted)"]), find_files()
+    try:
+        end_parent((worker, 0))
+        assert eventually(lambda: find_running(pids.values()) == [pids["cleared"]])
+        assert eventually(lambda: not reapers(identity))
+        assert find_running([other.pid]) == [other.pid]
+    finally:
+        other.kill()
+        other.wait()
+        for left in find_running(pids.values()):
+            os.kill(left, signal.SIGKILL)
+
+
+def test_shared_pages():
+    """Pages that a worker shares with its forks count once."""
+    block = bytearray(b"x") * (100 * MB)
+    processes = [(os.getpid(), process.start_tick(os.getpid()))]
+    before = sum(map(process._proportional, processes))
+    for _ in range(3):
+        child = fork()
+        if not child:
+            signal.pause()
+        processes.append((child, process.start_tick(child)))
+    try:
+        assert sum(map(process._private, processes)) > 400 * MB
+        assert before - 10 * MB < sum(map(process._proportional, processes)) < before + 100 * MB
+        assert len(block) == 100 * MB
+    finally:
+        for child, _ in processes[1:]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+@pytest.fixture
+def start():
+    programs = []
+
+    def started(source):
+        command = [sys.executable, "-c", textwrap.dedent(source)]
+        programs.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert programs[-1].stdout.readline() == b"ready\n"
+        return programs[-1]
+
+    yield started
+    for program in programs:
+        program.kill()
+        program.communicate()
+
+
+def dumped(program):
+    file = os.pidfd_open(program.pid)
+    try:
+        return stacks.dump_stacks({file: (program.pid, SIGNAL)})[file]
+    finally:
+        os.close(file)
+
+
+def test_no_handler(start):
+    """A process without a handler, which the signal would end, does not get the signal."""
+    program = start("print('ready', flush=True); input()")
+    assert dumped(program) == ("", "no handler writes the stacks of this process")
+    unregistered = start("""
+        import faulthandler
+        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
+        faulthandler.unregister(write_stacks_on_signal())
+        print('ready', flush=True)
+        input()
+    """)
+    assert dumped(unregistered) == ("", "no handler writes the stacks of this process")
+    assert (program.poll(), unregistered.poll()) == (None, None)
+
+
+def test_blocked_signal(start, monkeypatch, eventually):
+    """The wait for a process has a deadline, and a pending signal is not sent again."""
+    program = start("""
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 5])  # threads that imports start hold it back too
+        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
+        write_stacks_on_signal()
+        print('ready', flush=True)
+        input()
+        taken = 0
+        while signal.sigtimedwait([signal.SIGRTMIN + 5], 0):
+            taken += 1
+        print(taken)
+    """)
+    assert eventually(lambda: process.process_state(program.pid) == "S")
+    monkeypatch.setattr(stacks, "WRITE_S", 0.3)
+    for _ in range(2):
+        assert dumped(program) == ("", "the process (state S) did not write its stacks within 0.3 s")
+    assert program.communicate(b"\n")[0] == b"1\n"
