@@ -78,9 +78,12 @@ def read_blocks(name: str, language: str) -> list[str]:
 
 
 def build_wheel(session: nox.Session, name: str, dist: Path) -> Path:
-    """Build the wheel of a package into a folder and return its path. The session must have build and hatchling."""
-    options = "--wheel", "--no-isolation", "--outdir", str(dist)
-    session.run("python", "-m", "build", *options, package(name), silent=True)
+    """Build the wheel of a package into a folder and return its path. The session must have hatchling.
+
+    It is what `python -m build` builds, which `build` does, in half of the time.
+    """
+    with session.chdir(package(name)):
+        session.run("python", "-m", "hatchling", "build", "--target=wheel", f"--directory={dist}", silent=True)
     (wheel,) = dist.glob(f"{import_name(name)}-*.whl")
     return wheel
 
@@ -585,7 +588,7 @@ def workflows(session: nox.Session) -> None:
 @each_package
 def wheels(session: nox.Session, name: str) -> None:
     """Install the wheel of one package alone; import it, and run its README's example and what `quick` left out."""
-    install(session, "build", "hatchling", "pip")
+    install(session, "hatchling", "pip")
     dist = make_folder(session, "dist")
     built = {one: build_wheel(session, one, dist) for one in [*SIBLINGS[name], name]}
     # pip finds the siblings here if the wheel requires them, and installs no others.
@@ -632,7 +635,7 @@ def minimums(session: nox.Session, name: str) -> None:
 @nox.session
 def vendor(session: nox.Session) -> None:
     """Copy fairlead-sharding into another project as its README says, and run that project's tests and its own."""
-    install(session, "build", "hatchling", "pip", "numpy", *test_requirements("sharding"))
+    install(session, "hatchling", "pip", "numpy", *test_requirements("sharding"))
     copy, fetch = read_blocks("sharding", "sh")
     project = make_folder(session, "project")
     shutil.copytree(ROOT / "examples" / "vendored", project, dirs_exist_ok=True)
