@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -98,10 +99,24 @@ def install(session: nox.Session, *what: str, defer: bool = True) -> None:
     """
     with report_every(PATIENCE_S, lambda seconds: f"{session.name}: installing, {seconds:.0f} s"):
         session.install("-c", "constraints.txt", *what, env=UV_ENV)
+        fetch_bytecode(Path(session.virtualenv.location))
         if defer:
             defer_imports(Path(session.virtualenv.location))
         if "torch" in what:  # else all workers of the first group compile it at the same time
             session.run("python", "-c", "import torch.distributed.fsdp")
+
+
+def fetch_bytecode(environment: Path) -> None:
+    """Provide an environment with what sessions of the same `ci` have compiled."""
+    if store := os.environ.get(BYTECODE):
+        (packages,) = environment.glob("lib/python*/site-packages")
+        runpy.run_path(SHARE)["fetch"](packages, Path(store))
+
+
+def keep_bytecode(name: str, store: Path) -> None:
+    """Keep what a session has compiled, given the name of its folder."""
+    for packages in [*ROOT.glob(f".nox/{name}/lib/*/site-packages"), *ROOT.glob(f".nox/{name}/*/lib/*/site-packages")]:
+        runpy.run_path(SHARE)["keep"](packages, store)
 
 
 def defer_imports(environment: Path) -> None:
@@ -112,6 +127,9 @@ def defer_imports(environment: Path) -> None:
     (packages / "defer_imports.pth").write_text("import defer_imports\n", encoding="utf-8")
 
 
+# The folder of the bytecode that sessions share.
+BYTECODE = "FAIRLEAD_BYTECODE"
+SHARE = str(ROOT / "scripts" / "bytecode.py")
 # People wait at most this long for a sign of progress.
 PATIENCE_S = 15.0
 
@@ -503,6 +521,7 @@ def seams(session: nox.Session) -> None:
     paths = map(package, [*SIBLINGS["transfer"], "transfer", "rollouts"])
     needed = "dill", "msgspec", "omegaconf", "ray", "tensordict", "torch", "transferqueue", "transformers"
     session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
+    fetch_bytecode(Path(session.virtualenv.location))
     env = {**RAY_ENV, **({"FAIRLEAD_SEAM_SOURCES": str(given.source.resolve())} if given.source else {})}
     # Each imports other parts of verl.
     for name in ("rollouts", "transfer"):
@@ -598,6 +617,7 @@ def wheels(session: nox.Session, name: str) -> None:
     pip = ["python", "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
     pip += ["-c", "constraints.txt", "-c", str(places)]
     session.run(*pip, str(built[name]))
+    fetch_bytecode(Path(python).parent.parent)
 
     here = copy_tests(session, name)
     (here / "example.py").write_text(read_blocks(name, "python")[0], encoding="utf-8")
@@ -609,6 +629,7 @@ def wheels(session: nox.Session, name: str) -> None:
     needed = test_requirements(name)
     wheels = {one: str(build_wheel(session, Path(one).name, dist)) for one in needed if one.startswith("./")}
     session.run(*pip, *(wheels.get(one, one) for one in needed))
+    fetch_bytecode(Path(python).parent.parent)
     defer_imports(Path(python).parent.parent)
     with session.chdir(here):
         # 5: the package has only unit tests.
@@ -726,12 +747,12 @@ class SessionRun:
     returncode: int | None = None
     lines: list[str] = field(default_factory=list)
 
-    def run(self, posargs: list[str], folder: Path) -> None:
-        """Run the session to its end; a folder holds what Ray records."""
+    def run(self, posargs: list[str], folder: Path, store: Path) -> None:
+        """Run the session to its end; one folder holds what Ray records, and one the bytecode of all sessions."""
         process = subprocess.Popen(
             [sys.executable, "-m", "nox", "--session", self.name, "--", *posargs],
             cwd=ROOT,
-            env={**os.environ, "RAY_TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "RAY_TMPDIR": str(folder), BYTECODE: str(store), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -773,7 +794,8 @@ def ci(session: nox.Session) -> None:
         while waiting:
             name, posargs = waiting.pop(0)
             running.append(one := SessionRun(name))
-            one.run(posargs, folder)
+            one.run(posargs, folder, store)
+            keep_bytecode(re.sub(r"\W+", "-", name).strip("-"), store)
             running.remove(one)
             finished.append(one)
             # The output of a session that failed comes at the end. These lines say already what it will be.
@@ -789,6 +811,8 @@ def ci(session: nox.Session) -> None:
         report_every(PATIENCE_S, describe),
         ThreadPoolExecutor(AT_A_TIME) as pool,
     ):
+        store = Path(folder, "bytecode")
+        keep_bytecode("quick", store)
         try:
             list(pool.map(work, [Path(folder, str(number)) for number in range(AT_A_TIME)]))
         finally:  # after Ctrl-C too, which ends the sessions that run
