@@ -18,12 +18,14 @@ from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement._nodes.agent_process import IDLE_S
+from fairlead_placement._nodes import agent_process
 from fairlead_placement._reserve import wait as _wait
 from fairlead_placement.spi import autoscaler_is_there
 
 # The id of the head in the provider.
 HEAD = "head"
+# How long the agents of these tests stay for further requests.
+IDLE_S = 2.0
 PROVIDER = """
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
@@ -63,7 +65,11 @@ def head(raylets):
     # As on Kubernetes, Ray does not start an autoscaler itself.
     variables = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": "ray.head.default"}
     options = {"num_cpus": 0, "no_monitor": True, "env_vars": variables}
-    with raylets(options, [{"num_cpus": 2, "resources": {"x": 2}}], logging_level="error") as cluster:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        raylets(options, [{"num_cpus": 2, "resources": {"x": 2}}], logging_level="error") as cluster,
+    ):
+        patch.setattr(agent_process, "IDLE_S", IDLE_S)
         yield Head(cluster)
 
 

@@ -10,17 +10,26 @@ import ray
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, _ray_private
+from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent import AGENT_NAME_PREFIX
-from fairlead_placement._nodes.agent_process import IDLE_S, OWNERS_S
 from fairlead_placement._ray_private import live_actors, worker_is_alive
 
 LOW = 30000 + os.getpid() % 1000 * 2
+# How long the agents of these tests stay, and how often they look for owners that have ended. A process sends these
+# values with the code of an agent, so each process that creates one sets them first.
+IDLE_S, OWNERS_S = 1.0, 1.0
+HASTEN = f"from fairlead_placement._nodes import agent_process as it; it.IDLE_S, it.OWNERS_S = {IDLE_S}, {OWNERS_S}"
 
 
 @pytest.fixture(scope="module")
 def nodes(raylets):
     """Start a head of 4 CPUs and attach this process to it; a test may add a node."""
-    with raylets({"num_cpus": 4}, quick_deaths=True, logging_level="error", log_to_driver=False) as made:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        raylets({"num_cpus": 4}, quick_deaths=True, logging_level="error", log_to_driver=False) as made,
+    ):
+        patch.setattr(agent_process, "IDLE_S", IDLE_S)
+        patch.setattr(agent_process, "OWNERS_S", OWNERS_S)
         yield made
 
 
@@ -32,6 +41,11 @@ def head(nodes):
 @ray.remote(num_cpus=0)
 class Controller:
     """Reserves, as an RL controller does, and keeps its reservation."""
+
+    def __init__(self):
+        from fairlead_placement._nodes import agent_process as there  # the global one comes by value
+
+        there.IDLE_S, there.OWNERS_S = IDLE_S, OWNERS_S
 
     def reserve(self, name, port, where):
         selector = {"ray.io/node-id": where}
@@ -103,6 +117,7 @@ def test_a_driver_that_ends(nodes, start_script, eventually, how):
         import ray
         ray.init(address={nodes.address!r}, logging_level="error")
         from fairlead_placement import RayVirtualCluster
+        {HASTEN}
         cluster = RayVirtualCluster([1], use_gpus=False, port_range_low={LOW}, port_range_high={LOW})
         cluster.get_master_address_and_port()
         print(ray.get_runtime_context().get_job_id())
@@ -133,6 +148,7 @@ def test_a_lease_that_outlives_its_driver(nodes, start_script, eventually):
         @ray.remote(num_cpus=0)
         class Keeper:
             def lease(self, node_id):
+                {HASTEN}
                 return NodeAgent(node_id).lease(1, {LOW}, {LOW})
 
         keeper = Keeper.options(name="keeper", lifetime="detached").remote()
