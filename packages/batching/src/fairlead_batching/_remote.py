@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -265,7 +266,10 @@ class RemoteBatch(Shardable["RemoteBatch"]):
 def _copy_rows(leaf: Any, rows: IntArray) -> Any:
     """Return a copy of the rows, because the leaf is a view of the store."""
     taken = operations.take(leaf, rows)
-    return taken.compact(copy=True) if isinstance(taken, RaggedLeaf) else taken
+    if isinstance(taken, RaggedLeaf):
+        return taken.compact(copy=True)
+    # The objects in a list may be or hold arrays and tensors over the store's memory.
+    return copy.deepcopy(taken) if isinstance(taken, list) else taken
 
 
 def _require_ray() -> Any:

@@ -198,9 +198,12 @@ def test_a_handle_keeps_plan_and_padding(store):
 def test_a_fetched_batch_is_private(store):
     """What fetch() returns may be written; the store does not change."""
     batch = make([3, 1])
+    batch["log"] = [[1], [2]]
     handle = RemoteBatch.put(batch)
     handle.fetch()["tokens"][:] = 9
+    handle.fetch()["log"][0][0] = 9
     assert_same(handle.fetch(), batch)
+    assert batch["log"] == [[1], [2]]
     handle.fetch().meta["step"] = 9
     assert handle.meta == {"step": 3}
 
