@@ -269,6 +269,12 @@ def test_indices_are_tensors():
     assert batch.select_indices(order).reorder_data(order)["x"].equal(BASE)
 
 
+def test_indices_are_reversed_views():
+    """Indices may be a view with negative strides, such as those of a descending sort."""
+    descending = np.arange(4)[::-1]
+    assert BatchedDataDict(x=BASE).select_indices(descending)["x"].equal(BASE.flip(0))
+
+
 def test_padding_mask():
     """The mask is a tensor if a leaf is one."""
     padded = BatchedDataDict(x=[1, 2, 3], y=torch.ones(3)).pad_to_multiple(2)

@@ -64,7 +64,8 @@ def from_carrier(tensor: Any, dtype: str) -> Any:
 
 def from_numpy(array: Array, like: Any) -> Any:
     """Return the tensor of an array, on the device of ``like``."""
-    return require_torch().from_numpy(array).to(like.device)
+    # torch refuses negative strides, such as those of the indices of a descending sort.
+    return require_torch().from_numpy(np.ascontiguousarray(array)).to(like.device)
 
 
 def take(tensor: Any, indices: Array) -> Any:
