@@ -131,7 +131,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     ``elem_counts_per_gb``. Its attributes are None on any other batch:
 
     - plan: ``plan.args``, the arguments of the microbatches; ``plan.shard_sizes``, the samples of all shards, if these
-      differ; ``plan.micro_batch_indices`` and ``plan.micro_batch_lengths``.
+      differ, which is kept where the order or the number of samples changes on all shards alike;
+      ``plan.micro_batch_indices`` and ``plan.micro_batch_lengths``.
 
     ``data`` is the plain dictionary of the leaves. A mapping of leaves is stored by dotted keys: ``batch["image"] =
     {"patches": ...}`` sets ``batch["image.patches"]``. ``meta`` is a dictionary of values that are not per sample:
@@ -184,16 +185,21 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         >>> [part["x"] for part in BatchedDataDict(x=[1, 2, 3, 4]).minibatches(2, epochs=2)]
         [[1, 2], [3, 4], [1, 2], [3, 4]]
         """
-        spans = self.plan.find_equal_spans(self.size, size, name="size")
+        plan, spans = self.plan, self.plan.find_equal_spans(self.size, size, name="size")
         epochs = as_int("epochs", epochs, at_least=1)
         seeds = [None if seed is None else [as_int("seed", seed, at_least=0), epoch] for epoch in range(epochs)]
         count = self.size
+
+        def resize(start: int) -> PartPlan:
+            return plan.resize(lambda of_shard: min(of_shard - start, size))
 
         def select() -> Iterator[SlicedDataDict[Content]]:
             for of_epoch in seeds:
                 order = None if of_epoch is None else np.random.default_rng(of_epoch).permutation(count)
                 for start, end, _ in spans:
-                    yield self.slice(start, end) if order is None else self.select_indices(order[start:end])
+                    part = self.slice(start, end) if order is None else self.select_indices(order[start:end])
+                    part.plan = resize(start)
+                    yield part
 
         return select()
 
@@ -215,7 +221,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             start = batch_idx * batch_size
             if start >= size:
                 raise ValueError(f"There is no batch {batch_idx} of {batch_size} among {size} samples.")
-            return self.slice(start, min(start + batch_size, size))
+            sizes = self.plan.resize(lambda of_shard: min(max(of_shard - start, 0), batch_size))
+            return _cut(self, start, min(start + batch_size, size), sizes)
         return _cut(self, *self.plan.select_group(batch_idx))
 
     def _split(self, plan: ShardPlan) -> list[SlicedDataDict[Content]]:
@@ -371,6 +378,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         padded[mask_key][size:] = [0] * extra if isinstance(padded[mask_key], list) else 0
         padded.padding = np.arange(size + extra) >= size
         padded.padding[:size] = False if self.padding is None else self.padding
+        padded.plan = self.plan.resize(lambda of_shard: of_shard + -of_shard % n)
         return padded
 
     def drop_padding(

@@ -2,7 +2,7 @@
 """The plan of all shards: which samples each has, in which order and in which microbatches."""
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -136,7 +136,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """The plan of a shard. A part of a shard keeps the arguments only, and any other batch has None everywhere."""
+    """The plan of a shard. A microbatch keeps the arguments only, and any other part at most `shard_sizes`."""
 
     args: MicrobatchArgs | None = None
     micro_batch_indices: Cuts | None = None
@@ -196,6 +196,11 @@ class PartPlan:
         elif size % samples:
             raise ValueError(f"{size} samples are not a multiple of {name}={samples}: use pad_to_multiple({samples}).")
         return [(start, min(start + samples, size), 0) for start in range(0, size, samples)]
+
+    def resize(self, resize: Callable[[int], int]) -> "PartPlan":
+        """Return the sizes of all shards after the same change of each, given how it changes a size."""
+        sizes = [resize(size) for size in self.shard_sizes or ()]
+        return PartPlan(shard_sizes=sizes if len(set(sizes)) > 1 else None)
 
     def rename(self, names: Mapping[str, str]) -> "PartPlan":
         """Return the plan with the new names of the leaves."""

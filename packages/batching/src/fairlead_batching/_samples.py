@@ -253,8 +253,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         >>> BatchedDataDict(x=np.array([1, 2])).repeat_interleave(2)["x"].tolist()
         [1, 1, 2, 2]
         """
-        indices = np.repeat(np.arange(self.size), as_int("num_repeats", num_repeats, at_least=1))
-        return self._derive(lambda leaf: operations.repeat(leaf, indices), type(self))
+        num_repeats = as_int("num_repeats", num_repeats, at_least=1)
+        indices = np.repeat(np.arange(self.size), num_repeats)
+        repeated = self._derive(lambda leaf: operations.repeat(leaf, indices), type(self))
+        repeated.plan = self.plan.resize(lambda of_shard: of_shard * num_repeats)
+        return repeated
 
     def shuffle(self, seed: int) -> Self:
         """Return copies of all samples in a random order that depends on ``seed`` only. A plan is dropped.
@@ -263,7 +266,9 @@ class Samples(UserDict[str, Any], Generic[Content]):
         [3, 1, 2, 4]
         """
         order = np.random.default_rng(as_int("seed", seed, at_least=0)).permutation(self.size)
-        return self._derive(lambda leaf: operations.take(leaf, order), type(self))
+        shuffled = self._derive(lambda leaf: operations.take(leaf, order), type(self))
+        shuffled.plan = self.plan.resize(int)
+        return shuffled
 
     def reorder_data(self, indices: Iterable[int]) -> Self:
         """Put sample i at position ``indices[i]``, in place, and return the batch itself.
@@ -285,7 +290,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
             )
         moved = self._derive(lambda leaf: operations.take(leaf, where.argsort()), Samples)
         self.data, self.padding = moved.data, moved.padding
-        self.plan = PartPlan()
+        self.plan = self.plan.resize(int)
         return self
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:

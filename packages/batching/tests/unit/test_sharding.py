@@ -76,6 +76,32 @@ def test_uneven_shards_cannot_deadlock():
     assert [[part.size for part in shard.make_microbatch_iterator(3)] for shard in shards] == [[3], [3], [2]]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shard: shard.shuffle(0),
+        lambda shard: shard.reorder_data(range(shard.size)),
+        lambda shard: shard.repeat_interleave(2),
+        lambda shard: shard.pad_to_multiple(2),
+        lambda shard: next(shard.minibatches(3)),
+        lambda shard: next(shard.minibatches(3, seed=0)),
+        lambda shard: list(shard.repeat_interleave(4).minibatches(7))[1].shuffle(0),
+        lambda shard: shard.get_batch(0, 8),
+    ],
+)
+@pytest.mark.parametrize("microbatch_size", [1, 2, 3, 4])
+def test_changed_uneven_shards_cannot_deadlock(change, microbatch_size):
+    """After a change of all uneven shards, all have as many microbatches as each other, or all raise the same error."""
+    shards = BatchedDataDict(x=np.arange(11)).shard_by_batch_size(4, allow_uneven_shards=True)
+    outcomes = set()
+    for shard in map(change, shards):
+        try:
+            outcomes.add(len(list(shard.make_microbatch_iterator(microbatch_size))))
+        except ValueError as error:
+            outcomes.add(str(error))
+    assert len(outcomes) == 1
+
+
 def test_planned_shards_cannot_deadlock(make_batch):
     """Shards with different numbers of samples have no plain microbatches."""
     batch = make_batch([6, 1, 1, 1, 1])
