@@ -329,6 +329,12 @@ def test_deadline(spec_of, tools, monkeypatch, eventually):
     assert eventually(lambda: tools.running("sleep\0006544") == [], 60)
 
 
+def test_a_node_that_does_not_look(spec_of, monkeypatch):
+    """A node that does not say in time whether it has the environment still builds it (seam: its look)."""
+    monkeypatch.setattr(ensure.node_task, "look_here", lambda *_: time.sleep(600))
+    assert create_local_venv_on_each_node(spec_of("alpha"), timeout_s=20) == create_local_venv(spec_of("alpha"))
+
+
 def test_interrupted(spec_of, tools, tmp_path):
     """An interrupted driver ends the processes of the nodes, and no incomplete environment is left."""
     up = tmp_path / "up"

@@ -11,11 +11,13 @@ from .._build.uv import Deadline, Session, start_deadline
 from .._planning.plan import Plan, plan_venv
 from .._progress import Status
 from .._spec import VenvSpec, as_spec
-from ..exceptions import VenvBuildError, VenvError, VenvNodesError
+from ..exceptions import VenvBuildError, VenvError, VenvNodesError, VenvTimeoutError
 from .rpc import Call, Nodes, abbreviate, alive_nodes, run_on_nodes
 
 # The files of one environment go through Ray's object store to each node that builds it.
 LIMIT_BYTES = 2 * 2**30
+# A node that does not look within so many seconds, or half the time, is asked to build, which begins with a look.
+LOOK_S = 60.0
 
 
 def create_local_venv_on_each_node(
@@ -104,10 +106,13 @@ def _provision(
         for folder, plan in plans.items()
         for node in nodes.labels
     }
-    answers = run_on_nodes(looks, nodes, doing="looking for the environment", deadline=deadline)
+    # One node that does not answer must not take the time in which the others build.
+    looking = Deadline(min(deadline.left() / 2, LOOK_S))
+    answers = run_on_nodes(looks, nodes, doing="looking for the environment", deadline=looking)
     missing: dict[str, list[str]] = {}
-    for folder, node in (key for key, answer in answers.items() if answer is None):
-        missing.setdefault(folder, []).append(node)
+    for (folder, node), answer in answers.items():
+        if answer is None or isinstance(answer, VenvTimeoutError):
+            missing.setdefault(folder, []).append(node)
     builds: dict[tuple[str, str], Call] = {}
     for folder, lacking in missing.items():
         plans[folder].check_lock(Session(deadline, status.line(os.path.basename(folder))))
