@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has changed in tensors, as it travels: positions, elements and bytes."""
 
+import importlib.util
 import random
 
 import numpy as np
@@ -165,6 +166,21 @@ def test_reasons_for_whole_tensors():
         assert "keeps no copy" in pair.base.explain_whole(orders, since, in_blocks)
     assert pair.base.follow(pair.read(), 1, None, False) == ("", [])
     assert "keeps no copy" in pair.base.explain_whole(same, 0, False)
+
+
+@pytest.mark.parametrize("name", ["numpy", "xxhash"])
+def test_a_python_that_lacks_a_package(name, monkeypatch):
+    """A source without it sends whole tensors, and a target without it asks for them."""
+    pair = Pair([np.zeros(3)], [np.zeros(3)])
+    pair.tensors[0][1] = 1
+    here = importlib.util.find_spec
+    monkeypatch.setattr(delta.importlib.util, "find_spec", lambda one: None if one == name else here(one))
+    assert pair.base.explain_whole(pair.sent, 0, False) == f"its Python has no {name}"
+    (channel,) = pair.base.stage(pair.read(), 1, False)
+    with pytest.raises(Unpatched, match=f"its Python has no {name}"):
+        fetch_patches(Context(pair.tools, pair.orders, pair.target, {}), channel, pair.ordered, 0.0)
+    assert pair.base.follow(pair.read(), 2, (1, False, False), False) == (f"its Python has no {name}", [])
+    assert pair.base.epoch == -1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "complex128"])

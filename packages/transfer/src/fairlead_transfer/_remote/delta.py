@@ -6,19 +6,17 @@ A patch of a piece is the elements that have changed and where they are. Positio
 """
 
 import ctypes
-import hashlib
 import importlib
 import importlib.util
 import math
 import pickle
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
 from .staging import Context
-from .tensors import as_bytes, digest, nbytes, span
+from .tensors import as_bytes, nbytes, span
 from .transport import fetch_stored
 
 # Elements in a row that may travel as one: the choice is what takes the fewest bytes.
@@ -36,7 +34,7 @@ class Patch(NamedTuple):
     The gaps and the elements are in the two buffers of the channel, from these offsets on.
     """
 
-    digest: int | None  # of the bytes that the target must have; None if it may have any
+    digest: bytes | None  # of the piece that the target must have; None if it may have any
     unit: int
     units: int
     width: int  # bytes of a gap
@@ -51,44 +49,74 @@ class Change(NamedTuple):
     box: tuple[slice, ...]  # the part of it
     where: Any  # the positions in that part, in row-major order
     values: Any  # the bytes of the elements
-    digest: int  # of the part before
+    digest: bytes  # of the piece before
 
 
-def lacks_numpy() -> str:
+def find_lack() -> str:
     """Return why this process can neither make nor apply patches; an empty text if it can."""
-    return "" if importlib.util.find_spec("numpy") else "its Python has no numpy"
+    lacking = [name for name in ("numpy", "xxhash") if importlib.util.find_spec(name) is None]
+    return f"its Python has no {' and no '.join(lacking)}" if lacking else ""
 
 
 def _numpy() -> Any:
     return importlib.import_module("numpy")
 
 
+def _hash(data: Any) -> bytes:
+    """Return a digest of 16 bytes; two data that differ have the same one with no probability that matters."""
+    found: bytes = importlib.import_module("xxhash").xxh3_128_digest(data)
+    return found
+
+
+def _split(now: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the parts of a piece, and at which row each begins."""
+    step = max(1, CHUNK // max(1, math.prod(now.shape[1:])))
+    for begin in range(0, len(now), step):
+        yield begin, now[begin : begin + step]
+
+
+def _hash_parts(now: Any) -> Iterator[bytes]:
+    """Yield the digest of each part of a piece."""
+    for _, part in _split(now):
+        yield _hash(_numpy().ascontiguousarray(part))
+
+
+def _hash_piece(now: Any) -> bytes:
+    """Return the digest of a piece, which is that of the digests of its parts."""
+    return _hash(b"".join(_hash_parts(now)))
+
+
 class _Copy:
-    """A copy of a piece, to find the elements that have changed."""
+    """A copy of a piece, to find the elements that have changed, and digests of its parts.
+
+    A part is compared with the copy only if its digest is another one: the digest reads half as much.
+    """
 
     least = 1  # elements that travel together
 
     def __init__(self, now: Any) -> None:
         self._before = now.copy(order="C")
+        self._parts = self._latest = list(_hash_parts(self._before))
 
-    def digest(self) -> int:
+    def digest(self) -> bytes:
         """Return the digest of the piece before."""
-        return zlib.crc32(self._before)
+        return _hash(b"".join(self._parts))
 
     def find_changed(self, now: Any) -> Any:
         """Return the positions of the elements that differ."""
         np, row = _numpy(), math.prod(now.shape[1:])
-        step = max(1, CHUNK // max(1, row))
-        found = []
-        for begin in range(0, len(now), step):
-            differ = now[begin : begin + step] != self._before[begin : begin + step]
-            if differ.any():
+        self._latest, found = [], []
+        for (begin, part), before in zip(_split(now), self._parts, strict=True):
+            self._latest.append(_hash(np.ascontiguousarray(part)))
+            if self._latest[-1] != before:
+                differ = part != self._before[begin : begin + len(part)]
                 found.append(np.flatnonzero(differ) + begin * row)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def update(self, now: Any, where: Any) -> None:
         """Keep the present elements at the positions that have changed."""
         self._before.reshape(-1)[where] = _take(now, where)
+        self._parts = self._latest
 
 
 class _Digests:
@@ -98,9 +126,9 @@ class _Digests:
 
     def __init__(self, now: Any) -> None:
         self._blocks = self._latest = _hash_blocks(now)
-        self._whole = zlib.crc32(now.tobytes())
+        self._whole = _hash_piece(now)
 
-    def digest(self) -> int:
+    def digest(self) -> bytes:
         """Return the digest of the piece before."""
         return self._whole
 
@@ -113,7 +141,7 @@ class _Digests:
     def update(self, now: Any, where: Any) -> None:
         """Keep the digests that `find_changed` has made."""
         if len(where):
-            self._blocks, self._whole = self._latest, zlib.crc32(now.tobytes())
+            self._blocks, self._whole = self._latest, _hash_piece(now)
 
 
 class Base:
@@ -141,14 +169,14 @@ class Base:
         if delta is not None and not reason:
             return "", self.stage(context, epoch, verify or delta[2])
         self.epoch, self._kept = -1, []
-        if delta is not None and not lacks_numpy():
+        if delta is not None and not find_lack():
             self.keep(context, epoch, delta[1])
         return reason, []
 
     def explain_whole(self, orders: Mapping[str, Any], since: int, in_blocks: bool) -> str:
         """Return why the tensors have to travel as a whole; an empty text if patches can be made."""
-        if lacks_numpy():
-            return lacks_numpy()
+        if lack := find_lack():
+            return lack
         if since < 0 or (since, in_blocks, _find_pieces(orders)) != (self.epoch, self._in_blocks, self._pieces):
             return "it keeps no copy of the version that the targets hold"
         return ""
@@ -215,17 +243,17 @@ def _take(now: Any, where: Any) -> Any:
 
 
 def _hash_blocks(now: Any) -> list[bytes]:
-    """Return a digest of each block; two that differ have the same one with no probability that matters."""
+    """Return the digest of each block."""
     flat = _numpy().ascontiguousarray(now).reshape(-1)
-    return [hashlib.sha256(flat[begin : begin + BLOCK]).digest()[:16] for begin in range(0, len(flat), BLOCK)]
+    return [_hash(flat[begin : begin + BLOCK]) for begin in range(0, len(flat), BLOCK)]
 
 
-def _encode(now: Any, where: Any, crc: int, least: int, gaps: bytearray, values: bytearray) -> Patch:
+def _encode(now: Any, where: Any, before: bytes, least: int, gaps: bytearray, values: bytearray) -> Patch:
     """Add gaps and elements to the buffers of a channel, in the units and the width that take the fewest bytes."""
     np = _numpy()
     places = len(gaps), len(values)
     if not len(where):
-        return Patch(crc, 1, 0, 1, *places)
+        return Patch(before, 1, 0, 1, *places)
     best: tuple[int, int, int, Any] = (now.nbytes, 0, 0, None)
     for unit in (one * least for one in UNITS):
         units = where // unit
@@ -246,7 +274,7 @@ def _encode(now: Any, where: Any, crc: int, least: int, gaps: bytearray, values:
     steps[np.cumsum(fillers + 1) - 1] = between & limit
     gaps += steps.tobytes()
     values += _take(now, _positions(steps, unit, now.size)).tobytes()
-    return Patch(crc, unit, len(steps), width, *places)
+    return Patch(before, unit, len(steps), width, *places)
 
 
 def _positions(steps: Any, unit: int, length: int) -> Any:
@@ -278,8 +306,8 @@ def fetch_patches(
     saved = sum(nbytes(tools, value.shape, orders["dtypes"][at]) for at, _, _, value in parts)
     if channel["patch"] is None:
         return saved, [], []
-    if lacks_numpy():
-        raise Unpatched(lacks_numpy())
+    if lack := find_lack():
+        raise Unpatched(lack)
     np = _numpy()
     rows, gaps, values = fetch_stored(channel["patch"], deadline)
     pieces: list[Any] = []
@@ -293,7 +321,7 @@ def fetch_patches(
             pieces.append((at, box, tools.view(values, dtype, patch.values_at, sizes)))
             saved -= nbytes(tools, sizes, dtype)
             continue
-        if digest(tools, value, dtype) != patch.digest:
+        if _hash_piece(_read(context, at, box)) != patch.digest:
             name, kept = orders["names"][at], tools.dtype_name(value)
             less = f", or keeps less of it as {kept} than travels as {dtype}: then give the link dtype={kept!r}"
             raise Unpatched(f"it has changed {name!r} since the last version{less if kept != dtype else ''}")
@@ -312,7 +340,7 @@ def check_changes(context: Context, changes: Sequence[Change]) -> None:
         ValueError: one is not what its patch is for.
     """
     for at, box, _, _, before in changes:
-        if context.digest(at, box) != before:
+        if _hash_piece(_read(context, at, box)) != before:
             name = context.orders["names"][at]
             raise ValueError(f"before_commit has changed {name!r}; send the version again without delta=")
 
