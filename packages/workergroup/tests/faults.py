@@ -41,9 +41,7 @@ from fairlead_workergroup._transport import futures
 
 Patch = pytest.MonkeyPatch
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Limits
-# ---------------------------------------------------------------------------------------------------------------------
+# Limits.
 
 
 def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
@@ -123,9 +121,7 @@ def most_calls_of_a_lane() -> int:
     return WINDOW + MOST_WAITING
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ray's head, and the agents of nodes
-# ---------------------------------------------------------------------------------------------------------------------
+# Ray's head, and the agents of nodes.
 
 
 def head_is_silent() -> bool:
@@ -247,9 +243,7 @@ def unreadable_record(pid: int) -> Iterator[None]:
         os.close(file)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Moments at which something else happens
-# ---------------------------------------------------------------------------------------------------------------------
+# Moments at which something else happens.
 
 
 def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -> None:

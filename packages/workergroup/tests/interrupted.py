@@ -13,6 +13,7 @@ import threading
 import time
 
 import ray
+from processes import find_trees, note_marks
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import RayVirtualCluster
@@ -20,8 +21,7 @@ from fairlead_placement._reserve import claims
 from fairlead_placement._reserve.groups import are_shown
 from fairlead_placement.testing import _snapshot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, _group
-from fairlead_workergroup._remote.process import Trees
+from fairlead_workergroup import Elastic, RayWorkerGroup, Restart
 from fairlead_workergroup.testing import kill
 
 REPORT_S = 30.0
@@ -45,13 +45,6 @@ class Worker:
 
     def hand_over(self):
         time.sleep(0.05)
-
-
-class Spec(_group.GroupSpec):
-    """Notes the marks of all groups, including those whose constructor is interrupted."""
-
-    def __post_init__(self):
-        MARKS.append(f"{self.token}-")
 
 
 class Interrupts:
@@ -117,8 +110,7 @@ def look():
     found = {kind: list(lines) for kind, lines in _snapshot().items()}
     found["thread"] = [one.name for one in threading.enumerate() if one.name.startswith("fairlead-")]
     found["claim"] = [repr(one) for held in claims._held.values() for one in held]
-    workers, children = Trees([], MARKS).look()
-    found["process"] = [*workers, *children]
+    found["process"] = find_trees(MARKS)
     return found
 
 
@@ -150,7 +142,7 @@ def interrupted(interrupts, cluster, phase, standby):
 
 
 def main(address):
-    _group.GroupSpec = Spec
+    note_marks(MARKS)
     interrupts = Interrupts()
     ray.init(address=address, log_to_driver=False, logging_level="error")
     with RayVirtualCluster([4], use_gpus=False) as cluster:

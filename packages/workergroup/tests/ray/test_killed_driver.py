@@ -13,7 +13,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-from fairlead_workergroup._remote.process import read_marks, read_processes
+from ..processes import find_trees_of_driver
 
 # `nox -s soak` kills more drivers, on a machine that does nothing else.
 KILLS = int(os.environ.get("FAIRLEAD_KILLS", "2"))
@@ -57,20 +57,6 @@ DRIVER = """
 """
 
 
-def find_processes(token: str) -> list[str]:
-    """Return the workers of a driver, what they have started, and their reapers, by the driver's environment."""
-    found = []
-    for pid, (_, started) in read_processes().items():
-        try:
-            with open(f"/proc/{pid}/environ") as environment, open(f"/proc/{pid}/cmdline") as command:
-                ours, line = token in environment.read(), command.read().replace("\0", " ")
-        except OSError:
-            continue  # it has ended
-        if ours and (read_marks((pid, started)) or "end_orphans" in line):
-            found.append(f"{pid} {line}")
-    return found
-
-
 def kill_driver(number: int) -> float:
     """Kill one driver, and return for how many seconds its workers and their trees have outlived it."""
     token, chance = uuid.uuid4().hex, random.Random()
@@ -89,19 +75,19 @@ def kill_driver(number: int) -> float:
         while (line := driver.stdout.readline()) != f"{phase}\n":  # Ray prints lines of its own when a worker dies
             assert line, f"the driver has ended with {driver.wait(60)}"
         time.sleep(pause_s)
-        assert number or len(find_processes(token)) >= 10
+        assert number or len(find_trees_of_driver(token)) >= 10
     finally:
         driver.kill()
         driver.wait()
     killed = time.monotonic()
     try:
-        while left := find_processes(token):
+        while left := find_trees_of_driver(token):
             took = time.monotonic() - killed
             assert took < WITHIN_S, f"{took:.1f} s after a kill {pause_s:.2f} s into {phase!r}: {left}"
             time.sleep(0.1)
         return time.monotonic() - killed
     finally:
-        for line in find_processes(token):
+        for line in find_trees_of_driver(token):
             os.kill(int(line.split()[0]), signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,8 +12,6 @@ import psutil
 import pytest
 import ray
 
-from fairlead_lane._session import WINDOW
-from fairlead_lane._transport import MOST_WAITING
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import find_agents, read_boards, run_on_agents
 from fairlead_sharding import NamedSharding
@@ -30,6 +28,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill, slow
 
+from ..faults import most_calls_of_a_lane
 from ..slow_agents import delay, stop_delay
 
 MB = 1_000_000
@@ -289,7 +288,7 @@ class TestFaults:
             with stop_process(pid):
                 used = psutil.Process().memory_info().rss
                 late = one.call("add", 0, timeout=1.0)
-                most = WINDOW + MOST_WAITING
+                most = most_calls_of_a_lane()
                 calls = [one.call("add", i, collect=(), timeout=600) for i in range(1, most)]
                 with pytest.raises(CallTimeoutError) as caught:
                     late.result()
