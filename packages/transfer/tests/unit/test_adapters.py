@@ -115,6 +115,36 @@ def test_sender_that_fails():
         asyncio.run(receive(engines[2]))
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_sender_that_fails_before_the_first_bucket(failing):
+    """All others learn of it long before the deadline."""
+
+    def fail():
+        raise RuntimeError("no weights")
+        yield
+
+    engines = make_engines(2, 1, timeout=30.0)
+    began = time.monotonic()
+    sent = [one.send_weights(fail() if one is engines[failing] else iter(make_weights(1)), 5) for one in engines[:2]]
+    results = asyncio.run(run_all(*sent, receive(engines[2])))
+    assert str(results.pop(failing)) == "no weights"
+    assert all(f"source rank {failing} on node" in str(one) and "no weights" in str(one) for one in results)
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_sender_that_lacks_the_last_tensor(shorter):
+    """It is an error everywhere, before a receiver has taken what the first sender has for the whole."""
+    weights = [(name, torch.zeros(512, dtype=torch.float64)) for name in "ab"]  # each fills a bucket
+    engines = make_engines(2, 1)
+    sent = [one.send_weights(iter(weights[:1] if one is engines[shorter] else weights), 5) for one in engines[:2]]
+    for error in asyncio.run(run_all(*sent, receive(engines[2]))):
+        assert isinstance(error, TransferError)
+        assert "its bucket 0, of 1 tensors or parts, 'a' to 'a', is not that of source rank 0" in str(error)
+        assert "the same names" in str(error)
+        assert error.phase == "move"
+
+
 @pytest.mark.parametrize("late", ["connects", "copies"])
 def test_receiver_that_is_late(late):
     """A receiver that does not connect, or does not copy a bucket, is named by the deadline."""

@@ -145,9 +145,9 @@ def _new_memory(length: int) -> mmap.mmap:
     return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def digest(parts: Sequence[Part]) -> bytes:
-    """Return a number that tells whether two senders have the same tensors in a bucket."""
-    return hashlib.sha256(repr([tuple(one) for one in parts]).encode()).digest()
+def digest(parts: Sequence[Part], last: bool) -> bytes:
+    """Return a number that tells whether two senders have the same tensors in a bucket, and others after it."""
+    return hashlib.sha256(repr((last, [tuple(one) for one in parts])).encode()).digest()
 
 
 class Unpacker:

@@ -131,6 +131,7 @@ class WeightStream:
         self._begin(version)
         try:
             me = self._joined()
+            await asyncio.to_thread(self._open)  # before anything can fail, so that all others learn of it
             packer = Packer(self._shape, me.number)
             async for name, tensor in _iterate(weights):
                 for _ in packer.add(name, tensor):
@@ -173,15 +174,14 @@ class WeightStream:
     def _flush(self, parts: list[Part], share: Any, last: bool) -> None:
         """Stage a bucket, when the one before has been copied; have the receivers copy it."""
         me, rows = self._joined(), share.global_shape[0]
-        self._open()
         if me.number:
-            self._follow(parts, share)
+            self._follow(parts, share, last)
             return
         self._await_copies()
         others, receivers = range(1, me.senders), range(me.senders, len(me.nodes))
         is_new = rows not in self._plans
         plan = self._plans[rows] if rows in self._plans else self._make_plan(me, rows)
-        mark = digest(parts)
+        mark = digest(parts, last)
         for number in others:
             self._tell(number, "stage", (self._bucket, mark, plan.sources[number] if is_new else None))
         staged = {0: self._stage(plan.sources[0], share)}
@@ -233,10 +233,10 @@ class WeightStream:
 
     # -- the other processes -------------------------------------------------------------------------------------------
 
-    def _follow(self, parts: list[Part], share: Any) -> None:
+    def _follow(self, parts: list[Part], share: Any, last: bool) -> None:
         bucket, mark, orders = self._expect("stage", f"ask for bucket {self._bucket}")
         rows = share.global_shape[0]
-        if mark != digest(parts):
+        if mark != digest(parts, last):
             names = f"{parts[0].name!r} to {parts[-1].name!r}" if parts else "no tensor"
             why = f"its bucket {bucket}, of {len(parts)} tensors or parts, {names}, is not that of source rank 0"
             text = "Have all senders yield the same names, dtypes and shapes in the same order."
