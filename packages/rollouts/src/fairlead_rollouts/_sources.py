@@ -15,7 +15,8 @@ class PromptSource(Protocol):
     def get(self, ordinal: int) -> Any:
         """Return the reference of the prompt at an ordinal, a JSON value of at most 4 KiB.
 
-        A ledger asks for 0, 1, 2, and so on. It repeats a request that raised an error.
+        A ledger asks for 0, 1, 2, and so on. It repeats a request that raised an error. Leases have lists in
+        place of tuples.
 
         Raises:
             IndexError: The stream ends before this ordinal.
@@ -100,8 +101,8 @@ class LoaderStream:
     """Read prompts from a data loader, which may have a `state_dict` of its own.
 
     Args:
-        loader: an iterable. If it has `state_dict` and `load_state_dict`, its state is saved with the ledger, and
-            otherwise a restored stream reads it again from its beginning.
+        loader: an iterable, which is read once. If it has `state_dict` and `load_state_dict`, its state is saved with
+            the ledger, and otherwise a restored stream reads it again from its beginning.
         key: returns the reference of an item, a JSON value such as an index, from which the caller finds the item.
 
     >>> stream = LoaderStream([{"id": "a", "text": "1+1="}, {"id": "b", "text": "2*3="}], key=lambda item: item["id"])
@@ -114,6 +115,7 @@ class LoaderStream:
         self._items: Iterator[Any] | None = None
         self._next = 0
         self._last: Any = None
+        self._ended = False
 
     def get(self, ordinal: int) -> Any:
         """Return the reference of the item at an ordinal, which is the next one or the last one again."""
@@ -122,10 +124,12 @@ class LoaderStream:
         if ordinal != self._next:
             raise ValueError(f"Ordinal {ordinal} was requested, and the loader is at {self._next}. Use restore().")
         if self._items is None:
-            self._items = iter(self._loader)
+            # The next epoch of a loader that has ended is not part of the stream.
+            self._items = iter(() if self._ended else self._loader)
         try:
             item = next(self._items)
         except StopIteration:
+            self._ended = True
             raise IndexError(f"The loader ends after {self._next} items.") from None
         self._last = self._key(item)
         self._next += 1
@@ -134,14 +138,14 @@ class LoaderStream:
     def state(self) -> bytes:
         """Return the position, pickled with the `state_dict` of the loader if it has one."""
         own = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
-        return pickle.dumps((own, self._next, self._last))
+        return pickle.dumps((own, self._next, self._last, self._ended))
 
     def restore(self, state: bytes, ordinal: int) -> None:
         """Load the state of the loader, or skip the items before `ordinal`."""
-        own, after, last = pickle.loads(state) if state else (None, 0, None)
-        self._items, self._next = None, 0
+        own, after, last, ended = pickle.loads(state) if state else (None, 0, None, False)
+        self._items, self._next, self._ended = None, 0, False
         if own is not None:
             self._loader.load_state_dict(own)  # type: ignore[attr-defined]
-            self._next, self._last = after, last
+            self._next, self._last, self._ended = after, last, ended
         for skipped in range(self._next, ordinal):
             self.get(skipped)

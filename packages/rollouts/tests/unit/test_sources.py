@@ -93,3 +93,26 @@ def test_a_loader_ends():
     for _ in range(2):
         with pytest.raises(IndexError, match="ends after 1 items"):
             stream.get(1)
+
+
+class EpochLoader(Loader):
+    """A loader that begins its next epoch when it is read after its end, as torchdata's does."""
+
+    def load_state_dict(self, state):
+        self.position = state["position"] % len(self.items)
+
+
+def test_a_loader_that_has_ended_stays_so():
+    """A restored stream does not begin another epoch of the loader, whose prompts would be trained twice."""
+    stream = LoaderStream(EpochLoader(["a", "b"]), key=str)
+    for ordinal in (0, 1):
+        stream.get(ordinal)
+    with pytest.raises(IndexError):
+        stream.get(2)
+    later = LoaderStream(EpochLoader(["a", "b"]), key=str)
+    later.restore(stream.state(), 2)
+    for _ in range(2):
+        with pytest.raises(IndexError, match="ends after 2 items"):
+            later.get(2)
+    later.restore(LoaderStream(EpochLoader(["a", "b"]), key=str).state(), 0)
+    assert later.get(0) == "a"
