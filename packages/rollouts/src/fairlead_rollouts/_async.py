@@ -3,7 +3,6 @@
 
 import asyncio
 import logging
-from functools import partial
 
 from ._ledger import Ledger
 from ._model import Claim, Lease, Shortage
@@ -76,13 +75,20 @@ class AsyncLedger:
     ) -> list[Lease]:
         """Lease up to `count` groups, at least one, as in `Ledger.lease`.
 
+        The seconds of the wait are added to the deadline, so that generation has the same time after a long wait.
+
         Returns:
             `[]` after the timeout, or when the source has ended and no group can come back.
         """
-        ledger = self.ledger
-        lease = partial(ledger.lease, count, serving_version=serving_version, deadline=deadline)
-        if (leases := lease()) or ledger.exhausted:
+        ledger, loop = self.ledger, asyncio.get_running_loop()
+        if (leases := ledger.lease(count, serving_version=serving_version, deadline=deadline)) or ledger.exhausted:
             return leases
+        began = loop.time()
+
+        def lease() -> list[Lease]:
+            later = None if deadline is None else deadline + loop.time() - began
+            return ledger.lease(count, serving_version=serving_version, deadline=later)
+
         try:
             async with asyncio.timeout(timeout_s) as limit, self._turn:
                 while not (leases := lease()) and not ledger.exhausted:

@@ -109,7 +109,7 @@ class RolloutSide:
             try:
                 prompt = self._source.get(self._book.next)
             except IndexError:
-                self._exhausted = True
+                self._exhausted = self._book.changed = True
                 return
             self._open(_check_prompt(prompt))
             count -= 1
@@ -274,9 +274,12 @@ class RolloutSide:
 
 def _check_prompt(prompt: Any) -> Any:
     try:
-        size = len(json.dumps(prompt))
+        text = json.dumps(prompt)
     except (TypeError, ValueError) as error:
         raise ValueError(f"A prompt must be a JSON value, such as an index of a dataset: {error}") from None
-    if size > PROMPT_BYTES:
-        raise ValueError(f"A prompt has {size} bytes of JSON; at most {PROMPT_BYTES} are kept. Use a reference to it.")
-    return prompt
+    if len(text) > PROMPT_BYTES:
+        raise ValueError(
+            f"A prompt has {len(text)} bytes of JSON; at most {PROMPT_BYTES} are kept. Use a reference to it."
+        )
+    # As the next process reads it: a tuple has become a list.
+    return json.loads(text)

@@ -52,9 +52,10 @@ class LedgerHandle:
     """The ledger of an actor. It can be passed to tasks and actors.
 
     Each method returns an `ObjectRef` of the result of the method of `AsyncLedger` or `Ledger` with the same name.
-    Give leases a deadline: if the process that has called `lease` dies, they expire. Ray keeps no order of requests to
-    this actor, so fetch the result of a request before you make another one that relies on it, such as `claim` after
-    `advance`.
+    Give leases a deadline, such as `time.time() + 600`, and have one process call `call("expire", time.time())` now and
+    then: leases of a process that has died go to others. Bound a wait by `timeout_s`, because a request continues after
+    a timeout of `ray.get`, and takes groups that the caller does not see. Ray keeps no order of requests to this actor,
+    so fetch the result of a request before you make another one that relies on it, such as `claim` after `advance`.
 
     >>> import ray  # doctest: +SKIP
     >>> ledger = start_ledger(lambda: Ledger(config, IndexStream(1000, seed=0)))  # doctest: +SKIP

@@ -163,6 +163,38 @@ def test_the_end_of_the_source(make_ledger):
     asyncio.run(run())
 
 
+def test_the_end_of_the_source_wakes_a_claim(make_ledger):
+    """A claim that waits for more groups learns that the source has ended, although no group changes then."""
+
+    async def run():
+        waiting = AsyncLedger(make_ledger(1, group_size=1, groups_per_version=2, max_staleness=1))
+        [lease] = await waiting.lease(1)
+        claim = asyncio.create_task(waiting.claim(1, 2))
+        waiting.ledger.seal(lease, 0, Ref("a"))
+        await settle()
+        assert not claim.done()
+        more = asyncio.create_task(waiting.lease(1))
+        assert (await asyncio.wait_for(claim, 10)).reason == "exhausted"
+        more.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_wait_does_not_use_up_the_deadline(waiting):
+    """Generation has the same time, however long its lease has waited for room."""
+
+    async def run():
+        [first] = await waiting.lease(1, deadline=100.0)
+        later = asyncio.create_task(waiting.lease(1, deadline=100.0))
+        await asyncio.sleep(0.1)
+        waiting.ledger.cancel(first)
+        [lease] = await later
+        assert waiting.ledger.expire(100.05) == []
+        assert waiting.ledger.expire(200.0) == [lease]
+
+    asyncio.run(run())
+
+
 CRASH = """
     import asyncio, os
     from fairlead_rollouts import AsyncLedger, Journal, Ledger, LedgerConfig, Ref
