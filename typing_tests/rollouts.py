@@ -172,10 +172,10 @@ def save(config: LedgerConfig, ledger: Ledger, directory: Path) -> None:
         assert_type(journal.path, Path)
         assert_type(journal.flush(), None)
         assert_type(journal.close(), None)
-        assert_type(journal.reset("id", [], 0), None)
+        assert_type(journal.reset("id", (1,), [], 0), None)
         assert_type(journal.remove(0, 0), None)
         assert_type(journal.settle(0), None)
-        journal.load("id")
+        journal.load("id", (1,))
         journal.put  # noqa: B018  for records only
         later = Ledger.restore(
             config, ["a"], step=1, version=1, directory="checkpoint", journal=journal, exists=exists, checkpoints=True

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of all open groups by state, and the moves between states that several methods of the ledger share."""
 
+import contextlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,7 @@ from ._model import Event, LedgerConfig, Ref, Sample, State
 from ._record import NEVER, Record
 from ._settled import SettledOrdinals
 from ._statistics import Counters
+from .exceptions import JournalError
 
 __all__ = ["Book"]
 
@@ -59,6 +61,8 @@ class Book:
         self._targets: dict[int, int] = {}
         self._on_release, self._on_event = on_release, on_event
         self._calls: deque[Callable[[], object]] = deque()
+        # Releases of payloads that the journal may still list, and whether some are new since the last flush.
+        self._unlisted: list[Callable[[], object]] = []
         self._flush_first = False
         self.changed = False  # in the current call
         self.subscribers: list[Callable[[], object]] = []
@@ -77,17 +81,29 @@ class Book:
         """Release one reference."""
         self.counters.released += 1
         if self._on_release is not None:
-            self._flush_first |= ref.durable
-            self._calls.append(lambda: self._on_release(ref, reason))  # type: ignore[misc]
+            waits = ref.durable and self.journal is not None
+            self._flush_first |= waits
+            (self._unlisted if waits else self._calls).append(lambda: self._on_release(ref, reason))  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Write the journal, so that it lists no payload whose release is due."""
+        if self.journal is not None:
+            self.journal.flush()
+        self._flush_first = False
+        self._calls.extend(self._unlisted)
+        self._unlisted.clear()
 
     def run_callbacks(self) -> None:
         """Call the caller's functions. If one raises, the next call of the ledger continues after it.
 
-        The journal is flushed before a durable payload is released, so that it never lists a payload that is gone.
+        The journal is flushed before a durable payload is released, so that it never lists a payload that is gone. If
+        the disk is full, these releases wait: the call itself has succeeded, and its caller needs what it returns.
         """
-        if self._flush_first and self.journal is not None:
-            self.journal.flush()
-        self._flush_first = False
+        if self._flush_first:
+            self._flush_first = False
+            # The next explicit flush raises the error again, and `seal` does when the buffer is full.
+            with contextlib.suppress(JournalError):
+                self.flush()
         while self._calls:
             self._calls.popleft()()
         if self.changed:

@@ -75,15 +75,16 @@ class Ledger(RolloutSide):
         super().__init__(config, source, run, on_release, on_event)
         self._checkpoints, self._prepared = checkpoints, set[int]()
         self._id = uuid.UUID(int=random.SystemRandom().getrandbits(128)).hex
+        self._runs: tuple[int, ...] = (self._leases.run,)
         if journal is not None:
-            journal.load(self._id)
+            journal.load(self._id, self._runs)
             self._use(journal)
 
     def _use(self, journal: Journal | None) -> None:
         """Store what the ledger holds in a journal, and from now on every change."""
         step = self._book.last_trained or 0
         if journal is not None:
-            journal.reset(self._id, self._book.records.values(), step)
+            journal.reset(self._id, self._runs, self._book.records.values(), step)
             if journal.keep_steps:
                 journal.keep(self._take_snapshot(step))
         self._book.journal = journal
@@ -216,7 +217,7 @@ class Ledger(RolloutSide):
 
     def _take_snapshot(self, step: int) -> Snapshot:
         source = b"" if self._source is None else self._source.state()
-        return take_snapshot(self._book, self._id, step, source)
+        return take_snapshot(self._book, self._id, self._runs, step, source)
 
     def commit(self, step: int) -> None:
         """Report that the checkpoint of a prepared step is durable: its groups are applied for good."""
@@ -232,8 +233,8 @@ class Ledger(RolloutSide):
 
         Call it every second, unless an `AsyncLedger` does.
         """
-        if self._book.journal is not None:
-            self._book.journal.flush()
+        self._book.flush()
+        self._book.run_callbacks()
 
     @classmethod
     def restore(
@@ -285,7 +286,7 @@ class Ledger(RolloutSide):
                 remedy = f"Pass {name}={found}, or the directory of another checkpoint."
                 raise SnapshotError(path, f"its {name} is {found}, not {wanted}", remedy)
         ledger = cls(config, source, checkpoints=checkpoints, run=run, on_release=on_release, on_event=on_event)
-        ledger._id = snapshot.ledger
+        ledger._id, ledger._runs = snapshot.ledger, (*snapshot.runs, *ledger._runs)
         ledger._salvage = restore_book(ledger._book, snapshot, journal, version=version, exists=exists)
         if ledger._source is not None:
             ledger._source.restore(snapshot.source, snapshot.next)

@@ -29,7 +29,8 @@ class Ref:
     """A reference to a payload, which the ledger never opens.
 
     Attributes:
-        value: any object, such as an `ObjectRef` or a key of a store. The value of a durable reference is a string.
+        value: any object, such as an `ObjectRef` or a key of a store. The value of a durable reference is a string. Put
+            the token of the lease into a key: if attempts shared it, the release of a late result would delete another.
         durable: whether a later process can still read the payload.
 
     >>> Ref("s3://bucket/rollout-7.safetensors", durable=True).durable

@@ -42,6 +42,8 @@ class LedgerDataSource(LedgerSource):
         self.keeps: bool = getattr(args, "ledger_keep", None) == "disk"
         if getattr(args, "ledger_keep", None) not in (None, "disk"):
             raise ValueError(f"ledger_keep is {args.ledger_keep!r}; it must be 'disk', or left out.")
+        if self.keeps and args.save is None:
+            raise ValueError("ledger_keep is 'disk', and its files are below --save, which is not set. Set --save.")
         bound, retries = args.max_weight_staleness, args.async_unused_samples_handler == "retry"
         if bound == 0:
             raise ValueError(

@@ -241,6 +241,8 @@ def test_groups_on_disk(make, tmp_path):
     assert len(list(files.iterdir())) == 1
     with pytest.raises(ValueError, match="ledger_keep is 'memory'"):
         make(ledger_keep="memory")
+    with pytest.raises(ValueError, match="below --save, which is not set"):
+        make(ledger_keep="disk", save=None)
 
 
 @pytest.mark.parametrize("keep", [None, "disk"])

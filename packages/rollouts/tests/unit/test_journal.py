@@ -8,6 +8,7 @@ import resource
 import pytest
 
 from fairlead_rollouts import Journal, JournalError, Ledger, Ref
+from fairlead_rollouts._store.schema import read_samples
 
 GROUPS = 200
 
@@ -67,6 +68,47 @@ def test_a_full_disk(make_ledger, releases, tmp_path):
     with Journal(tmp_path / "journal") as journal:
         assert restart(ledger, tmp_path, journal, releases).statistics().sealed == GROUPS
     assert releases == []
+
+
+def test_what_a_call_has_done_on_a_full_disk(make_ledger, finish, releases, tmp_path):
+    """A claim that cannot remove old samples from the journal returns its groups; payloads wait until it can."""
+    with Journal(tmp_path / "journal") as journal:
+        rules = {"max_staleness": 0, "lookahead": 2, "on_stale": "requeue"}
+        ledger = make_ledger(20, journal=journal, checkpoints=True, **rules)
+        leases = ledger.lease(4)
+        finish(ledger, leases[:2])
+        ledger.flush()
+        ledger.advance(1)
+        finish(ledger, leases[2:], oldest_version=1)
+        with small_disk(tmp_path):
+            assert [group.ordinal for group in ledger.claim(1, 2).groups] == [2, 3]
+            again = ledger.lease(2)
+            assert [lease.ordinal for lease in again] == [0, 1]
+            assert ledger.seal(again[0], 0, Ref("again", durable=True))
+            with pytest.raises(JournalError):
+                ledger.flush()
+            assert releases == []
+        ledger.flush()
+        assert list(releases.reasons().values()) == ["stale"] * 4
+        ledger.check()
+
+
+def test_ctrl_c_in_a_flush(make_ledger, monkeypatch, tmp_path):
+    """A transaction that was interrupted is undone, and the next flush writes everything."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with Journal(tmp_path / "journal") as journal:
+        ledger = make_ledger(GROUPS, journal=journal, checkpoints=True)
+        ledger.prepare(0, tmp_path)
+        ledger.seal(ledger.lease(1)[0], 0, Ref("a", durable=True))
+        with monkeypatch.context() as patched:
+            patched.setattr("fairlead_rollouts._store.journal.insert", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ledger.flush()
+        ledger.flush()
+        assert read_samples(journal._database) == [(0, 0, 0, 0, 0, "a")]
 
 
 def test_a_step_on_a_full_disk(make_ledger, finish, tmp_path):

@@ -169,6 +169,43 @@ def test_the_journal_keeps_the_last_steps(make_ledger, finish, tmp_path, release
         Journal(tmp_path / "bad", keep_steps=-1)
 
 
+def test_the_journal_of_a_branch_that_was_left(ledger, tmp_path, finish):
+    """After a run on another node, the journal of the run before it is set aside: its weights have been replaced."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    with Journal(tmp_path / "journal") as journal:
+        ledger._use(journal)
+        ledger.prepare(1, first)
+        ledger.advance(2)
+        finish(ledger, ledger.lease(1))
+    with Journal(tmp_path / "journal of another node") as journal:
+        later = restore(ledger, first, journal=journal, run=8)
+        later.advance(2, trained=2)
+        later.prepare(2, second)
+    with Journal(tmp_path / "journal") as journal:
+        with pytest.warns(UserWarning, match="the process that wrote the checkpoint has not used it"):
+            again = restore(ledger, second, step=2, version=2, journal=journal, run=9)
+        again.check()
+        assert again.state(6) == "unseen"
+    with Journal(tmp_path / "journal") as journal:
+        restore(ledger, second, step=2, version=2, journal=journal, run=10)
+
+
+def test_prompts_are_json_before_a_crash_too(make_ledger, tmp_path, finish):
+    """A tuple is a list from the beginning, so that the journal knows its prompt again."""
+    prompts = [("math", 1), {"row": (2, 3)}]
+    with Journal(tmp_path / "journal") as journal:
+        ledger = make_ledger(prompts, checkpoints=True, journal=journal)
+        ledger.prepare(0, tmp_path)
+        leases = ledger.lease(2)
+        assert [lease.prompt for lease in leases] == [["math", 1], {"row": [2, 3]}]
+        finish(ledger, leases)
+        ledger.flush()
+        later = restore(ledger, tmp_path, step=0, version=0, journal=journal, source=prompts)
+        assert later.statistics().sealed == 2
+
+
 def test_offered_prompts_get_their_samples_back(make_ledger, tmp_path, finish):
     """Without a source, samples wait until the prompt of their ordinal is offered again."""
     with Journal(tmp_path / "journal") as journal:

@@ -103,6 +103,19 @@ def test_seal_many(make_ledger):
     assert ledger.state(0) == ledger.state(1) == "sealed"
 
 
+def test_the_same_call_again(make_ledger, releases):
+    """A result that is reported twice is not released: its payload is that of the sample."""
+    ledger = make_ledger()
+    [lease] = ledger.lease(1)
+    for sibling, report in enumerate((ledger.seal, ledger.park)):
+        assert report(lease, sibling, Ref("a", durable=True))
+        assert not ledger.seal(lease, sibling, Ref("a", durable=True))
+        assert not ledger.seal(lease, sibling, Ref("b", durable=True))
+    assert list(releases.reasons()) == ["b"]
+    assert len(releases) == 2
+    ledger.check()
+
+
 @pytest.mark.parametrize("late", ["twice", "cancelled", "failed", "expired", "dropped", "applied"])
 def test_late_results_are_fenced(make_ledger, finish, releases, late):
     """A late result returns False, is counted, and its reference is released."""

@@ -22,6 +22,7 @@ from .schema import (
     insert,
     read_meta,
     read_prompts,
+    read_runs,
     read_samples,
     store_sample,
     write_meta,
@@ -47,9 +48,10 @@ class Journal:
     """Keep durable samples on a local disk between checkpoints.
 
     A ledger works without a journal: then a restart generates every sample again that the checkpoint does not list.
-    One process uses a journal at a time. A damaged file, or that of another job, is moved aside with a warning. If the
-    disk is full, methods of the ledger raise `JournalError`, and the rows stay in memory until the next attempt.
-    A ledger calls the methods that take its records; you call `flush` and `close`.
+    One process uses a journal at a time. A damaged file, that of another job, or one that the process of the checkpoint
+    has not used is moved aside with a warning. If the disk is full, `seal`, `park`, `flush`, `prepare` and, with
+    `keep_steps`, `advance` and `commit` raise `JournalError`, and can be called again. Until then rows stay in memory,
+    and no durable payload is released. A ledger calls the methods that take its records; you call `flush` and `close`.
 
     Args:
         path: a file on a local disk. Its write-ahead log stands beside it.
@@ -127,18 +129,27 @@ class Journal:
         self._path.with_name(self._path.name + "-wal").unlink(missing_ok=True)
         warnings.warn(f"The journal {str(self._path)!r} was moved to {aside.name!r}: {reason}.", stacklevel=2)
 
-    def load(self, ledger: str) -> tuple[dict[int, tuple[int, object]], list[StoredSample]] | None:
-        """Return the prompts and samples of a ledger; None if the journal holds none of it."""
-        found = read_meta(self._database).get("ledger")
-        if found == ledger:
+    def load(
+        self, ledger: str, runs: tuple[int, ...]
+    ) -> tuple[dict[int, tuple[int, object]], list[StoredSample]] | None:
+        """Return the prompts and samples of a ledger after these runs; None if the journal holds none of it."""
+        meta = read_meta(self._database)
+        found = meta.get("ledger")
+        if found is None:
+            return None
+        if found != ledger:
+            reason = f"it belongs to the ledger {found}, not to {ledger}"
+        elif read_runs(meta)[: len(runs)] != runs:
+            # Its samples may be of weights that another branch of the job has replaced.
+            reason = "the process that wrote the checkpoint has not used it"
+        else:
             return read_prompts(self._database), read_samples(self._database)
-        if found is not None:
-            self._database.close()
-            self._move_aside(f"it belongs to the ledger {found}, not to {ledger}")
-            self._database = self._open()
+        self._database.close()
+        self._move_aside(reason)
+        self._database = self._open()
         return None
 
-    def reset(self, ledger: str, records: Iterable[Record], last_step: int) -> None:
+    def reset(self, ledger: str, runs: tuple[int, ...], records: Iterable[Record], last_step: int) -> None:
         """Replace the content by what a ledger holds now, and forget the snapshots of steps after `last_step`."""
         self._changed, self._prompts, self._known = {}, {}, set()
         for record in records:
@@ -148,7 +159,7 @@ class Journal:
             database.execute("delete from sample")
             database.execute("delete from prompt")
             database.execute("delete from step where step > ?", (last_step,))
-            write_meta(database, {"schema": SCHEMA, "ledger": ledger})
+            write_meta(database, {"schema": SCHEMA, "ledger": ledger, "runs": json.dumps(runs)})
 
     def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None:
         """Store the durable ones among the samples of a group, with the next flush."""
@@ -227,9 +238,10 @@ class Journal:
                 database.executemany(f"delete from {table} where ordinal = ?", [(one,) for one in settled])
             database.execute("commit")
         except sqlite3.OperationalError as error:
-            if database.in_transaction:  # most errors end it
-                database.execute("rollback")
             raise self._error("written", error) from None
+        finally:
+            if database.in_transaction:  # most errors end it, and Ctrl-C does not
+                database.execute("rollback")
         self._changed, self._prompts = {}, {}
 
     def close(self) -> None:

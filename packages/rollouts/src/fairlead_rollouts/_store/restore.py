@@ -72,7 +72,7 @@ def restore_book(
     book.consumed = {one: count for one, count in snapshot.consumed.items() if one >= version}
     for ordinal, (attempt, prompt) in snapshot.prompts.items():
         book.reopen(ordinal, prompt, attempt)
-    stored = journal.load(snapshot.ledger) if journal is not None else None
+    stored = journal.load(snapshot.ledger, snapshot.runs) if journal is not None else None
     prompts, rows = (dict(snapshot.prompts), snapshot.samples) if stored is None else stored
     held: dict[int, tuple[dict[int, Sample], dict[int, Sample]]] = {}
     salvage = Salvage()

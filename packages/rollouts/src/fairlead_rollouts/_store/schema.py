@@ -16,6 +16,7 @@ __all__ = [
     "load_sample",
     "read_meta",
     "read_prompts",
+    "read_runs",
     "read_samples",
     "store_sample",
     "write_meta",
@@ -64,6 +65,11 @@ def write_meta(database: sqlite3.Connection, values: Mapping[str, Any]) -> None:
 def read_meta(database: sqlite3.Connection) -> dict[str, Any]:
     """Return the values by name."""
     return dict(database.execute("select key, value from meta"))
+
+
+def read_runs(meta: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the runs of the job, one after the other, that have led to this file."""
+    return tuple(json.loads(meta.get("runs", "[]")))
 
 
 def read_prompts(database: sqlite3.Connection) -> dict[int, tuple[int, Any]]:

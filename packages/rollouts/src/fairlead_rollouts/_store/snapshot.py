@@ -20,6 +20,7 @@ from .schema import (
     insert,
     read_meta,
     read_prompts,
+    read_runs,
     read_samples,
     store_sample,
     write_meta,
@@ -45,6 +46,7 @@ class Snapshot:
     """A ledger after a step, as a later process restores it."""
 
     ledger: str  # the id that all runs of the job share
+    runs: tuple[int, ...]  # those that have led to this one, and its own
     step: int  # the last step that counts as applied
     version: int
     group_size: int
@@ -56,7 +58,7 @@ class Snapshot:
     samples: list[StoredSample]
 
 
-def take_snapshot(book: Book, ledger: str, step: int, source: bytes) -> Snapshot:
+def take_snapshot(book: Book, ledger: str, runs: tuple[int, ...], step: int, source: bytes) -> Snapshot:
     """Return the state of a ledger as of a step: later claims are open."""
     settled = replace(
         book.settled,
@@ -81,7 +83,7 @@ def take_snapshot(book: Book, ledger: str, step: int, source: bytes) -> Snapshot
     ]
     prompts = {record.ordinal: (record.attempt, record.prompt) for record in records}
     size = book.config.group_size
-    return Snapshot(ledger, step, book.version, size, book.next, settled, +consumed, source, prompts, samples)
+    return Snapshot(ledger, runs, step, book.version, size, book.next, settled, +consumed, source, prompts, samples)
 
 
 def pack_snapshot(snapshot: Snapshot) -> bytes:
@@ -90,7 +92,8 @@ def pack_snapshot(snapshot: Snapshot) -> bytes:
     database.executescript(TABLES)
     settled = snapshot.settled
     meta = {name: getattr(snapshot, name) for name in ("ledger", "step", "version", "group_size", "next", "source")}
-    write_meta(database, {**meta, "schema": SCHEMA, "consumed": json.dumps(list(snapshot.consumed.items()))})
+    lists = {"consumed": json.dumps(list(snapshot.consumed.items())), "runs": json.dumps(snapshot.runs)}
+    write_meta(database, {**meta, **lists, "schema": SCHEMA})
     counts = {name: getattr(settled, name) for name in ("frontier", "applied", "dropped")}
     write_meta(database, {**counts, "settled_bits": settled.settled_bits, "dropped_bits": settled.dropped_bits})
     prompts = ((ordinal, attempt, json.dumps(prompt)) for ordinal, (attempt, prompt) in snapshot.prompts.items())
@@ -163,6 +166,7 @@ def unpack_snapshot(content: bytes, path: Path) -> Snapshot:
     settled.settled_bits, settled.dropped_bits = bytearray(meta["settled_bits"]), bytearray(meta["dropped_bits"])
     return Snapshot(
         **{name: meta[name] for name in ("ledger", "step", "version", "group_size", "next", "source")},
+        runs=read_runs(meta),
         settled=settled,
         consumed=dict(json.loads(meta["consumed"])),
         prompts=read_prompts(database),
