@@ -87,6 +87,19 @@ def test_shapes():
         list(Packer(shape, 0).add("w", [1.0]))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["quantized", "meta", "sparse"])
+def test_tensors_without_plain_bytes(kind):
+    """They are refused in the process that sends, which they would end or which could not read them."""
+    make = {
+        "quantized": lambda one: torch.quantize_per_tensor(one, 0.1, 0, torch.qint8),
+        "meta": lambda one: one.to("meta"),
+        "sparse": torch.Tensor.to_sparse,
+    }
+    with pytest.raises(TypeError, match="'w' is a Tensor: yield whole, dense torch tensors"):
+        list(Packer(BucketShape.fit(4096, 1), 0).add("w", make[kind](torch.rand(4))))
+
+
 def test_senders_that_differ():
     """Senders with other tensors are an error everywhere, which names the sender and the tensors."""
     engines = make_engines(2, 1)

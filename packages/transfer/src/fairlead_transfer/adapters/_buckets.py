@@ -98,7 +98,9 @@ class Packer:
     def add(self, name: str, tensor: Any) -> Iterator[None]:
         """Add a tensor; yield whenever a bucket is full, which must have been taken before the next step."""
         torch = self._torch
-        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "placements") or tensor.layout is not torch.strided:
+        is_whole = isinstance(tensor, torch.Tensor) and not hasattr(tensor, "placements")
+        # The process would die of a quantized tensor, whose bytes torch cannot copy.
+        if not is_whole or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise TypeError(f"{name!r} is a {type(tensor).__qualname__}: yield whole, dense torch tensors.")
         content = resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
         length, capacity, begin = content.numel(), self._shape.capacity, 0
