@@ -14,8 +14,6 @@ import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, NodeAgent, RayVirtualCluster
-from fairlead_placement._nodes import background
-from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import (
     Elastic,
     GroupHandle,
@@ -27,14 +25,17 @@ from fairlead_workergroup import (
     WorkerFailureError,
     attach,
 )
-from fairlead_workergroup._calls import handle as _handle
-from fairlead_workergroup._lifecycle import shutdown
-from fairlead_workergroup._membership.machine import Membership
-from fairlead_workergroup._membership.phases import Phase
-from fairlead_workergroup._observe import evidence, query
-from fairlead_workergroup._observe import head as _head
 from fairlead_workergroup.testing import kill
 
+from ..faults import (
+    act_in_phases,
+    head_is_silent,
+    limit_answers_of_nodes,
+    limit_requests_of_looks,
+    limit_requests_to_the_head,
+    longest_shutdown,
+    watch_requests_to_the_head,
+)
 from ..restarting import find_running
 
 # The limit of everything that has none of its own, and of everything that takes one.
@@ -154,15 +155,7 @@ def came_as(outcome, expected):
 def impatience():
     """Give everything `LIMIT_S`. A head that answers may take longer on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (placement_head, "LEAST_S"),
-            (placement_head, "ALIVE_S"),
-            (placement_head, "HEAD_S"),
-            (_head, "REQUEST_S"),
-            (_handle, "HEAD_S"),
-            (evidence, "LOOK_S"),
-        ):
-            patch.setattr(module, name, LIMIT_S)
+        limit_requests_to_the_head(patch, LIMIT_S)
         yield
 
 
@@ -214,19 +207,19 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
                     "force": lambda: forced.shutdown(force=True, timeout=LIMIT_S),
                     "cleanup": lambda: cleaned.shutdown("pid", timeout=LIMIT_S),
                 },
-                LIMIT_S + shutdown.LAST_LOOK_S,
+                longest_shutdown(LIMIT_S),
             )
             assert ends == {"timeout": False, "force": False, "cleanup": False}
             # An agent of a busy machine is late with its answer, and not with the signals.
             assert eventually(lambda: find_running(pids) == [])
             assert "1 worker(s) whose end Ray's head has not confirmed, because it does not answer" in caplog.text
             # Neither the head nor the agent answers, so nothing is known.
-            monkeypatch.setattr(query, "ANSWER_S", LIMIT_S)
+            limit_answers_of_nodes(monkeypatch, LIMIT_S)
             with stop_process(agent):
                 states = call_in_time({"states": lambda: [one.state for one in group.get_worker_status()]}, LIMIT_S)
             assert states == {"states": ["unknown"] * 2}
         monkeypatch.undo()
-        assert eventually(lambda: not placement_head.head_is_silent())
+        assert eventually(lambda: not head_is_silent())
         assert group.inspect().epoch == 0
         assert group.resize(worker=3, slots=slots[2:3], timeout=60) == 1
         assert group.call("rank").result() == [0, 1, 2]
@@ -275,16 +268,8 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
 
     The pauses let the lane's own thread take the socket, as a call begins.
     """
-    asked = []
-
-    def start(*args):
-        job = background.run_in_thread(*args)
-        asked.append((args[0].__name__, job))
-        return job
-
-    monkeypatch.setattr(placement_head, "run_in_thread", start)
-    monkeypatch.setattr(_head, "REQUEST_S", DEADLINE_S)
-    monkeypatch.setattr(query, "HEAD_S", DEADLINE_S)
+    find_late = watch_requests_to_the_head(monkeypatch)
+    limit_requests_of_looks(monkeypatch, DEADLINE_S)
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
@@ -297,7 +282,7 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
         with stop_process(head):
             # Besides the watch for drains, the look has sent a request, or the check of publications: while a
             # request is late, looks send none.
-            assert eventually(lambda: {"drain_deadlines"} < {name for name, job in asked if not job.over.is_set()})
+            assert eventually(lambda: {"drain_deadlines"} < find_late())
             took = []
             for number in range(400):
                 time.sleep(0.05 if number % 20 == 0 else 0.0)
@@ -318,19 +303,19 @@ CHANGES = {
 }
 # What comes of each change if the head stops answering as a phase begins, and the ranks that are lost by it.
 OUTCOMES = {
-    Phase.PREPARING: dict.fromkeys(CHANGES, (HeadTimeoutError, [])),
-    Phase.QUIESCING: {
+    "preparing a change": dict.fromkeys(CHANGES, (HeadTimeoutError, [])),
+    "waiting for calls before a change": {
         "restart": (HeadTimeoutError, []),
         "resize": (int, []),
         "replacement": (HeadTimeoutError, []),
     },
     # The old processes end, and Ray starts no others.
-    Phase.SWITCHING: {
+    "replacing processes": {
         "restart": (WorkerFailureError, []),
         "resize": (int, []),
         "replacement": (WorkerFailureError, [1]),
     },
-    Phase.DELIVERING: {"restart": (list, []), "resize": (int, []), "replacement": (int, [])},
+    "delivering facts": {"restart": (list, []), "resize": (int, []), "replacement": (int, [])},
 }
 
 
@@ -342,7 +327,7 @@ def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_pro
     repaired, used and shut down.
     """
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
-    enter, stopped = Membership._enter, contextlib.ExitStack()
+    stopped = contextlib.ExitStack()
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
         RayWorkerGroup(
@@ -353,19 +338,18 @@ def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_pro
         for phase, name in itertools.product(OUTCOMES, CHANGES):
             expected, lost = OUTCOMES[phase][name]
 
-            def enter_without_head(membership, entered, phase=phase):
-                if entered is phase:
+            def stop_head(entered, phase=phase):
+                if entered == phase:
                     stopped.enter_context(stop_process(head))
-                enter(membership, entered)
 
             if name == "restart":
                 kill(group, 1)
             with monkeypatch.context() as patch, impatience():
-                patch.setattr(Membership, "_enter", enter_without_head)
+                act_in_phases(patch, stop_head)
                 outcome = call_in_time({name: functools.partial(CHANGES[name], group)}, CHANGE_S)[name]
             stopped.close()
             assert isinstance(outcome, expected), (phase, name, outcome)
-            assert eventually(lambda: not placement_head.head_is_silent())
+            assert eventually(lambda: not head_is_silent())
             if name == "restart" and expected is not list:
                 lost = [1]
             assert group.restart_failed_workers() == lost, (phase, name)
