@@ -41,10 +41,16 @@ class Ref:
     durable: bool = False
 
     def __post_init__(self) -> None:
-        if self.durable and not isinstance(self.value, str):
+        if not self.durable:
+            return
+        if not isinstance(self.value, str):
             raise ValueError(
                 f"A durable reference has a string as its value, not {self.value!r}. Pass a key or a path."
             )
+        try:
+            self.value.encode()
+        except UnicodeEncodeError as error:  # no snapshot could hold it
+            raise ValueError(f"The durable reference {self.value!r} is not valid UTF-8: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 """Configurations are checked when they are made, and values are frozen and can be pickled."""
 
 import dataclasses
+import os
 import pickle
 
 import pytest
@@ -78,6 +79,8 @@ def test_durable_references_are_strings():
     """A durable reference that is not a string is refused, because a later process could not read it."""
     with pytest.raises(ValueError, match="has a string as its value, not 7"):
         Ref(7, durable=True)
+    with pytest.raises(ValueError, match="is not valid UTF-8"):
+        Ref(os.fsdecode(b"/data/\xff"), durable=True)
 
 
 def test_in_order_needs_groups():
