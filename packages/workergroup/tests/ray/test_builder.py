@@ -9,6 +9,8 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError
 
+from ..faults import limit_starts_of_single_workers
+
 
 class Configured:
     """A worker whose `configure_worker` returns its arguments through every channel."""
@@ -123,7 +125,7 @@ class TestOneWorker:
         """A worker whose bundle has no room for it is killed at its deadline."""
         (group,) = cluster.get_placement_groups()
         first = RayWorkerBuilder(Configured)(group, 1, 0)
-        monkeypatch.setattr("fairlead_workergroup._start.builder.START_S", 2.0)
+        limit_starts_of_single_workers(monkeypatch, 2.0)
         with pytest.raises(WorkerStartError, match=r"has not finished after 2 s: .* bundle 1 has no room"):
             RayWorkerBuilder(Configured)(group, 1, 0)
         ray.kill(first)

@@ -15,7 +15,8 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Timeouts, WorkerFailureError, WorkerStartError
-from fairlead_workergroup._remote import exits
+
+from ..faults import limit_cleanups_at_exits
 
 # A worker exits in a call, and in its constructor.
 EXITING = """
@@ -177,7 +178,7 @@ def test_cleanup(start):
 
 def test_method_that_refuses_to_stop(start, monkeypatch):
     """A method that suppresses its cancellation does not keep the worker alive."""
-    monkeypatch.setattr(exits, "CLEANUP_S", 0.5)
+    limit_cleanups_at_exits(monkeypatch, 0.5)
     worker = start(1).at(dp=0)
     other = worker.call("refuse_to_stop", timeout=100)
     assert worker.call("echo", 1, timeout=100).result() == [1]

@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -28,10 +30,10 @@ from fairlead_workergroup import (
     attach,
     current_worker,
 )
-from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup.testing import kill
 
 from ..calling import Acting
+from ..faults import act_at_the_next_read, note_reads
 from ..slow_agents import delay, stop_delay
 
 SECRET = "secret-in-an-argument"
@@ -153,6 +155,19 @@ def test_plain_data(group):
         pickle.dumps(group)
 
 
+def test_another_cluster(group, monkeypatch):
+    """A handle that has come to a process of another cluster says so."""
+    handle, address = pickle.loads(pickle.dumps(group.handle())), ray.get_runtime_context().gcs_address
+    here = SimpleNamespace(get_session_name=lambda: "session_2", gcs_address="10.0.0.2:6379")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    assert repr(handle) == f"GroupHandle('policy', '{handle.group_id[:6]}')"
+    for use in (lambda: handle.call("add", 1), handle.status, lambda: handle.epoch):
+        with pytest.raises(
+            WorkerGroupError, match=f"is on the cluster at {re.escape(address)}, and this process is conn"
+        ):
+            use()
+
+
 def test_checks(group, gate, wait_until_running):
     """Wrong calls are refused before anything is sent, and a deadline names the late workers."""
     handle = group.handle()
@@ -177,9 +192,7 @@ def test_checks(group, gate, wait_until_running):
 
 def test_restart(local_ray, monkeypatch, eventually):
     """After a restart a handle of the old epoch reads the new roster, once it is there; before it, a loss is raised."""
-    reads = []
-    read = _handle.read_group
-    monkeypatch.setattr(_handle, "read_group", lambda *args, **options: reads.append(args) or read(*args, **options))
+    reads = note_reads(monkeypatch)
     with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         handle = group.handle()
         before = handle.call("pid").result()
@@ -271,30 +284,21 @@ def test_signal_handlers(group, monkeypatch):
     sender, pids = handle._connect(), group.call("pid").result()
     results = []
 
-    def interrupt(name, *, is_late):
-        """Let the handler run once, before a function that reads, or with later news after it."""
-        function = getattr(_handle, name)
+    def interrupt():
+        signal.raise_signal(signal.SIGUSR1)
 
-        def interrupted(*args, **options):
-            monkeypatch.setattr(_handle, name, function)
-            if not is_late:
-                signal.raise_signal(signal.SIGUSR1)
-            read = function(*args, **options)
-            if is_late:
-                registration.publish()
-                registration.await_handles(60.0)
-                signal.raise_signal(signal.SIGUSR1)
-            return read
-
-        monkeypatch.setattr(_handle, name, interrupted)
+    def interrupt_with_news():
+        registration.publish()
+        registration.await_handles(60.0)
+        interrupt()
 
     previous = signal.signal(signal.SIGUSR1, lambda *_: results.append(handle.call("pid").result(timeout=60)))
     try:
-        interrupt("read_newer", is_late=False)
+        act_at_the_next_read(monkeypatch, of_news=True, before=interrupt)
         assert handle.call("pid").result(timeout=60) == pids
         registration.publish()
         registration.await_handles(60.0)
-        interrupt("read_group", is_late=True)
+        act_at_the_next_read(monkeypatch, of_news=False, after=interrupt_with_news)
         assert handle.call("pid").result(timeout=60) == pids
     finally:
         signal.signal(signal.SIGUSR1, previous)

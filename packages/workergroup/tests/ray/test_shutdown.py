@@ -17,11 +17,16 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError
-from fairlead_workergroup._calls import sender
-from fairlead_workergroup._lifecycle import shutdown
-from fairlead_workergroup._membership.judge import Judge
-from fairlead_workergroup._ray_private import actors_being_made
 
+from ..faults import (
+    act_before_a_call_is_sent,
+    act_before_losses_are_judged,
+    act_before_processes_are_awaited,
+    count_actors_being_made,
+    end_actors,
+    limit_ends_of_workers,
+    limit_waits_for_room,
+)
 from ..restarting import find_running
 
 
@@ -105,18 +110,16 @@ def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
     """The cleanup runs once; the second thread waits for it and gets the same result."""
     with ThreadPoolExecutor() as threads:
         second, looked = [], threading.Event()
-        ask = Judge.ask
 
-        def come_second(judge, workers, **options):
+        def come_second():
             if second:  # it did not wait for the first
                 looked.set()
                 assert second[0].result(timeout=60)
             else:
                 second.append(threads.submit(group.shutdown, "cleanup_counted"))
                 looked.wait(timeout=0.5)
-            return ask(judge, workers, **options)
 
-        monkeypatch.setattr(Judge, "ask", come_second)
+        act_before_losses_are_judged(monkeypatch, come_second)
         assert group.shutdown("cleanup_counted") is True
         assert second[0].result(timeout=60) is True
     assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 2
@@ -212,7 +215,7 @@ def test_dead_worker(group, tmp_path):
 @pytest.mark.parametrize("how", ["spin", "stop"])
 def test_hung_worker(group, monkeypatch, how):
     """A worker that never answers again is ended too."""
-    monkeypatch.setattr(shutdown, "WORKER_GRACE_S", 1.0)
+    limit_ends_of_workers(monkeypatch, 1.0)
     processes = pids(group)
     if how == "spin":
         group.run_single_worker_single_data("spin", 1)
@@ -224,14 +227,8 @@ def test_hung_worker(group, monkeypatch, how):
 
 def test_call_of_another_thread(group, monkeypatch):
     """A call that is being sent when the group ends reports that its workers are lost."""
-    send = sender.Sender._send_by_ray
-
-    def end_and_send(*order):
-        group.shutdown()
-        return send(*order)
-
     with monkeypatch.context() as patched:
-        patched.setattr(sender.Sender, "_send_by_ray", end_and_send)
+        act_before_a_call_is_sent(patched, group.shutdown)
         call = group.call("pid")
     with pytest.raises(WorkerFailureError):
         call.result(timeout=60)
@@ -324,23 +321,16 @@ class Late:
 @pytest.mark.parametrize("room", [True, False])
 def test_kill_during_creation(local_ray, monkeypatch, eventually, gate, room):
     """Actors that Ray is creating are killed after their creation; actors without room are killed after a while."""
-    monkeypatch.setattr(shutdown, "MADE_S", 60.0 if room else 0.5)
-    wait_until = shutdown.wait_until
-
-    def open_and_wait(*args, **options):
-        gate.touch()
-        return wait_until(*args, **options)
-
-    monkeypatch.setattr(shutdown, "wait_until", open_and_wait)
+    limit_waits_for_room(monkeypatch, 60.0 if room else 0.5)
+    act_before_processes_are_awaited(monkeypatch, gate.touch)
     seen = []
     kill = ray.kill
-    monkeypatch.setattr(ray, "kill", lambda worker: (seen.append(len(actors_being_made())), kill(worker)))
+    monkeypatch.setattr(ray, "kill", lambda worker: (seen.append(count_actors_being_made()), kill(worker)))
     actor_class = ray.remote(num_cpus=1 if room else 1000)(Late)
     # Ray knows of an actor that has a name when it gives the handle.
     actors = [actor_class.options(name=f"{room}-{rank}").remote(str(gate)) for rank in range(2)]
-    assert len(actors_being_made()) == 2  # until the gate opens
-    workers = {rank: shutdown.RunningWorker(actor, "no node", "no-mark-") for rank, actor in enumerate(actors)}
-    assert shutdown.kill_and_wait(workers) == []
+    assert count_actors_being_made() == 2  # until the gate opens
+    assert end_actors(actors) == []
     # Ray's head may hear of the first kill later than it answers.
     assert seen in ([[0, 0]] if room else [[2, 1], [2, 2]])
-    assert eventually(lambda: not actors_being_made())
+    assert eventually(lambda: not count_actors_being_made())

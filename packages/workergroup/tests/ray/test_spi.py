@@ -18,8 +18,9 @@ from fairlead_workergroup import (
     WorkerGroupError,
     spi,
 )
-from fairlead_workergroup._observe import extensions
 from fairlead_workergroup.testing import kill
+
+from ..faults import installed_extensions
 
 SLOTS = 2
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -166,8 +167,11 @@ class Observed(spi.CallObserver):
         error.add_note("as the observer says")
 
 
-def test_extension(monkeypatch, gate):
-    """An extension observes the calls and spans of a group from its start, and runs code in its workers."""
+def test_extension(gate, caplog):
+    """An extension observes the calls and spans of a group from its start, and runs code in its workers.
+
+    One that cannot be imported, and one that fails, are reported once, and others go on.
+    """
 
     def start(on_call, on_step):
         import os
@@ -185,9 +189,19 @@ def test_extension(monkeypatch, gate):
             spi.on_worker_start(group, fail_to_start)
             spi.on_worker_start(group, start)
 
-    observed = Observed()
-    monkeypatch.setattr(extensions, "load_extensions", lambda: [("the test", extend)])
-    with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
+    def miss():
+        raise ImportError("no such module")
+
+    def fail_to_extend(group, group_id):
+        failed.append(group_id)
+        raise KeyError(group_id)
+
+    observed, failed = Observed(), []
+    with (
+        installed_extensions(missing=miss, failing=lambda: fail_to_extend, good=lambda: extend),
+        RayVirtualCluster([1], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker) as group,
+    ):
         assert group.call(lambda worker: os.environ["CALLS"]).result() == ["1"]  # the constructor
         with spi.record_span("transfer", group):
             pass
@@ -205,6 +219,11 @@ def test_extension(monkeypatch, gate):
         assert "as the observer says" in lost.value.__notes__
         assert "rank 0 lost: killed" in observed.told
         assert spi.publication_of(group)().members[0].rank == 0
+    assert len(failed) == 1  # and not for the handle
+    assert [record.getMessage() for record in caplog.records if "extension" in record.getMessage()] == [
+        "The extension package:missing of worker groups cannot be imported.",
+        "The extension package:failing of worker groups failed. It is not used any more.",
+    ]
 
 
 class Refused(WorkerGroupError):

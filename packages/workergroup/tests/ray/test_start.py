@@ -23,8 +23,9 @@ from fairlead_workergroup import (
     current_worker,
     report_progress,
 )
-from fairlead_workergroup._start.report import StartClock
 from fairlead_workergroup.testing import kill
+
+from ..faults import act_when_processes_are_there
 
 
 class Slow:
@@ -133,16 +134,7 @@ class TestWaiting:
     def test_deadline(self, cluster, clock, monkeypatch):
         """After `Timeouts.start_s` the error names the slow ranks, and all workers are ended."""
         builder = RayWorkerBuilder(Slow, seconds=600, ranks=(0, 2))
-        ready, note = set(), StartClock.note
-
-        def note_and_let_time_pass(start, rank, **phases):
-            note(start, rank, **phases)
-            if "process" in phases:
-                ready.add(rank)
-            if ready == {1}:
-                clock.skip(300)
-
-        monkeypatch.setattr(StartClock, "note", note_and_let_time_pass)
+        act_when_processes_are_there(monkeypatch, lambda ranks: ranks == {1} and clock.skip(300))
         with pytest.raises(WorkerStartError, match=r"2 of 3 workers had not finished .* after 300 s .*rank 0 .*rank 2"):
             RayWorkerGroup(cluster, builder, workers_per_node=3, timeouts=Timeouts(start_s=300))
 
