@@ -206,8 +206,9 @@ class SlicePool(ClosesOnExit):
         """
         work = self.checked(function)
         payload, epoch = work.put(args, kwargs), self._reservation.epoch
-        targets = make_targets(work, self.config, self._reserve())
-        return self._start_all(targets, lambda target: submit(target, payload, dedicated=True), cancel_task, epoch)
+        with self._take_turn(work.name):  # Until they are started, nothing may give slices back.
+            targets = make_targets(work, self.config, self._reservation.ensure())
+            return self._start_all(targets, lambda target: submit(target, payload, dedicated=True), cancel_task, epoch)
 
     def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
         """Wait for references that `submit` returned, and return their values in the order of `run`.
@@ -237,14 +238,15 @@ class SlicePool(ClosesOnExit):
         """
         work = self.checked(cls, of_class=True)
         payload, epoch = work.put(args, kwargs), self._reservation.epoch
-        held = self._reserve()
-        claim = claim_slots(held.slots, f"instances of {work.name}")
-        try:
-            targets = make_targets(work, self.config, held)
-            return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill, epoch), claim
-        except BaseException:
-            claim.release()
-            raise
+        with self._take_turn(work.name):
+            held = self._reservation.ensure()
+            claim = claim_slots(held.slots, f"instances of {work.name}")
+            try:
+                targets = make_targets(work, self.config, held)
+                return self._start_all(targets, lambda target: start_actor(target, payload), ray.kill, epoch), claim
+            except BaseException:
+                claim.release()
+                raise
 
     def checked(self, function: Function | Class, *, of_class: bool = False) -> Work:
         """Check a function or a class before anything is reserved, and return what is known about it.

@@ -370,6 +370,28 @@ def test_closing_ends_a_wait(slices, pauses, eventually):
     assert not isinstance(raised[0], InsufficientSlicesError)
 
 
+def test_a_slice_stays_until_a_function_has_started(slices, monkeypatch):
+    """Another thread cannot give a slice back after it was chosen and before the function has started there.
+
+    Ray would keep that call for ever (seam: the choice of the hosts).
+    """
+    make_targets = _pool.make_targets
+    with SlicePool("v4-16", 2) as pool:
+        other = threading.Thread(target=pool.scale, args=(1,), daemon=True)
+
+        def scale_meanwhile(*args, **options):
+            targets = make_targets(*args, **options)
+            other.start()
+            other.join(2.0)
+            return targets
+
+        monkeypatch.setattr(_pool, "make_targets", scale_meanwhile)
+        refs = [ref for of_slice in pool.submit(where) for ref in of_slice]
+        other.join(150)
+        assert len(pool.slices) == 1
+        assert ray.wait(refs, num_returns=4, timeout=60)[1] == []
+
+
 @pytest.mark.parametrize("what", ["run", "submit", "start"])
 def test_closing_just_before_a_start(slices, monkeypatch, what):
     """A pool that is closed after its hosts are chosen, and before anything starts there, ends the call."""
