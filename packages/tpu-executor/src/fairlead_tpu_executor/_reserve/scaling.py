@@ -5,8 +5,7 @@ import logging
 import uuid
 from collections.abc import Collection, Sequence
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
 from fairlead_placement.spi import autoscaler_is_there, count_bundles, read_nodes, remove_placement_groups
 
@@ -62,10 +61,8 @@ def show_missing(config: AcceleratorConfigType, shown: list[PlacementGroup], cou
     """Show an autoscaler `count` missing slices, by groups that request resources: no type of node has their labels."""
     if not autoscaler_is_there():
         return
-    ready = {group.ready(): group for group in shown}
-    placed, _ = ray.wait(list(ready), num_returns=len(ready), timeout=0) if ready else ([], [])
-    # The hosts of a group that Ray has placed are there.
-    come = [ready[ref] for ref in placed]
+    # The hosts of a group that Ray has placed are there. `ready()` would leave a request at the head with each call.
+    come = [group for group in shown if placement_group_table(group).get("state") == "CREATED"]
     shown[:] = [group for group in shown if group not in come]
     remove_placement_groups(come, timeout_s=RETURN_TIMEOUT_S)
     for _ in range(count - len(shown) - len(come)):
