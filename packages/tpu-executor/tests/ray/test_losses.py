@@ -28,7 +28,8 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
 )
 from fairlead_tpu_executor._health import Head
-from fairlead_tpu_executor._reserve import reservation, scaling
+from fairlead_tpu_executor._reserve import leases, reservation, scaling
+from fairlead_tpu_executor._run import attempt
 
 KIND = "v5p-16"
 
@@ -123,6 +124,49 @@ def test_a_process_dies_before_its_host(slices, spare, record, eventually):
         slices.kill(lost, 1)
         assert run.answer() == [new, new]
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch, count):
+    """A run goes on with another slice if worker 0 dies while its port is leased (seam: the last lease before work).
+
+    With one slice this is the port of its own coordinator, with two that of the coordinator of both.
+    """
+    lost, *others = names = [spare() for _ in range(count + 1)]
+    lease_ports, calls = leases.lease_ports, []
+
+    def lose(slots, **ports):
+        calls.append(slots)
+        if len(calls) == count:
+            slices.kill(lost, 0)
+        return lease_ports(slots, **ports)
+
+    monkeypatch.setattr(leases, "lease_ports", lose)
+    with SlicePool(KIND, count, max_retries_failure=0, max_retries_preemption=0) as pool:
+        assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [name for name in others for _ in range(2)], names
+
+
+def test_a_short_outage_while_processes_end(slices, spare, record, monkeypatch, stop_process):
+    """A run goes on if Ray's head is silent while the other hosts' processes end (seam: the wait for their end)."""
+    spare()
+    wait, waits = attempt.run_on_nodes, []
+
+    def wait_without_head(*args, timeout_s):
+        waits.append(args)
+        with stop_process(slices.head_pid) if len(waits) == 1 else contextlib.nullcontext():
+            return wait(*args, timeout_s=timeout_s)
+
+    def work():
+        if record.meet() == 0:
+            if os.environ["EXECUTOR_CALL_INDEX"] == "1":
+                time.sleep(600)
+            raise ValueError("the first attempt fails")
+
+    monkeypatch.setattr(attempt, "run_on_nodes", wait_without_head)
+    monkeypatch.setattr(attempt, "_CANCEL_S", 2.0)
+    with SlicePool(KIND, max_retries_failure=1, max_retries_preemption=0, grace_s=0.1, crash_grace_s=0) as pool:
+        assert pool.run(work) == [None, None]
+    assert len(waits) == 1
 
 
 def test_no_budget_for_losses(slices, spare, record, eventually):

@@ -392,6 +392,14 @@ def test_a_slice_stays_until_a_function_has_started(slices, monkeypatch):
         assert ray.wait(refs, num_returns=4, timeout=60)[1] == []
 
 
+def test_a_port_that_cannot_be_one(slices, monkeypatch):
+    """A wrong COORD_PORT is refused before slices are taken."""
+    monkeypatch.setenv("COORD_PORT", "x")
+    monkeypatch.setattr(reservation, "survey", lambda *_: pytest.fail("it looked for slices"))
+    with pytest.raises(ValueError, match="COORD_PORT must be a port, 1 to 65535, got 'x'"):
+        SlicePool("v4-16", 2).run(where)
+
+
 @pytest.mark.parametrize("what", ["run", "submit", "start"])
 def test_closing_just_before_a_start(slices, monkeypatch, what):
     """A pool that is closed after its hosts are chosen, and before anything starts there, ends the call."""

@@ -6,18 +6,35 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from fairlead_placement import PlacementError, PortLease, PortUnavailableError, Slot, lease_ports, release_ports
+from fairlead_placement import (
+    HeadTimeoutError,
+    PlacementError,
+    PortLease,
+    PortUnavailableError,
+    Slot,
+    lease_ports,
+    release_ports,
+)
 from fairlead_placement.spi import place_pinned, remove_placement_groups
 
 from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo
-from .._health import gone_nodes
+from .._health import gone_nodes, silent_nodes
 
 RETURN_TIMEOUT_S = 15.0
 _RELEASE_S = 10.0
+
+
+class HostLostError(Exception):
+    """Hosts were lost while they were taken: dead or draining for Ray, or silent. None if only the head was silent."""
+
+    def __init__(self, node_ids: Collection[str]) -> None:
+        super().__init__(node_ids)
+        self.node_ids = node_ids
 
 
 @dataclass(frozen=True)
@@ -68,18 +85,36 @@ def _make_slot(one: SliceInfo, group: PlacementGroup, at: int, worker: int) -> S
 
 
 def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
-    """Take all of these slices, with ports; return None, and take none, if somebody else was faster."""
+    """Take all of these slices, with ports; return None, and take none, if somebody else was faster.
+
+    Raises:
+        HostLostError: a host on which a port was requested was lost meanwhile. Nothing is taken then.
+    """
     # Pinned to nodes, not to labels: a new host with the name of a lost one does not bring half of the slice back.
     bundles = [[(node_id, config.bundle(one, worker)) for worker, node_id in enumerate(one.node_ids)] for one in chosen]
     groups = place_pinned(dict(zip([f"fairlead-{one.slice_name}" for one in chosen], bundles, strict=True)))
     if groups is None:
         return None
     try:
-        ports = lease_ports([_make_slot(*each, at=0, worker=0) for each in zip(chosen, groups, strict=True)])
+        ports = _lease([_make_slot(*each, at=0, worker=0) for each in zip(chosen, groups, strict=True)])
     except BaseException:
         remove_placement_groups(groups, timeout_s=RETURN_TIMEOUT_S)
         raise
     return [Lease(one, group, port) for one, group, (port,) in zip(chosen, groups, ports, strict=True)]
+
+
+def _lease(slots: Sequence[Slot], **ports: Any) -> tuple[tuple[PortLease, ...], ...]:
+    """Lease a port on the node of each slot; `HostLostError` if that fails because a node is lost."""
+    try:
+        return lease_ports(slots, **ports)
+    except PlacementError as error:
+        if isinstance(error, PortUnavailableError):
+            raise
+        node_ids = {slot.node_id for slot in slots}
+        lost = gone_nodes(node_ids) | silent_nodes(node_ids)
+        if not lost and not isinstance(error, HeadTimeoutError):
+            raise
+        raise HostLostError(lost) from error
 
 
 def give_back(leases: Sequence[Lease] | None, megascale: PortLease | None = None) -> bool:
@@ -119,13 +154,17 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
 
 
 def replace_megascale(held: Held, port: int | None) -> PortLease | None:
-    """Release the port of the coordinator of several slices, and lease another one where it is needed."""
+    """Release the port of the coordinator of several slices, and lease another one where it is needed.
+
+    Raises:
+        HostLostError: its host was lost meanwhile.
+    """
     release(held.megascale)
     if port is None:
         return None
     slot = held.slots[0]
     try:
-        return lease_ports([slot], low=port, high=port)[0][0]
+        return _lease([slot], low=port, high=port)[0][0]
     except PortUnavailableError as error:
         error.add_note(
             f"The coordinator of several slices needs port {port} on {slot.node_ip}, which another process has. Find "

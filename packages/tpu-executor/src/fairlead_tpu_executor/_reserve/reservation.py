@@ -17,7 +17,7 @@ from fairlead_placement.spi import Waiting, connection
 from .._accelerators.config import AcceleratorConfigType
 from .._health import Head
 from ..exceptions import HeadUnreachableError, InsufficientSlicesError, TpuExecutorError
-from .leases import Held, find_lost, give_back, megascale_port, release, replace_megascale, take
+from .leases import Held, HostLostError, find_lost, give_back, megascale_port, release, replace_megascale, take
 from .scaling import choose_size, choose_waits, show_missing, survey, withdraw
 
 logger = logging.getLogger(__name__)
@@ -50,19 +50,38 @@ class Reservation:
         with self._lock:
             check_open()
             before = self.held.leases
-            if lost := self.head.call(find_lost, before, self._quarantined()) if before else []:
-                self.held = replace(self.held, leases=tuple(lease for lease in before if lease not in lost))
-                self.head.call(give_back, lost)
+            lost = self._give_back_lost()
             try:
-                if len(self.held.leases) != self.sizes[-1]:
-                    self._scale(len(lost), check_open)
-                self._hold_megascale()
+                # First, because it may be refused, and slices may come after hours.
+                port = megascale_port(self.config, os.environ) if self.sizes[-1] > 1 else None
+                while not self._fill(lost, port, check_open):
+                    lost += self._give_back_lost()
                 check_open()  # A signal handler may have closed the pool, and given back what was held until then.
             except BaseException:
                 self.give_back()
                 raise
             self.taken += sum(lease not in before for lease in self.held.leases)
             return self.held
+
+    def _give_back_lost(self) -> int:
+        """Give back the slices that are lost, and return their number."""
+        held = self.held.leases
+        if lost := self.head.call(find_lost, held, self._quarantined()) if held else []:
+            self.held = replace(self.held, leases=tuple(lease for lease in held if lease not in lost))
+            self.head.call(give_back, lost)
+        return len(lost)
+
+    def _fill(self, lost: int, port: int | None, check_open: Callable[[], None]) -> bool:
+        """Hold an allowed number of slices and their ports; return False if a host is lost while it is taken."""
+        try:
+            if len(self.held.leases) != self.sizes[-1]:
+                self._scale(lost, check_open)
+            self._hold_megascale(port)
+        except HostLostError as error:
+            # Ray may notice the loss of a host much later.
+            self.quarantine(dict.fromkeys(error.node_ids, "it was lost while it was taken"))
+            return False
+        return True
 
     def _scale(self, lost: int, check_open: Callable[[], None]) -> None:
         """Hold an allowed number of slices, including those that are held, after `lost` were lost."""
@@ -101,10 +120,10 @@ class Reservation:
                 time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
                 pause = min(2 * pause, _POLL_S[1])
 
-    def _hold_megascale(self) -> None:
+    def _hold_megascale(self, port: int | None) -> None:
         """Hold the port of the coordinator of several slices, on worker 0 of the first one, if there are several."""
         held = self.held
-        port = megascale_port(self.config, os.environ) if len(held.leases) > 1 else None
+        port = port if len(held.leases) > 1 else None
         wanted = None if port is None else (held.leases[0].slice.node_ids[0], port)
         if wanted == (held.megascale and (held.megascale.node_id, held.megascale.port)):
             return

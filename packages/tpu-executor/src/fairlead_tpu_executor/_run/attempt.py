@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from fairlead_placement import PlacementError
 from fairlead_placement.spi import Job, group_pairs, run_in_thread, run_on_nodes
 
 from .. import _host
@@ -167,6 +168,6 @@ def cancel(running: Sequence[HostCall], head: Head) -> None:
             # A host that does not answer is probably being lost; otherwise the next processes there wait.
             wait = functools.partial(run_on_nodes, _host.wait_for_end, timeout_s=left_s + 1.0)
             head.call(wait, {node_id: (its, left_s) for node_id, its in names.items()})
-    except HeadUnreachableError as error:
+    except (HeadUnreachableError, PlacementError) as error:
         hosts = ", ".join(f"worker {call.target.worker} of {call.target.slice.slice_name}" for call in running)
         logger.warning("The function was cancelled, but it is unknown whether it has ended on %s: %s", hosts, error)
