@@ -15,14 +15,19 @@ import psutil
 import pytest
 import ray
 
-from fairlead_lane._session import WINDOW
-from fairlead_lane._transport import Lane
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, Restart, WorkerFailureError
 from fairlead_workergroup.testing import hang, kill
 
-from ..lanes import connect_stranger
+from ..lanes import (
+    WINDOW,
+    act_at_each_look,
+    act_in_waits,
+    connect_stranger,
+    list_ranks_that_have_greeted,
+    list_ranks_that_serve,
+)
 
 
 class Worker:
@@ -251,16 +256,12 @@ class TestFaults:
     @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
     def test_error_in_the_block(self, group, gate, monkeypatch, error):
         """An error leaves the block of a lane without a wait for workers that hang."""
-        run, waits = Lane.run, []
-
-        def run_and_note(lane, is_enough, timeout_s):
-            waits.append(timeout_s)
-            return run(lane, is_enough, timeout_s)
+        waits = []
 
         def open_and_fail():
             with group.lane(timeout=600):
                 group.at(worker=0).call("wait_for", gate, collect=())
-                monkeypatch.setattr(Lane, "run", run_and_note)
+                act_in_waits(monkeypatch, lambda lane, timeout_s: waits.append(timeout_s))
                 raise error
 
         with pytest.raises(error):
@@ -329,26 +330,18 @@ class TestFaults:
     def test_late_worker(self, group, tmp_path, clock, monkeypatch):
         """Opening and closing name the worker that does not follow, and the group works afterwards."""
         opening, closing = tmp_path / "opening", tmp_path / "closing"
-        run = Lane.run
-
-        def let_time_pass(when):
-            """Let the timeout of a lane pass when a condition holds."""
-
-            def run_until(lane, is_enough, timeout_s):
-                return run(lane, lambda: clock.skip(600 * when(lane)) or is_enough(), timeout_s)
-
-            monkeypatch.setattr(Lane, "run", run_until)
-
-        let_time_pass(lambda lane: any(one.rank == 0 and one.greeted for one in lane._sessions.values()))
         slow = group.at(worker=1).call("wait_for", opening, collect=())
-        with pytest.raises(LaneError) as caught, group.lane(timeout=600):
-            pass
+        with monkeypatch.context() as patch:
+            act_at_each_look(patch, lambda lane: clock.skip(600 * (0 in list_ranks_that_have_greeted(lane))))
+            with pytest.raises(LaneError) as caught, group.lane(timeout=600):
+                pass
         assert caught.value.ranks == (1,)
         opening.touch()
         slow.result()
-        let_time_pass(lambda lane: [one.rank for one in lane._by_identity.values()] == [0])
-        with pytest.raises(LaneError) as caught, group.lane(timeout=600):
-            late = group.at(worker=0).call("wait_for", closing, collect=())
+        with monkeypatch.context() as patch:
+            act_at_each_look(patch, lambda lane: clock.skip(600 * (list_ranks_that_serve(lane) == [0])))
+            with pytest.raises(LaneError) as caught, group.lane(timeout=600):
+                late = group.at(worker=0).call("wait_for", closing, collect=())
         assert caught.value.ranks == (0,)
         monkeypatch.undo()
         closing.touch()

@@ -23,9 +23,9 @@ from fairlead_workergroup import (
     Timeouts,
     WorkerFailureError,
 )
-from fairlead_workergroup._observe import query as _inspect
 
 from ..calling import MB, Worker
+from ..faults import limit_looks, report_late_workers_every
 
 
 class TestWaiting:
@@ -167,7 +167,7 @@ class TestWaiting:
     @pytest.mark.by_processes
     def test_a_head_that_hangs(self, group, gate, monkeypatch, eventually, stop_process):
         """A timeout is raised although Ray's head does not answer; the nodes still name the methods of late workers."""
-        monkeypatch.setattr(_inspect, "HEAD_S", 0.2)
+        limit_looks(monkeypatch, 0.2)
         head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
         call = group.call("wait_for", gate, ranks=[5], timeout=0.2)
         assert eventually(lambda: len(call._execution.pending()) == 1, 60)
@@ -198,7 +198,7 @@ class TestWaiting:
 
     def test_slow_calls_are_logged(self, group, gate, caplog, monkeypatch, eventually):
         """A call without a deadline logs the ranks that it waits for at intervals."""
-        monkeypatch.setattr("fairlead_workergroup._transport.futures.REPORT_EVERY_S", 0.1)
+        report_late_workers_every(monkeypatch, 0.1)
 
         def open_when_logged():
             try:
