@@ -135,7 +135,7 @@ def defer_imports(environment: Path) -> None:
 # The folder of the bytecode that sessions share.
 BYTECODE = "FAIRLEAD_BYTECODE"
 SHARE = str(ROOT / "scripts" / "bytecode.py")
-LESS_OF_RAY = "less_of_ray.py", "dashboard_agent.sh", "lazy_environments.py"
+LESS_OF_RAY = "less_of_ray.py", "dashboard_agent.sh"
 # People wait at most this long for a sign of progress.
 PATIENCE_S = 15.0
 

@@ -4,7 +4,7 @@
 Ray starts the server of its dashboard and an autoscaler that adds no node with each head, and an agent for the
 dashboard with each node, although the packages of the dashboard are missing. Each of these processes imports Ray. The
 agent then writes three files and waits, which a script does here. Where the dashboard is installed, its agent starts as
-Ray starts it. The agent of runtime environments, for which a node waits at its start, imports Ray once it is used.
+Ray starts it.
 """
 
 # Every process of the environment imports this module, so it imports little.
@@ -13,30 +13,23 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-HERE = os.path.dirname(__file__)
-DASHBOARD = "--dashboard_agent_command="
-ENVIRONMENTS = "--runtime_env_agent_command="
-# The arguments of the agent of environments that lazy_environments.py reads.
-NEEDED = ("node-id", "node-ip-address", "runtime-env-agent-port", "session-dir")
+AGENT = os.path.join(os.path.dirname(__file__), "dashboard_agent.sh")
+OPTION = "--dashboard_agent_command="
 
 
 def replace_agent(argument: str) -> str:
-    """Return an argument of a raylet, with programs that import nothing in place of the agents."""
+    """Return an argument of a raylet, with the script in place of the agent."""
+    if not argument.startswith(OPTION) or "--minimal" not in argument:
+        return argument
     import re
     import shlex
 
-    if argument.startswith(DASHBOARD) and "--minimal" in argument:
-        own = dict(re.findall(r"--(session-dir|node-id)=(\S+)", argument))
-        program = os.path.join(HERE, "dashboard_agent.sh")
-        return DASHBOARD + shlex.join(["sh", program, own["session-dir"], own["node-id"]])
-    if argument.startswith(ENVIRONMENTS) and all(f" --{name}=" in argument for name in NEEDED):
-        program = shlex.quote(os.path.join(HERE, "lazy_environments.py"))
-        return re.sub(r" (\S+/runtime_env/agent/main\.py) ", rf" {program} \1 ", argument, count=1)
-    return argument
+    own = dict(re.findall(r"--(session-dir|node-id)=(\S+)", argument))
+    return OPTION + shlex.join(["sh", AGENT, own["session-dir"], own["node-id"]])
 
 
 def change_services(services: ModuleType) -> None:
-    """Let the nodes that this process starts have agents that import nothing."""
+    """Let the nodes that this process starts have the script for an agent."""
     start = services.start_ray_process
 
     def start_with_agent(command: list[str], *args: object, **options: object) -> object:
