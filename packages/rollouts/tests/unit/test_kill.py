@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that is killed at any step to the disk: the next one skips nothing and trains nothing twice."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_rollouts import Journal, Ledger
+from fairlead_rollouts._store.schema import read_samples
 
 SPEC = importlib.util.spec_from_file_location("scripted", Path(__file__).parents[1] / "scripted.py")
 scripted = importlib.util.module_from_spec(SPEC)
@@ -130,3 +132,34 @@ def test_a_damaged_journal_is_moved_aside(tmp_path):
     journal.close()
     assert (tmp_path / "journal.aside-1").read_bytes().startswith(b"nonsense")
     assert sqlite3.connect(tmp_path / "journal").execute("select count(*) from sample").fetchone() == (0,)
+
+
+FORK = """
+import os, sys
+from fairlead_rollouts import Journal, JournalLockedError, Ledger, LedgerConfig, Ref
+
+def seal(lease):
+    ledger.seal(lease, 0, Ref(f"{lease.ordinal}", durable=True))
+    ledger.flush()
+
+with Journal("journal") as journal:
+    ledger = Ledger(LedgerConfig(group_size=1, groups_per_version=8, max_staleness=0), range(8), journal=journal)
+    first, second, third = ledger.lease(3)
+    seal(first)
+    if not (child := os.fork()):
+        try:
+            seal(third)
+        except JournalLockedError as error:
+            print(error)
+        sys.exit()  # out of the block, through the end of Python
+    os.waitpid(child, 0)
+    seal(second)
+    os._exit(0)
+"""
+
+
+def test_a_forked_process_leaves_the_journal_alone(tmp_path, run_python):
+    """It may end in any way: what the process that has opened the journal writes afterwards survives a crash."""
+    assert "is in use by process" in run_python(FORK)
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal")) as database:
+        assert [row[0] for row in read_samples(database)] == [0, 1]

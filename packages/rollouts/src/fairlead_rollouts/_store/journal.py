@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal: the durable samples of open groups in a SQLite file, so that a crash does not regenerate them."""
 
+import ctypes
 import json
 import os
 import socket
 import sqlite3
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,17 @@ REMEDY = "Make room on its disk, or use a path on a local disk, in a folder that
 STEPS = "create table if not exists step (step integer primary key, snapshot blob not null);"
 
 
+def leave_to_parent() -> None:
+    """Let nothing in a forked process close a journal, not even the end of the process."""
+    for journal in journals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(journal._connection))  # noqa: SLF001  of this module
+
+
+journals: weakref.WeakSet["Journal"] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=leave_to_parent)
+
+
 def read_steps(database: sqlite3.Connection) -> list[int]:
     """Return the steps whose snapshots a journal holds, in ascending order."""
     return [step for (step,) in database.execute("select step from step order by step")]
@@ -48,10 +61,11 @@ class Journal:
     """Keep durable samples on a local disk between checkpoints.
 
     A ledger works without a journal: then a restart generates every sample again that the checkpoint does not list.
-    One process uses a journal at a time. A damaged file, that of another job, or one that the process of the checkpoint
-    has not used is moved aside with a warning. If the disk is full, `seal`, `park`, `flush`, `prepare` and, with
-    `keep_steps`, `advance` and `commit` raise `JournalError`, and can be called again. Until then rows stay in memory,
-    and no durable payload is released. A ledger calls the methods that take its records; you call `flush` and `close`.
+    One process uses a journal at a time, and none that it forks. A damaged file, that of another job, or one that the
+    process of the checkpoint has not used is moved aside with a warning. If the disk is full, `seal`, `park`, `flush`,
+    `prepare` and, with `keep_steps`, `advance` and `commit` raise `JournalError`, and can be called again. Until then
+    rows stay in memory, and no durable payload is released. A ledger calls the methods that take its records; you call
+    `flush` and `close`.
 
     Args:
         path: a file on a local disk. Its write-ahead log stands beside it.
@@ -76,7 +90,10 @@ class Journal:
         self._path = Path(path)
         self.keep_steps = keep_steps
         self.kept_step: int | None = None
-        self._database = self._open()
+        self._pid = os.getpid()
+        self._connection = self._open()
+        # SQLite in a forked process would take the file for its own, and remove the log that this process writes.
+        journals.add(self)
         self._changed: dict[tuple[int, int], StoredSample | None] = {}
         self._prompts: dict[int, tuple[int, int, str] | None] = {}
         self._known: set[int] = set()
@@ -85,6 +102,12 @@ class Journal:
     def path(self) -> Path:
         """The file."""
         return self._path
+
+    @property
+    def _database(self) -> sqlite3.Connection:
+        if self._pid != os.getpid():
+            raise JournalLockedError(str(self._path), f"process {self._pid}, which has forked this one")
+        return self._connection
 
     def _open(self) -> sqlite3.Connection:
         try:
@@ -146,7 +169,7 @@ class Journal:
             return read_prompts(self._database), read_samples(self._database)
         self._database.close()
         self._move_aside(reason)
-        self._database = self._open()
+        self._connection = self._open()
         return None
 
     def reset(self, ledger: str, runs: tuple[int, ...], records: Iterable[Record], last_step: int) -> None:
@@ -245,9 +268,10 @@ class Journal:
         self._changed, self._prompts = {}, {}
 
     def close(self) -> None:
-        """Flush and release the file. It can be repeated."""
-        self.flush()
-        self._database.close()
+        """Flush and release the file. It can be repeated, and does nothing in a forked process."""
+        if self._pid == os.getpid():
+            self.flush()
+            self._database.close()
 
     def __enter__(self) -> Self:
         return self
