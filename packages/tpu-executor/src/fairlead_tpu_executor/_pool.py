@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
+from ray.runtime_env import RuntimeEnv
 
 from fairlead_placement import Slot
 from fairlead_placement.spi import SlotClaim, claim_slots, group_pairs, release_when_dropped
@@ -256,6 +257,7 @@ class SlicePool(ClosesOnExit):
         """
         work = inspect_work(function, of_class=of_class)
         work.remote_options(self.config, self.config.template())
+        RuntimeEnv(**work.environment(self.config)[1])  # Ray checks it here, and not only when the function starts.
         return work
 
     def close(self) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on healthy slices: on which hosts, in which order, with which variables, and how often."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -232,9 +233,12 @@ def test_bad_configuration(slices, record):
         return lock
 
     held = SlicePool("v4-16", 2)
-    with held, pytest.raises(TypeError, match="serialize"):
+    with held:
         # All slices are taken, so a check of the function that comes too late would wait for them.
-        RayExecutor.execute_resumable(unpicklable, ONE)
+        with pytest.raises(TypeError, match="serialize"):
+            RayExecutor.execute_resumable(unpicklable, ONE)
+        with pytest.raises(ValueError, match="/nowhere is not a valid path"):
+            RayExecutor.execute(fine, dataclasses.replace(ONE, execution_env={"working_dir": "/nowhere"}))
     with pytest.raises(ValueError, match="one slice"):
         RayExecutor.execute(fine, TpuAcceleratorConfig("v4-16", 2))
     with pytest.raises(ValueError, match="wide requests 8 CPU"):
