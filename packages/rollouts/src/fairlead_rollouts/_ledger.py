@@ -220,7 +220,13 @@ class Ledger(RolloutSide):
         return take_snapshot(self._book, self._id, self._runs, step, source)
 
     def commit(self, step: int) -> None:
-        """Report that the checkpoint of a prepared step is durable: its groups are applied for good."""
+        """Report that the checkpoint of a prepared step is durable: its groups are applied for good.
+
+        It does nothing if a later step has been committed, as when checkpoints are completed out of order.
+        """
+        applied = self._book.last_applied
+        if applied is not None and step <= applied:
+            return
         if step not in self._prepared:
             raise ValueError(f"step is {step}, and steps {sorted(self._prepared)} are prepared. Call prepare() first.")
         self._train(step)

@@ -73,6 +73,19 @@ def test_commit(ledger, tmp_path, releases):
         ledger.prepare(2, tmp_path / "missing")
 
 
+def test_commits_out_of_order(ledger, tmp_path):
+    """The checkpoint of an earlier step may be complete later, and a commit may be repeated: nothing changes."""
+    ledger.prepare(1, tmp_path)
+    ledger.advance(2, trained=2)
+    ledger.prepare(2, tmp_path)
+    ledger.commit(2)
+    before = [ledger.state(ordinal) for ordinal in range(7)]
+    ledger.commit(1)
+    ledger.commit(2)
+    assert [ledger.state(ordinal) for ordinal in range(7)] == before
+    ledger.check()
+
+
 def test_references_that_are_not_durable(make_ledger, tmp_path, releases):
     """They are released when trained, and regenerated after a crash."""
     ledger = make_ledger(PROMPTS, checkpoints=True)
