@@ -304,7 +304,7 @@ def test_ragged_tensors():
         RaggedLeaf([np.ones(2), torch.ones(2)])
     with pytest.raises(ValueError, match="row 1 has device cpu, the first row meta"):
         RaggedLeaf([torch.ones(2, device="meta"), torch.ones(2)])
-    with pytest.raises(ValueError, match="Leaf 'buffer' is or holds a tensor on meta"):
+    with pytest.raises(ValueError, match="Leaf 'x' is or holds a tensor on meta"):
         pickle.dumps(BatchedDataDict(x=leaf.to("meta")))
 
 

@@ -186,7 +186,9 @@ def test_tensors_in_lists():
     assert log[0]["ids"] is BASE
 
 
-@pytest.mark.parametrize("wrap", [lambda tensor: tensor, lambda tensor: [{"ids": tensor}]])
+@pytest.mark.parametrize(
+    "wrap", [lambda tensor: tensor, lambda tensor: [{"ids": tensor}], lambda tensor: RaggedLeaf([tensor])]
+)
 def test_other_devices_are_refused(wrap):
     """A tensor on another device is refused with a remedy when it is pickled, but can be copied."""
     device = "cuda" if torch.cuda.is_available() else "meta"

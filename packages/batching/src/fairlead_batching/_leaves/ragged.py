@@ -88,12 +88,15 @@ class RaggedLeaf:
         return len(self) == len(other) and all(map(operations.is_same, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._pack_leaf(views=False).__reduce__()
+        return self._pack_leaf("rows", views=False).__reduce__()
 
-    def _pack_leaf(self, views: bool) -> transport.Sent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.compact(copy=True)  # as for a batch, also on other devices
+
+    def _pack_leaf(self, key: Any, views: bool) -> transport.Sent:
         """Return the object that is pickled in place of this leaf; `transport.pack` calls it with the promise."""
         compact = self.compact()
-        buffer = transport.pack({"buffer": compact.buffer}, views)["buffer"]
+        buffer = transport.pack({key: compact.buffer}, views)[key]
         return transport.Sent(self._make, buffer, compact.shapes, compact.rows)
 
     @property

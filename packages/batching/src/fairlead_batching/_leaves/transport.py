@@ -47,7 +47,7 @@ def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
         memo[id(value)] = sent = _pack_tensor(key, value, views)
         return sent
     if pack_leaf := getattr(kind, "_pack_leaf", None):
-        memo[id(value)] = sent = pack_leaf(value, views)
+        memo[id(value)] = sent = pack_leaf(value, key, views)
         return sent
     return value
 
