@@ -28,6 +28,7 @@ from fairlead_rollouts import (
     LedgerConfig,
     LoaderStream,
     OldestFirst,
+    OldWeightsError,
     OpenGroup,
     Policy,
     PromptSource,
@@ -319,12 +320,15 @@ def errors(
     snapshot: SnapshotError,
     journal: JournalError,
     locked: JournalLockedError,
+    old: OldWeightsError,
 ) -> None:
     for one in (snapshot, journal):
         for text in (one.path, one.found, one.remedy):
             assert_type(text, str)
     for text in (locked.path, locked.holder):
         assert_type(text, str)
+    for number in (old.serving_version, old.oldest, old.version):
+        assert_type(number, int)
     assert_type(illegal.ordinal, int)
     assert_type(illegal.state, str)
     assert_type(illegal.method, str)
@@ -337,6 +341,7 @@ def errors(
     error = snapshot
     error = journal
     error = locked
+    error = old
     assert_type(exceptions.RolloutError, type[RolloutError])
     raise error
 

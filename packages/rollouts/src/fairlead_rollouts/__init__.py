@@ -29,6 +29,7 @@ from .exceptions import (
     InvariantError,
     JournalError,
     JournalLockedError,
+    OldWeightsError,
     RolloutError,
     SnapshotError,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Ledger",
     "LedgerConfig",
     "LoaderStream",
+    "OldWeightsError",
     "OldestFirst",
     "OpenGroup",
     "Policy",

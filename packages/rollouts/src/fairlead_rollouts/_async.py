@@ -79,6 +79,9 @@ class AsyncLedger:
 
         Returns:
             `[]` after the timeout, or when the source has ended and no group can come back.
+
+        Raises:
+            OldWeightsError: the trainer has advanced too far past `serving_version`, before the call or in the wait.
         """
         ledger, loop = self.ledger, asyncio.get_running_loop()
         if (leases := ledger.lease(count, serving_version=serving_version, deadline=deadline)) or ledger.exhausted:

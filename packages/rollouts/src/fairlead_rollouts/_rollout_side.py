@@ -12,6 +12,7 @@ from ._leases import Leases
 from ._model import Event, Lease, LedgerConfig, Ref, Sample
 from ._sources import PromptSource, SequenceStream
 from ._store.restore import Salvage
+from .exceptions import OldWeightsError
 
 __all__ = ["RolloutSide"]
 
@@ -86,17 +87,19 @@ class RolloutSide:
 
         Returns:
             Fewer leases without room, or if the source has ended.
+
+        Raises:
+            OldWeightsError: the trainer has advanced too far past `serving_version`. Nothing is leased.
         """
         book = self._book
         if count < 1:
             raise ValueError(f"count is {count}; it must be at least 1.")
         oldest = max(0, book.version - self._config.serving_lag)
         start = oldest if serving_version is None else serving_version
-        if not oldest <= start <= book.version:
-            raise ValueError(
-                f"serving_version is {start}; with trainer version {book.version} and serving_lag "
-                f"{self._config.serving_lag} it must be between {oldest} and {book.version}."
-            )
+        if start < oldest:
+            raise OldWeightsError(start, oldest, book.version)
+        if start > book.version:
+            raise ValueError(f"serving_version is {start}, and the trainer is at {book.version}. Call advance() first.")
         room = book.room - book.held
         self._pull(min(count, book.room) - len(book.by_state["pending"]))
         leases = [self._leases.make(record, start, deadline) for record in book.take_pending(count, room)]

@@ -6,6 +6,7 @@ __all__ = [
     "InvariantError",
     "JournalError",
     "JournalLockedError",
+    "OldWeightsError",
     "RolloutError",
     "SnapshotError",
 ]
@@ -131,3 +132,28 @@ class JournalLockedError(RolloutError):
 
     def __str__(self) -> str:
         return f"The journal {self.path!r} is in use by {self.holder}. Stop that process, or use another path."
+
+
+class OldWeightsError(RolloutError, ValueError):
+    """A generator requested a lease, and the trainer is too far past its weights. It may have advanced in the wait.
+
+    Attributes:
+        serving_version: the weights of the generator.
+        oldest: the oldest weights that a lease may start with.
+        version: the weights of the trainer.
+
+    >>> OldWeightsError(3, oldest=4, version=5).oldest
+    4
+    """
+
+    def __init__(self, serving_version: int, oldest: int, version: int) -> None:
+        super().__init__(serving_version, oldest, version)
+        self.serving_version = serving_version
+        self.oldest = oldest
+        self.version = version
+
+    def __str__(self) -> str:
+        return (
+            f"serving_version is {self.serving_version}, and with the trainer at version {self.version} a generator "
+            f"needs version {self.oldest} or later. Load newer weights into it, and lease again."
+        )

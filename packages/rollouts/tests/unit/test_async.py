@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from fairlead_rollouts import AsyncLedger, Claim, Journal, JournalError, Ledger, LedgerConfig, Ref
+from fairlead_rollouts import AsyncLedger, Claim, Journal, JournalError, Ledger, LedgerConfig, OldWeightsError, Ref
 
 
 @pytest.fixture
@@ -32,6 +32,24 @@ def test_lease_waits_for_room(waiting):
         assert not later.done()
         waiting.ledger.advance(1, trained=1)
         assert [lease.ordinal for lease in await later] == [1]
+
+    asyncio.run(run())
+
+
+def test_weights_that_become_too_old(waiting):
+    """A lease for weights that the trainer leaves behind in the wait says which ones it needs, and takes nothing."""
+
+    async def run():
+        [first] = await waiting.lease(1, serving_version=0)
+        later = asyncio.create_task(waiting.lease(1, serving_version=0))
+        await settle()
+        waiting.ledger.seal(first, 0, Ref("a"))
+        await waiting.claim(1, 1)
+        waiting.ledger.advance(1, trained=1)
+        with pytest.raises(OldWeightsError, match="Load newer weights") as caught:
+            await later
+        assert (caught.value.serving_version, caught.value.oldest, caught.value.version) == (0, 1, 1)
+        assert len(await waiting.lease(1, serving_version=1)) == 1
 
     asyncio.run(run())
 
