@@ -168,6 +168,13 @@ def test_output_of_a_process_that_stays(tmp_path):
     assert lines == [str(number) for number in range(199_951, 200_001)]
 
 
+def test_no_room_for_temporary_files(spec_of, monkeypatch, tmp_path):
+    """The error says which folders need room; the first one that is named is not the only one."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(VenvBuildError, match=r"missing.*FAIRLEAD_VENV_DIR.*\(TMPDIR\) must be writable and have room"):
+        create_local_venv(spec_of("alpha"))
+
+
 def test_waiting_is_patient(root, monkeypatch):
     """A process that waits longer looks less often, as many nodes may share the folder (seam: the clock)."""
     root.mkdir()

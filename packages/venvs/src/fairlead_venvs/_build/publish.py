@@ -221,5 +221,6 @@ def make_once(
         raise
     except OSError as error:
         raise VenvBuildError(
-            f"{error}. The folder of all environments, {root} (FAIRLEAD_VENV_DIR), must be writable and have room."
+            f"{error}. The folder of all environments, {root} (FAIRLEAD_VENV_DIR), and the one for temporary files "
+            "(TMPDIR) must be writable and have room."
         ) from None
