@@ -423,6 +423,37 @@ def test_torch():
     close(ends)
 
 
+def test_gathered_parameters_are_read_from_a_copy(make_ends, monkeypatch):
+    """FSDP2 frees what it has gathered, so a read that is late must not need that memory."""
+    torch = pytest.importorskip("torch")
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(RUN_BYTES // 4, 8), mesh=init_device_mesh("cpu", (1,)))
+        target = {name: torch.zeros(one.shape) for name, one in model.named_parameters()}
+        source = Worker({})
+        ends = make_ends([source], [Worker(target)])
+        for version, is_gathered in enumerate((False, True), 1):
+            if is_gathered:
+                with torch.no_grad():
+                    model(torch.zeros(1, RUN_BYTES // 4))
+                    target["weight"].zero_()
+            source.tensors = {name: one.detach() for name, one in model.named_parameters()}
+            expected = {name: (getattr(one, "_local_tensor", one) + 0) for name, one in source.tensors.items()}
+            ends.plan()
+            staged = ends.stage()
+            model.reshard()
+            (reply,) = ends.fetch(staged, version)
+            assert "bytes" in reply, reply
+            ends.commit(version)
+            assert all(torch.equal(target[name], value) for name, value in expected.items())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def make_ends():
     """Return a function that makes ends that read by NIXL, and are closed even if the test fails."""

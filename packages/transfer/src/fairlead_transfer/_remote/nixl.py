@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .agent import Agent, collapse, dense, late_lock, late_reads
-from .tensors import Run, copy_all, finish, nbytes, part, view_parts
+from .tensors import Run, copy_all, find_gathered, finish, is_gathered, nbytes, part, view_parts
 from .transport import Block, Blocked, Lost, Read, Transport, Wanted, Write
 
 # Memory in shorter runs is packed before it is read. A read of 4 KiB takes about as long as one of 32 KiB.
@@ -58,26 +58,29 @@ class Nixl(Transport):
         return self._agent
 
     def stage(self, write: Write) -> dict[str, Any]:
-        """Register the tensors, and describe where the blocks are; pack those that are strided, small or cast."""
+        """Register the tensors, and describe where the blocks are; pack strided, small, cast and gathered ones."""
         agent, (tools, _, _, blocks, order, fresh) = self._get_agent(), write
         agent.serve(busy=True)
         if fresh:
             self.keep_read(late=True)
-        tensors = {id(block.tensor): block.tensor for block in blocks}
-        key = order, [(*tools.memory(tensor), tools.dtype_name(tensor)) for tensor in tensors.values()]
+        tensors, gathered = {id(block.tensor): block.tensor for block in blocks}, find_gathered()
+        freed = {at for at, tensor in tensors.items() if is_gathered(tensor, gathered)}
+        key = order, [(*tools.memory(one), tools.dtype_name(one), at in freed) for at, one in tensors.items()]
         # These may be other objects than before, with the same memory.
         packed = set(self._outbox.packed)
         read = [block.tensor for at, block in enumerate(blocks) if at not in packed]
         if self._outbox.key != key or not agent.hold("tensors", read):
-            self._outbox = self._make_outbox(agent, tools, blocks, key)
+            self._outbox = self._make_outbox(agent, tools, blocks, key, freed)
         kept = self._outbox
         copy_all(tools, zip(kept.views, (part(blocks[at].tensor, blocks[at].box) for at in kept.packed), strict=True))
         finish(kept.views)
         return self._describe(agent, "tensors", kept.runs)
 
-    def _make_outbox(self, agent: Agent, tools: Any, blocks: Sequence[Block], key: Any) -> Outbox:
-        """Register the tensors that are read where they are, and memory for the other blocks."""
-        found = [_find_run(tools, block) for block in blocks]
+    def _make_outbox(
+        self, agent: Agent, tools: Any, blocks: Sequence[Block], key: Any, freed: Collection[int]
+    ) -> Outbox:
+        """Register the tensors that are read where they are, and memory for blocks of others, such as those `freed`."""
+        found = [None if id(block.tensor) in freed else _find_run(tools, block) for block in blocks]
         packed = [at for at, run in enumerate(found) if run is None]
         agent.register("tensors", tools, [block.tensor for block, run in zip(blocks, found, strict=True) if run])
         if not packed:

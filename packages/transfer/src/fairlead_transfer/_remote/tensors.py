@@ -414,11 +414,11 @@ def check_tensors(values: Any, method: str) -> list[tuple[str, str]]:
 
 def check_writable(tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the tensors that new values cannot be written into: pairs of a name and a reason."""
-    gathered = _find_gathered()
+    gathered = find_gathered()
     return [(name, why) for name, local in tensors.items() if (why := _explain_unwritable(local, gathered))]
 
 
-def _find_gathered() -> set[int]:
+def find_gathered() -> set[int]:
     """Return the addresses of parameters that FSDP2 has gathered, and will free; it has no public list of them."""
     known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     groups: list[Any] = []
@@ -432,6 +432,11 @@ def _find_gathered() -> set[int]:
     return {local.untyped_storage().data_ptr() for local in parts if local.numel()}.difference([0])
 
 
+def is_gathered(local: Any, gathered: Collection[int]) -> bool:
+    """Return whether a tensor is in memory that FSDP2 has gathered."""
+    return bool(gathered) and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered
+
+
 def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
     """Return why new values cannot be written into the memory of a tensor; an empty text if they can."""
     if 0 in local.shape:
@@ -440,7 +445,7 @@ def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
         return "the array is read-only: return one that can be written"
     if hasattr(local, "is_conj") and (local.is_conj() or local.is_neg()):
         return "it is a lazy conjugate or negative of its memory: resolve it where the worker keeps it"
-    if gathered and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered:
+    if is_gathered(local, gathered):
         return "FSDP2 has gathered it and will free it: call model.reshard() before the method returns it"
     strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True)):
