@@ -5,7 +5,6 @@ import ast
 import contextlib
 import dis
 import gc
-import importlib
 import importlib.util
 import inspect
 import os
@@ -49,7 +48,17 @@ QUICK_DEATHS = {
     "health_check_failure_threshold": 2,
     "health_check_timeout_ms": 5000,
 }
-SCRIPTS = Path(__file__).parent / "scripts"
+# Each of these processes of a head imports Ray, and serves no test. The monitor is an autoscaler that adds no node.
+NEEDLESS = "start_log_monitor", "start_api_server", "start_monitor"
+# What the dashboard agent of a node does if the packages for the dashboard are missing, without importing Ray for that.
+DASHBOARD_AGENT = """
+for port in metrics_agent_port metrics_export_port dashboard_agent_listen_port
+do printf %d -1 > "$1/own_$2" && mv "$1/own_$2" "$1/${port}_$2"
+done
+while read -r _ _ _ parent _ < /proc/$$/stat && [ "$parent" = "$RAY_RAYLET_PID" ]
+do sleep 1
+done
+"""
 BLOCK = """
 import sys
 class Block:
@@ -134,16 +143,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for tests in sorted(modules.values(), key=place) for item in tests]
 
 
+def start_less_of_ray(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the nodes that this process starts start no process that serves no test; a folder holds a script for them."""
+    from ray._private import node, services
+
+    agent, start, option = folder / "dashboard_agent.sh", services.start_ray_process, "--dashboard_agent_command="
+    agent.write_text(DASHBOARD_AGENT)
+
+    def replace_agent(argument: str) -> str:
+        if not argument.startswith(option) or "--minimal" not in argument:
+            return argument
+        own = dict(re.findall(r"--(session-dir|node-id)=(\S+)", argument))
+        return f"{option}sh {agent} {own['session-dir']} {own['node-id']}"
+
+    def start_with_agent(command: list[str], *args: Any, **options: Any) -> Any:
+        return start(list(map(replace_agent, command)), *args, **options)
+
+    patch.setattr(services, "start_ray_process", start_with_agent)
+    for name in NEEDLESS:
+        patch.setattr(node.Node, name, lambda node, **_: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def quick_nodes() -> None:
+def quick_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start less of Ray, if any test of this run has imported it."""
-    if "ray" not in sys.modules:
-        return
-    if not importlib.util.find_spec("less_of_ray"):  # as it is in the environments of nox
-        sys.path.append(str(SCRIPTS))
-    less_of_ray = importlib.import_module("less_of_ray")
-    less_of_ray.start_less()
-    less_of_ray.start_no_log_monitor()
+    with pytest.MonkeyPatch.context() as patch:
+        if "ray" in sys.modules:
+            start_less_of_ray(patch, tmp_path_factory.mktemp("ray"))
+        yield
 
 
 class LocalRay:

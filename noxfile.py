@@ -120,22 +120,16 @@ def keep_bytecode(name: str, store: Path) -> None:
 
 
 def defer_imports(environment: Path) -> None:
-    """Let the processes of an environment import a few modules at their first use, so that workers start sooner.
-
-    Nodes of Ray that they start leave out processes that serve no test.
-    """
+    """Let the processes of an environment import a few modules at their first use, so that workers start sooner."""
     (packages,) = environment.glob("lib/python*/site-packages")
-    for file in ("defer_imports.py", *LESS_OF_RAY):
-        shutil.copy(ROOT / "scripts" / file, packages)
+    shutil.copy(ROOT / "scripts" / "defer_imports.py", packages)
     # Python executes this line when it starts.
-    line = "import defer_imports, less_of_ray; less_of_ray.start_less()\n"
-    (packages / "defer_imports.pth").write_text(line, encoding="utf-8")
+    (packages / "defer_imports.pth").write_text("import defer_imports\n", encoding="utf-8")
 
 
 # The folder of the bytecode that sessions share.
 BYTECODE = "FAIRLEAD_BYTECODE"
 SHARE = str(ROOT / "scripts" / "bytecode.py")
-LESS_OF_RAY = "less_of_ray.py", "dashboard_agent.sh"
 # People wait at most this long for a sign of progress.
 PATIENCE_S = 15.0
 
@@ -191,9 +185,6 @@ def copy_tests(session: nox.Session, name: str) -> Path:
     here = make_folder(session, "tests")
     for file in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / file, here)
-    (here / "scripts").mkdir()
-    for file in LESS_OF_RAY:
-        shutil.copy(ROOT / "scripts" / file, here / "scripts")
     shutil.copytree(ROOT / "packages" / name, here / "packages" / name, ignore=shutil.ignore_patterns("src"))
     return here
 

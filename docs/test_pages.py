@@ -352,11 +352,10 @@ def compare(wanted: str, got: str) -> None:
 
 def run(page: Path) -> None:
     if any(re.search(r"init_ray|launch\(", block.code) for block in blocks(page)):
-        sys.path.append(str(DOCS.parent / "scripts"))
-        import less_of_ray
+        sys.path.append(str(DOCS.parent))
+        from conftest import start_less_of_ray
 
-        less_of_ray.start_less()
-        less_of_ray.start_no_log_monitor()
+        start_less_of_ray(pytest.MonkeyPatch(), Path(tempfile.mkdtemp(dir=Path.cwd().parent)))
     scope = {
         "__name__": "__main__",
         "_has_value": lambda wanted, value: compare(wanted, repr(value)),
