@@ -41,9 +41,9 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("fairlead")
 
 # With these settings of its head, Ray declares a node whose raylet was killed dead within about a second. A raylet that
-# is only slow, because the machine is busy, has five seconds to answer.
+# is only slow, because the machine is busy, has five seconds to answer. One that has just joined is not checked yet.
 QUICK_DEATHS = {
-    "health_check_initial_delay_ms": 0,
+    "health_check_initial_delay_ms": 2000,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 2,
     "health_check_timeout_ms": 5000,

@@ -17,8 +17,10 @@ from ._ray_private import no_announcement
 
 __all__ = ["PretendSlices"]
 
+# Ray declares a killed raylet dead within about a second. One that has just joined is not checked for two seconds: two
+# early checks that fail on a busy machine would declare it dead.
 _QUICK_DEATHS = {
-    "health_check_initial_delay_ms": 0,
+    "health_check_initial_delay_ms": 2000,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 2,
     "health_check_timeout_ms": 5000,

@@ -146,29 +146,6 @@ def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch, count)
         assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [name for name in others for _ in range(2)], names
 
 
-def test_a_short_outage_while_processes_end(slices, spare, record, monkeypatch, stop_process):
-    """A run goes on if Ray's head is silent while the other hosts' processes end (seam: the wait for their end)."""
-    spare()
-    wait, waits = attempt.run_on_nodes, []
-
-    def wait_without_head(*args, timeout_s):
-        waits.append(args)
-        with stop_process(slices.head_pid) if len(waits) == 1 else contextlib.nullcontext():
-            return wait(*args, timeout_s=timeout_s)
-
-    def work():
-        if record.meet() == 0:
-            if os.environ["EXECUTOR_CALL_INDEX"] == "1":
-                time.sleep(600)
-            raise ValueError("the first attempt fails")
-
-    monkeypatch.setattr(attempt, "run_on_nodes", wait_without_head)
-    monkeypatch.setattr(attempt, "_CANCEL_S", 2.0)
-    with SlicePool(KIND, max_retries_failure=1, max_retries_preemption=0, grace_s=0.1, crash_grace_s=0) as pool:
-        assert pool.run(work) == [None, None]
-    assert len(waits) == 1
-
-
 def test_no_budget_for_losses(slices, spare, record, eventually):
     """Without a budget for preemptions the first loss ends the run, and the error says so."""
     lost = spare()
@@ -367,3 +344,26 @@ def test_lock_of_another_process(slices, tmp_path, how):
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_a_short_outage_while_processes_end(slices, spare, record, monkeypatch, stop_process):
+    """A run goes on if Ray's head is silent while the other hosts' processes end (seam: the wait for their end)."""
+    spare()
+    wait, waits = attempt.run_on_nodes, []
+
+    def wait_without_head(*args, timeout_s):
+        waits.append(args)
+        with stop_process(slices.head_pid) if len(waits) == 1 else contextlib.nullcontext():
+            return wait(*args, timeout_s=timeout_s)
+
+    def work():
+        if record.meet() == 0:
+            if os.environ["EXECUTOR_CALL_INDEX"] == "1":
+                time.sleep(600)
+            raise ValueError("the first attempt fails")
+
+    monkeypatch.setattr(attempt, "run_on_nodes", wait_without_head)
+    monkeypatch.setattr(attempt, "_CANCEL_S", 2.0)
+    with SlicePool(KIND, max_retries_failure=1, max_retries_preemption=0, grace_s=0.1, crash_grace_s=0) as pool:
+        assert pool.run(work) == [None, None]
+    assert len(waits) == 1
