@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share the bytecode of installed packages between environments, so that each module is compiled once.
 
-A module has the same bytecode wherever the same file is installed. What Python checks before it uses the bytecode, the
-time and the size of the file, is written anew for each environment.
+A module has the same bytecode wherever the same file is installed. Before Python uses it, it checks the time and the
+size of the file, so these are written for each environment.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine: what a test starts below a worker, and what is left of the trees of workers."""
+"""Processes of this machine: those that a test starts below a worker, and those that remain of workers' trees."""
 
 import os
 import signal

@@ -159,7 +159,7 @@ with Journal("journal") as journal:
 
 
 def test_a_forked_process_leaves_the_journal_alone(tmp_path, run_python):
-    """It may end in any way: what the process that has opened the journal writes afterwards survives a crash."""
+    """What the process that opened the journal writes later survives a crash, however the forked process ends."""
     assert "is in use by process" in run_python(FORK)
     with contextlib.closing(sqlite3.connect(tmp_path / "journal")) as database:
         assert [row[0] for row in read_samples(database)] == [0, 1]

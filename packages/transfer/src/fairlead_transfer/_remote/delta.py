@@ -106,9 +106,9 @@ class _Copy:
         """Return the positions of the elements that differ."""
         np, row = _numpy(), math.prod(now.shape[1:])
         self._latest, found = [], []
-        for (begin, part), before in zip(_split(now), self._parts, strict=True):
-            self._latest.append(_hash(np.ascontiguousarray(part)))
-            if self._latest[-1] != before:
+        for (begin, part), before, latest in zip(_split(now), self._parts, _hash_parts(now), strict=True):
+            self._latest.append(latest)
+            if latest != before:
                 differ = part != self._before[begin : begin + len(part)]
                 found.append(np.flatnonzero(differ) + begin * row)
         return np.concatenate(found) if found else np.empty(0, np.int64)
