@@ -7,6 +7,7 @@ import dis
 import gc
 import importlib.util
 import inspect
+import json
 import os
 import random
 import re
@@ -31,6 +32,10 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Ray records in this folder which cluster it started last, so test processes that run side by side have a folder each.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["RAY_TMPDIR"] = os.path.join(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), worker)
+
 # Not every package is tested with hypothesis.
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -48,17 +53,6 @@ QUICK_DEATHS = {
     "health_check_failure_threshold": 2,
     "health_check_timeout_ms": 5000,
 }
-# Each of these processes of a head imports Ray, and serves no test. The monitor is an autoscaler that adds no node.
-NEEDLESS = "start_log_monitor", "start_api_server", "start_monitor"
-# What the dashboard agent of a node does if the packages for the dashboard are missing, without importing Ray for that.
-DASHBOARD_AGENT = """
-for port in metrics_agent_port metrics_export_port dashboard_agent_listen_port
-do printf %d -1 > "$1/own_$2" && mv "$1/own_$2" "$1/${port}_$2"
-done
-while read -r _ _ _ parent _ < /proc/$$/stat && [ "$parent" = "$RAY_RAYLET_PID" ]
-do sleep 1
-done
-"""
 BLOCK = """
 import sys
 class Block:
@@ -121,56 +115,70 @@ class Progress:
                 os.write(self._output, line.encode())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that records how long each file takes."""
+    parser.addoption("--record-seconds", type=Path, help="write the seconds of each test file to this JSON file")
+
+
+class Recorder:
+    """Adds up the seconds that the tests of each file take, with their fixtures, and writes them to a JSON file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self._seconds[file] = self._seconds.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = json.loads(self._path.read_text()) if self._path.exists() else {}
+        known |= {file: round(seconds, 1) for file, seconds in self._seconds.items() if seconds >= 0.05}
+        self._path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Show progress also during long tests."""
+    """Show progress during long tests, and record seconds, in the process that starts the others."""
+    if hasattr(config, "workerinput"):
+        return
     config.pluginmanager.register(Progress())
+    if path := config.getoption("--record-seconds"):
+        config.pluginmanager.register(Recorder(path))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the modules that use the shared Ray before the others, so that it starts once.
+    """Order the modules so that what they share starts once, and so that two processes finish together.
 
-    A module whose first test does not use it shuts it down, so those whose later tests use it come before all others.
+    First come the modules that use the shared Ray, and among them those that share a group of workers. A module whose
+    first test does not use Ray shuts it down, so those whose later tests use it come before all others. After that the
+    modules that took longest, by `test-seconds.json`, come first: processes that test side by side take the next module
+    from one queue. In a module, the tests that change its lasting group come last: what this group returns late would
+    be a leak of others.
     """
+    path = Path(__file__).with_name("test-seconds.json")
+    seconds: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
     modules: dict[pytest.Module | None, list[pytest.Item]] = {}
     for item in items:
         modules.setdefault(item.getparent(pytest.Module), []).append(item)
 
-    def place(tests: list[pytest.Item]) -> int:
-        uses = ["local_ray" in getattr(item, "fixturenames", ()) for item in tests]
-        return 1 if uses[0] else 0 if any(uses) else 2
+    def place(tests: list[pytest.Item]) -> tuple[int, int, float]:
+        uses = [uses_fixture(item, "local_ray") for item in tests]
+        kind = 1 if uses[0] else 0 if any(uses) else 2
+        sharing = [item for item in tests if uses_fixture(item, "shared")]
+        own_group = hasattr(getattr(sharing[0].getparent(pytest.Module), "obj", None), "SHARED") if sharing else 2
+        return kind, int(own_group), -seconds.get(tests[0].nodeid.partition("::")[0], 0.0)
 
-    items[:] = [item for tests in sorted(modules.values(), key=place) for item in tests]
+    def changes_lasting(item: pytest.Item) -> bool:
+        return uses_fixture(item, "lasting")
 
-
-def start_less_of_ray(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the nodes that this process starts start no process that serves no test; a folder holds a script for them."""
-    from ray._private import node, services
-
-    agent, start, option = folder / "dashboard_agent.sh", services.start_ray_process, "--dashboard_agent_command="
-    agent.write_text(DASHBOARD_AGENT)
-
-    def replace_agent(argument: str) -> str:
-        if not argument.startswith(option) or "--minimal" not in argument:
-            return argument
-        own = dict(re.findall(r"--(session-dir|node-id)=(\S+)", argument))
-        return f"{option}sh {agent} {own['session-dir']} {own['node-id']}"
-
-    def start_with_agent(command: list[str], *args: Any, **options: Any) -> Any:
-        return start(list(map(replace_agent, command)), *args, **options)
-
-    patch.setattr(services, "start_ray_process", start_with_agent)
-    for name in NEEDLESS:
-        patch.setattr(node.Node, name, lambda node, **_: None)
+    ordered = sorted(modules.values(), key=place)
+    items[:] = [item for tests in ordered for item in sorted(tests, key=changes_lasting)]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start less of Ray, if any test of this run has imported it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "ray" in sys.modules:
-            start_less_of_ray(patch, tmp_path_factory.mktemp("ray"))
-        yield
+def uses_fixture(item: pytest.Item, name: str) -> bool:
+    """Return whether a test uses a fixture, also through another one."""
+    return name in getattr(item, "fixturenames", ())
 
 
 class LocalRay:
@@ -212,11 +220,42 @@ def shared_ray() -> Iterator[LocalRay]:
     shared.end()
 
 
+class SharedGroup:
+    """The group of workers that modules of one test process share, with its class and axes; at most one at a time."""
+
+    def __init__(self) -> None:
+        self._resources = contextlib.ExitStack()
+        self._wanted: object = None
+        self._group: Any = None
+
+    def ensure(self, wanted: object, start: Callable[[contextlib.ExitStack], Any]) -> Any:
+        """Return the group, given what tells it from others, and a function that starts it."""
+        if self._group is None or self._wanted != wanted:
+            self.end()
+            self._group, self._wanted = start(self._resources), wanted
+        return self._group
+
+    def end(self) -> None:
+        """Shut the group down, if there is one."""
+        self._group = None
+        self._resources.close()
+
+
+@pytest.fixture(scope="session")
+def shared_group(shared_ray: LocalRay) -> Iterator[SharedGroup]:
+    """Yield the holder of the group that modules share."""
+    holder = SharedGroup()
+    yield holder
+    holder.end()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def no_ray_of_another_module(request: pytest.FixtureRequest, shared_ray: LocalRay) -> None:
-    """Shut the shared Ray down before a module whose first test does not use it."""
-    first = next(item for item in request.session.items if item.getparent(pytest.Module) is request.node)
-    if "local_ray" not in getattr(first, "fixturenames", ()):
+def nothing_of_another_module(request: pytest.FixtureRequest, shared_ray: LocalRay, shared_group: SharedGroup) -> None:
+    """Shut down what modules share before one that does not use it: the group of workers, and the local Ray."""
+    tests = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
+    if not any(uses_fixture(item, "shared") for item in tests):
+        shared_group.end()
+    if not uses_fixture(tests[0], "local_ray"):
         shared_ray.end()
 
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the prose of all pages: spelling, the rules of `prose.toml`, proselint, and the length of sentences."""
+"""Tests of the prose of all pages: spelling, the rules of `prose.toml`, proselint, and the length of sentences.
 
-import importlib
+They read the sources, and import no package.
+"""
+
+import ast
 import inspect
 import json
-import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ RULES = tomllib.loads((ROOT / "docs" / "prose.toml").read_text(encoding="utf-8")
 # benchmarks/RESULTS.md is written by a program.
 LISTED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 PAGES = [page for page in LISTED.split() if not page.startswith("benchmarks/")]
+SOURCES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/src/*/__init__.py"))}
 
 
 def read_paragraphs(text: str) -> list[str]:
@@ -57,23 +61,67 @@ def test_sentences():
     assert faults == {}
 
 
+@cache
+def parse(module: Path) -> list[ast.stmt]:
+    """Return the statements of a module, including those under a condition."""
+    statements = ast.parse(module.read_text(encoding="utf-8")).body
+    return [inner for one in statements for inner in ([*one.body, *one.orelse] if isinstance(one, ast.If) else [one])]
+
+
+def find_module(path: Path) -> Path:
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def find_definition(module: Path, name: str) -> tuple[Path, ast.stmt] | None:
+    """Return the class or function that a module defines or imports from Fairlead, with the module that defines it."""
+    for node in parse(module):
+        match node:
+            case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found):
+                if found == name:
+                    return module, node
+            case ast.ImportFrom(module=source, names=aliases) if source:
+                original = next((alias.name for alias in aliases if name == (alias.asname or alias.name)), None)
+                if original is not None and node.level:
+                    return find_definition(
+                        find_module(module.parents[node.level - 1] / Path(*source.split("."))), original
+                    )
+                if original is not None and (folder := SOURCES.get(source.partition(".")[0])):
+                    return find_definition(find_module(folder.parent / Path(*source.split("."))), original)
+    return None
+
+
+def read_members(module: Path, owner: ast.ClassDef) -> dict[str, str]:
+    """Return the docstrings of the public methods and properties of a class, including those of its bases."""
+    docstrings: dict[str, str] = {}
+    for base in owner.bases:
+        if found := find_definition(module, ast.unparse(base).partition("[")[0]):
+            docstrings |= read_members(*found)
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            docstrings[node.name] = ast.get_docstring(node) or docstrings.get(node.name, "")
+    return docstrings
+
+
 def public_docstrings() -> Iterator[tuple[str, str]]:
     """Yield the docstrings of all public modules, classes, functions and members, each with its name."""
-    for folder in sorted(ROOT.glob("packages/*/src/*/")):
-        if not (folder / "__init__.py").is_file():
-            continue
-        stems = [one.name for one in pkgutil.iter_modules([str(folder)]) if not one.name.startswith("_")]
-        for module in map(importlib.import_module, [folder.name, *(f"{folder.name}.{stem}" for stem in stems)]):
-            yield module.__name__, module.__doc__ or ""
-            for name in module.__all__:
-                owner = getattr(module, name)
-                if not getattr(owner, "__module__", "").startswith("fairlead_"):
+    for folder in SOURCES.values():
+        for module in [folder / "__init__.py", *folder.glob("[!_]*.py"), *folder.glob("[!_]*/__init__.py")]:
+            label = ".".join(module.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
+            yield label, ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+            for name in read_exports(module):
+                if (found := find_definition(module, name)) is None:
                     continue
-                members = inspect.getmembers(owner) if inspect.isclass(owner) else []
-                for label, member in [(name, owner), *((f"{name}.{one}", it) for one, it in members if one[0] != "_")]:
-                    is_member = inspect.isclass(member) or isinstance(member, property) or inspect.isroutine(member)
-                    if is_member and str(getattr(member, "__module__", "fairlead_")).startswith("fairlead_"):
-                        yield f"{module.__name__}.{label}", inspect.getdoc(member) or ""
+                yield f"{label}.{name}", ast.get_docstring(found[1]) or ""
+                members = read_members(*found) if isinstance(found[1], ast.ClassDef) else {}
+                yield from ((f"{label}.{name}.{member}", text) for member, text in members.items())
+
+
+def read_exports(module: Path) -> list[str]:
+    """Return the names in the `__all__` of a module."""
+    for node in parse(module):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
 
 
 def plain_docstring(text: str) -> str:
@@ -89,6 +137,11 @@ def test_docstrings():
     assert len(docstrings) > 500
     faults = {name: found for name, text in docstrings.items() if (found := find_faults(plain_docstring(text)))}
     assert faults == {}
+
+
+def test_every_public_name_has_a_docstring():
+    """Each public module, class, function and member has a docstring, which the reference and `help` show."""
+    assert [name for name, text in public_docstrings() if not text] == []
 
 
 def test_a_fault_of_a_docstring_is_found():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum over all hosts of two TPU slices with JAX, and lose one of the slices in the middle.
 
-`nox -s tpu_psum` runs the example without TPUs, on pretend slices of this machine with JAX on CPUs. `initialize_jax`
-joins the four hosts in one JAX cluster. The function `train` is meant to run on TPUs as well, without `JAX_PLATFORMS`
-and `XLA_FLAGS`. On TPUs, libtpu also reads the `MEGASCALE_*` variables that a run on several slices sets. This has not
-been tested on TPUs.
+`nox -s examples -- tpu_psum` runs the example without TPUs, on pretend slices of this machine with JAX on CPUs.
+`initialize_jax` joins the four hosts in one JAX cluster. The function `train` is meant to run on TPUs as well, without
+`JAX_PLATFORMS` and `XLA_FLAGS`. On TPUs, libtpu also reads the `MEGASCALE_*` variables that a run on several slices
+sets. This has not been tested on TPUs.
 """
 
 import os

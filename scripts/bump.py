@@ -151,7 +151,7 @@ def find_tagged_package(root: Path, tag: str) -> str:
     if version != package.version:
         raise ValueError(f"the tag says {version!r}, the tree {package.version}")
     if package.date == UNRELEASED:
-        raise ValueError(f"{name} {version} has no date: run `nox -s bump -- {name} release` before you tag it")
+        raise ValueError(f"{name} {version} has no date: run `python scripts/bump.py {name} release` before you tag it")
     return name
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Usage of fairlead-sharding as type checkers see it. Never run: `nox -s typecheck` checks that these types hold.
+"""Use fairlead-sharding as type checkers see it. `nox -s typecheck` checks these types; nothing runs them.
 
-Where a comment ignores an error, there is one: what is wrong there is refused, and an ignore without need is an error.
+A comment that ignores an error marks a use that type checkers must reject: an ignore without an error is an error.
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks at a training leave no trace in it: no state, no signal, no file, no process.
 
-CI looks a few times; `FAIRLEAD_LOOKS=1000` looks that often.
+`nox -s ci` looks a few times. `FAIRLEAD_LOOKS=1000` looks that often and marks the test as nightly.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 LOOKS = int(os.environ.get("FAIRLEAD_LOOKS", "5"))
+pytestmark = [pytest.mark.nightly] if "FAIRLEAD_LOOKS" in os.environ else []
 RANKS = 2
 # In a process of its own, in a folder of its own. Ranks count the signals that they get, and how often they reduce.
 JOB = """

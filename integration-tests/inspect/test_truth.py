@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether `why` names the process that a planted hang waits for, and blames none in a healthy job.
 
-CI runs a part of the cases once; `FAIRLEAD_TRUTH=10` runs all of them ten times and prints the table.
+`nox -s ci` runs one case of each of five kinds once, and `nox -s nightly` more of them. `FAIRLEAD_TRUTH=10` runs all
+cases ten times, marks all of them as nightly, and prints the table.
 """
 
 import collections
@@ -58,9 +59,24 @@ NCCL_OPEN = ("in_kernel", "healthy")
 # No process is to blame, or none can be known.
 OPEN = ("other_collective", "in_device", "awaited", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
-IN_CI = "in_queue in_native swallowed skipped stopped killed chain cycle pending_actor pending_group"
-IN_CI += " other_collective long_work restarted"
-CASES = [*HANGS, *OPEN, *CONTROLS]
+# A late rank, a dead one, one that skips a collective, actors that wait for each other, and a healthy job.
+IN_CI = ("in_queue", "killed", "skipped", "cycle", "long_work")
+AT_NIGHT = (
+    "in_native",
+    "swallowed",
+    "stopped",
+    "chain",
+    "pending_actor",
+    "pending_group",
+    "other_collective",
+    "restarted",
+)
+CASES = [*HANGS, *OPEN, *CONTROLS] if RUNS else [*IN_CI, *AT_NIGHT]
+
+
+def mark_case(case):
+    """Return a case as a parameter, with the marker of the nightly tests if it is one of them."""
+    return case if case in IN_CI and not RUNS else pytest.param(case, marks=pytest.mark.nightly)
 
 
 # In a process of its own: Ray keeps how a process authenticates, and other tests need tokens.
@@ -126,7 +142,7 @@ def judge(case, found, hangs=HANGS):
     return "right" if len(blamed) == 1 else "undecided"
 
 
-@pytest.mark.parametrize("case", CASES if RUNS else IN_CI.split())
+@pytest.mark.parametrize("case", [mark_case(case) for case in CASES])
 def test_planted(cluster, case):
     """A planted hang is found; a healthy job, and one that cannot be understood, is never blamed."""
     counts = collections.Counter()
@@ -146,6 +162,7 @@ def test_planted(cluster, case):
     sys.stdout.write(f"| {case} | {counts['right']} | {counts['undecided']} | {counts['wrong']} |\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [*NCCL_HANGS, *NCCL_OPEN])
 def test_planted_on_gpu(cluster, case):
     """The same with ranks that reduce with NCCL, whose RAS and flight recorder count collectives."""

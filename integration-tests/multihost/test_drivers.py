@@ -35,6 +35,7 @@ def test_reservations_exclude_each_other(hosts, addresses):
             second.step()
 
 
+@pytest.mark.nightly
 def test_leases_exclude_each_other(hosts):
     """Two drivers that lease 64 ports each on one host at the same time get 128 different ports."""
 
@@ -65,11 +66,13 @@ def count_nodes(address):
     return len(ray.nodes())
 
 
+@pytest.mark.nightly
 def test_right_token(hosts):
     """A driver with the cluster's token can attach."""
     assert hosts.drive(count_nodes, hosts.address, attach=False) >= 5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "env",
     [
@@ -85,6 +88,7 @@ def test_wrong_or_missing_token(hosts, env, tmp_path):
         hosts.drive(count_nodes, hosts.address, attach=False, env=env)
 
 
+@pytest.mark.nightly
 def test_authentication_turned_off(make_hosts):
     """A cluster without token authentication accepts drivers with and without a token."""
     hosts = make_hosts(auth=False)

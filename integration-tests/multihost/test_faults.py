@@ -34,6 +34,7 @@ def wait_until_dead(node_id):
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_host_dies_while_reservations_wait(hosts, start_spare):
     """When a host dies, the waiting reservations fail, time out or use the next host.
 
@@ -115,6 +116,7 @@ def test_host_with_workers_dies(hosts, start_spare):
         driving.step()
 
 
+@pytest.mark.nightly
 def test_lost_host_is_replaced(hosts, start_spare):
     """A lost logical node is replaced once by slots on a new host. Other nodes keep their slots and workers."""
 
@@ -166,6 +168,7 @@ def cut_link(hosts, driver):
     return found
 
 
+@pytest.mark.nightly
 def test_link_cut(hosts):
     """A link that is down for 5 s delays calls and loses none, because Ray does not declare the host dead yet."""
 
@@ -202,6 +205,7 @@ class Noting:
         return self.seen
 
 
+@pytest.mark.nightly
 def test_link_cut_with_a_lane(hosts):
     """Calls by a lane that are made before, during and after a cut of 5 s arrive, in order and none twice."""
 

@@ -16,6 +16,8 @@ import ray
 from .driver import DriverError
 from .network import Network
 
+pytestmark = pytest.mark.nightly
+
 
 def test_hosts_are_separate(make_hosts, tmp_path):
     """A host has its own address, variables and folders, and drivers on other hosts do not see them."""

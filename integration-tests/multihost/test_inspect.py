@@ -49,6 +49,7 @@ def small_memory(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.nightly
 def test_doctor(namespaces, shifted, small_memory):
     """The doctor names each host with a fault, and the fault, and finds none on healthy hosts."""
     # Ray declares a node dead that does not respond for three minutes: later than the doctor has looked.

@@ -39,6 +39,7 @@ class Worker:
         return total.item()
 
 
+@pytest.mark.nightly
 def test_strict_pack(hosts, addresses):
     """Each logical node is placed on one host, all hosts are used, and slots are in physical order."""
 
@@ -60,6 +61,7 @@ def test_ranks(hosts, addresses):
     assert hosts.drive(driver) == expected
 
 
+@pytest.mark.nightly
 def test_unified(hosts, addresses):
     """A unified reservation is one placement group with each logical node on a different host."""
 

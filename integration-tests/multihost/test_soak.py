@@ -27,7 +27,9 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import hang, kill, slow
 
-SECONDS = float(os.environ.get("FAIRLEAD_SOAK_S", "60"))
+pytestmark = pytest.mark.nightly
+
+SECONDS = float(os.environ.get("FAIRLEAD_SOAK_S", "120"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 
 FAULTS = ["kill", "kill", "slow", "hang sleep", "hang native", "hang native-gil", "hang stop"]

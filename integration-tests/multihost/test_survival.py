@@ -98,6 +98,7 @@ def test_lost_host(hosts, start_spare):
         hosts.kill(new)
 
 
+@pytest.mark.nightly
 def test_collectives_after_master_host_is_lost(hosts, start_spare):
     """With scope "group", all ranks restart with a store on another host, and collectives work again.
 
@@ -139,6 +140,7 @@ def test_collectives_after_master_host_is_lost(hosts, start_spare):
         hosts.kill(new)
 
 
+@pytest.mark.nightly
 def test_group_without_cluster_cannot_replace_slots(hosts, start_spare):
     """A group that was made from slots cannot replace them. The error says so, and the live worker still works."""
 

@@ -91,6 +91,7 @@ def test_slices_of_hosts(tpu_hosts):
     assert megascale == [(f"{firsts[0]}:8081", slice_id) for slice_id in "0011"]
 
 
+@pytest.mark.nightly
 def test_host_is_killed(tpu_hosts):
     """If a host dies during a run, the pool cancels the other host's task, and the run succeeds on a new slice."""
     hosts, _ = tpu_hosts

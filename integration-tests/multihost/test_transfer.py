@@ -35,6 +35,7 @@ def load_faults():
 
 
 faults = load_faults()
+pytestmark = [pytest.mark.nightly] if faults.REPEATS > 1 else []
 
 
 class Holder:
@@ -101,8 +102,8 @@ def make_groups(cluster):
 
 
 @pytest.mark.timeout(400 + 100 * faults.REPEATS)
-@pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("transport", ["object_store", pytest.param("nixl", marks=needs_nixl)])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("transport", ["object_store", pytest.param("nixl", marks=[needs_nixl, pytest.mark.nightly])])
 def test_faults_across_hosts(hosts, transport, how):
     """The source and the target are on hosts of their own; a rank of either is killed or stopped."""
 
@@ -124,6 +125,7 @@ def test_faults_across_hosts(hosts, transport, how):
         print(f"\n{len(took)} faults by {transport}, {how}; reported after {min(took):.2f} to {max(took):.2f} s")  # noqa: T201
 
 
+@pytest.mark.nightly
 @needs_nixl
 @pytest.mark.parametrize("number", range(faults.REPEATS))
 @pytest.mark.parametrize("commit", ["staged", "in_place"])

@@ -140,6 +140,7 @@ def test_separate_folders(apart, place, env):
     assert list((place / "seen").iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_host_joins_later(apart, place, env):
     """A host that joins later can get the environment on request, and a worker starts in it."""
     site = str(Path(ray.__file__).parent.parent)
@@ -183,6 +184,7 @@ def test_host_joins_later(apart, place, env):
     assert (own / "built").read_text() == "once "
 
 
+@pytest.mark.nightly
 def test_hosts_that_fail(apart, place, env, eventually):
     """The error names the hosts where the setup fails, uv is missing or the host dies; other hosts are ready."""
     own = place / "host-without-uv"
@@ -240,6 +242,7 @@ def test_hosts_that_fail(apart, place, env, eventually):
     assert python.startswith(folder)
 
 
+@pytest.mark.nightly
 def test_one_folder_for_all(hosts, place, tmp_path):
     """If the head and four hosts share one folder, one of them builds the environment, and all use it."""
     seen = tmp_path / "shared"

@@ -10,7 +10,7 @@ from fairlead_transfer import TransferError
 from fairlead_transfer.testing import fail_at
 from fairlead_workergroup.testing import hang
 
-# `nox -s soak` repeats each case 20 times.
+# `nox -s nightly` repeats each case 20 times.
 REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
 CASES = [("source", "collect"), ("source", "stage")]
 CASES += [("target", phase) for phase in ("collect", "move", "verify", "commit", "committing")]

@@ -2,10 +2,8 @@
 """Clusters and groups that tests share."""
 
 import contextlib
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,24 +25,8 @@ settings.load_profile("fairlead-workergroup")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let modules of this package that share the same group follow each other, so that it starts once.
-
-    The tests that change the lasting group of a module come last: what it returns late would be a leak of others.
-    """
+    """Leave out the tests of calls that a group without Ray, or without processes, cannot run."""
     items[:] = [item for item in items if not (is_local(item) and needs_processes(item))]
-    here = Path(__file__).parent
-    places = [at for at, item in enumerate(items) if here in item.path.parents]
-    modules = [[*tests] for _, tests in itertools.groupby((items[at] for at in places), find_module)]
-
-    def has_own_group(tests: list[pytest.Item]) -> bool:
-        return find_shared(tests) is None or hasattr(find_module(tests[0]).obj, "SHARED")
-
-    def changes_lasting(item: pytest.Item) -> bool:
-        return "lasting" in getattr(item, "fixturenames", ())
-
-    ordered = [item for tests in sorted(modules, key=has_own_group) for item in sorted(tests, key=changes_lasting)]
-    for at, item in zip(places, ordered, strict=True):
-        items[at] = item
 
 
 def is_local(item: pytest.Item) -> bool:
@@ -67,56 +49,25 @@ def cluster(local_ray: None) -> Iterator[object]:
         yield reserved
 
 
-def find_module(item: pytest.Item) -> Any:
-    return item.getparent(pytest.Module)
-
-
-def find_shared(tests: Iterable[pytest.Item]) -> tuple[Any, Any] | None:
-    """Return the class and the axes of the group that tests of a module share; None if they share no group."""
-    users = [item for item in tests if "shared" in getattr(item, "fixturenames", ())]
-    if not users:
-        return None
-    from .calling import AXES, Worker
-
-    found: tuple[Any, Any] = getattr(find_module(users[0]).obj, "SHARED", (Worker, AXES))
-    return found
-
-
-class SharedGroup(contextlib.ExitStack):
-    """The group that the present module shares with the next one, if there is one, and its cluster."""
-
-    group: "RayWorkerGroup | None" = None
-
-
-@pytest.fixture(scope="session")
-def shared_group(shared_ray: object) -> Iterator[SharedGroup]:
-    """Yield the place of the group that modules share."""
-    with SharedGroup() as place:
-        yield place
-
-
 @pytest.fixture(scope="module")
-def shared(local_ray: None, request: pytest.FixtureRequest, shared_group: SharedGroup) -> Iterator["RayWorkerGroup"]:
-    """Yield one group for the tests of a module that leave it unchanged; `SHARED` is its class and its axes.
+def shared(local_ray: None, request: pytest.FixtureRequest, shared_group: Any) -> "RayWorkerGroup":
+    """Return one group for the tests of a module that leave it unchanged; `SHARED` is its class and its axes.
 
     If the next module shares a group of the same class and axes, it gets this one.
     """
     from fairlead_placement import RayVirtualCluster
     from fairlead_workergroup import RayWorkerGroup
 
-    modules = [(module, find_shared(tests)) for module, tests in itertools.groupby(request.session.items, find_module)]
-    at = next(at for at, (module, _) in enumerate(modules) if module is request.node)
-    wanted = modules[at][1]
-    assert wanted is not None
-    if shared_group.group is None:
-        cluster = shared_group.enter_context(RayVirtualCluster([8], use_gpus=False))
-        shared_group.group = shared_group.enter_context(
-            RayWorkerGroup(cluster, wanted[0], [wanted[1].size], sharding_annotations=wanted[1])
-        )
-    yield shared_group.group
-    if [following for _, following in modules[at + 1 : at + 2]] != [wanted]:
-        shared_group.group = None
-        shared_group.close()
+    from .calling import AXES, Worker
+
+    worker, axes = getattr(request.module, "SHARED", (Worker, AXES))
+
+    def start(resources: contextlib.ExitStack) -> RayWorkerGroup:
+        cluster = resources.enter_context(RayVirtualCluster([8], use_gpus=False))
+        return resources.enter_context(RayWorkerGroup(cluster, worker, [axes.size], sharding_annotations=axes))
+
+    group: RayWorkerGroup = shared_group.ensure((worker, axes), start)
+    return group
 
 
 # The tests of calls, which run a second time with a lane open.

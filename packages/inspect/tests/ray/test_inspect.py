@@ -15,8 +15,9 @@ import time
 
 import pytest
 
-# `nox -s soak` repeats what has to hold each time.
+# `nox -s nightly` repeats what has to hold each time.
 RUNS = int(os.environ.get("FAIRLEAD_RUNS", "1"))
+pytestmark = [pytest.mark.nightly] if RUNS > 1 else []
 SECRETS = {"argument": "secret-in-an-argument", "environment": "secret-in-the-environment"}
 DRIVER = """
     import ctypes, os, sys, time

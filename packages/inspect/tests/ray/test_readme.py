@@ -12,7 +12,8 @@ README = Path(__file__).parents[2] / "README.md"
 def test_example(tmp_path):
     """The example of the README works as a script: it names the actor that hangs, and where."""
     script = tmp_path / "example.py"
-    script.write_text(README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0])
+    _, block = README.read_text(encoding="utf-8").split("```python\n")
+    script.write_text(block.split("```")[0])
     env = {**os.environ, "RAY_ADDRESS": "local"}  # whatever else runs here
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

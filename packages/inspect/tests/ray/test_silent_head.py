@@ -14,6 +14,8 @@ from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup._calls import handle as _handle
 from fairlead_workergroup._observe import head as _head
 
+pytestmark = pytest.mark.nightly
+
 # The limit of everything that has none of its own, and of everything that the workers' agents answer.
 LIMIT_S, ANSWER_S = 1.0, 60.0
 COMMANDS = (["groups"], ["status"], ["top", "-n", "1"], ["stacks"], ["trace", "-o", "trace"], ["why"])

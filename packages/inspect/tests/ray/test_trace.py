@@ -20,8 +20,9 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Restart, WorkerFailureError, current_worker, spi
 from fairlead_workergroup.testing import kill
 
-# `nox -s soak` repeats what has to hold each time.
+# `nox -s nightly` repeats what has to hold each time.
 RUNS = int(os.environ.get("FAIRLEAD_RUNS", "1"))
+pytestmark = [pytest.mark.nightly] if RUNS > 1 else []
 SECRET = "secret-in-an-argument"
 
 

@@ -81,7 +81,7 @@ def decide(job, *arguments):
     return done
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_why(job, stop_process, stopped):
     """The end of the chain is named, also while the driver is stopped."""
     if stopped:
@@ -92,6 +92,7 @@ def test_why(job, stop_process, stopped):
     check(done)
 
 
+@pytest.mark.nightly
 def test_container(tmp_path, in_container):
     """A task of Ray looks at a job whose processes have other numbers here."""
     with start_job(tmp_path, in_container()) as job:

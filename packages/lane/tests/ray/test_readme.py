@@ -8,5 +8,6 @@ README = Path(__file__).parents[2] / "README.md"
 
 def test_example(run_python):
     """The example of the README works as a script, and its calls go by the lane."""
-    example = README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    _, block = README.read_text(encoding="utf-8").split("```python\n")
+    example = block.split("```")[0]
     assert "lane" in run_python(example, RAY_ADDRESS="local")

@@ -197,6 +197,7 @@ def test_no_demand_outlives_a_failure(scaled, eventually, monkeypatch, count, pa
         raise reservation.error
 
 
+@pytest.mark.nightly
 def test_no_demand_outlives_an_interrupt(scaled, hold_group, eventually):
     """Ctrl-C ends the wait of a reservation and withdraws its demand."""
 
@@ -225,6 +226,7 @@ def test_a_node_is_idle_again(scaled, eventually):
     assert eventually(scaled.is_idle, 3)
 
 
+@pytest.mark.nightly
 def test_an_agent_that_nothing_keeps(scaled, eventually):
     """An agent leaves some seconds after the last request, but not while it holds a port; another takes its place."""
     agent = NodeAgent(scaled.node.node_id)

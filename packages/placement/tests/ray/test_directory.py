@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of what one job publishes at node agents and another job reads."""
 
+import pytest
+
 
 def test_published(start_script):
     """What a process publishes at an agent is read from another job, and goes when it is withdrawn or the job ends."""
@@ -54,6 +56,7 @@ def test_published(start_script):
     assert out.strip() == "[{'second': {'rank': 4}}]"
 
 
+@pytest.mark.nightly
 def test_agent_that_dies(start_script):
     """What an agent has lost is published again at the agent that takes its place, within seconds and unasked."""
     script = start_script(

@@ -40,7 +40,6 @@ def without_ids(text):
 def test_readme(run_script):
     """The example of the README runs as a script and prints what the README shows."""
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 150
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     shown, refusal = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
     # Always a new Ray, even if one runs on this machine.

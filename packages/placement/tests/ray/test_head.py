@@ -54,6 +54,7 @@ def test_one_request(stop_head):
     assert alive_nodes(timeout_s=60) == {ray.nodes()[0]["NodeID"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("read", [read_nodes, read_holders, alive_nodes])
 def test_a_deadline_for_a_block(stop_head, read):
     """All requests of a block end by its deadline. Without a deadline, a request waits until the head answers."""
@@ -68,6 +69,7 @@ def test_a_deadline_for_a_block(stop_head, read):
             assert late.result(60) is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
 def test_reserving(stop_head, patient, monkeypatch, options):
     """A reservation fails after its own time, and succeeds once the head answers."""
@@ -82,6 +84,7 @@ def test_reserving(stop_head, patient, monkeypatch, options):
         assert len(cluster.slots()) == 1
 
 
+@pytest.mark.nightly
 def test_the_head_hangs_while_a_reservation_waits(stop_head, monkeypatch):
     """A waiting reservation also fails in time if the head hangs during the wait."""
     with RayVirtualCluster([1], use_gpus=False), contextlib.ExitStack() as stopped:
@@ -91,6 +94,7 @@ def test_the_head_hangs_while_a_reservation_waits(stop_head, monkeypatch):
             RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=1.0).reserve()
 
 
+@pytest.mark.nightly
 def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
     node_id = ray.nodes()[0]["NodeID"]
@@ -100,6 +104,7 @@ def test_groups_that_are_created_too_late(stop_head, eventually):
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
 
 
+@pytest.mark.nightly
 def test_using_and_shutting_down(stop_head, monkeypatch, eventually):
     """Reading a cluster's state and shutting it down fail in time; the groups are removed later."""
     cluster = RayVirtualCluster([2], use_gpus=False).reserve()

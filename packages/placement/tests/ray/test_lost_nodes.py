@@ -80,6 +80,7 @@ def test_a_lost_node_is_replaced(nodes, eventually):
         assert cluster.replace_lost_nodes() == ()
 
 
+@pytest.mark.nightly
 def test_part_of_a_logical_node_is_replaced(nodes, eventually):
     """If a logical node or a unified group loses some bundles, only these are replaced."""
     for options, unified in (({"placement_group_strategy": "STRICT_SPREAD"}, False), ({}, True)):
@@ -97,6 +98,7 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
             assert new.node_id != before[0].node_id
 
 
+@pytest.mark.nightly
 def test_a_lost_segment_is_replaced(nodes, eventually):
     """A segment that has lost all its nodes gets nodes of one domain, even if another has a node before it."""
 
@@ -114,6 +116,7 @@ def test_a_lost_segment_is_replaced(nodes, eventually):
         assert {slot.node_id for slot in cluster.slots()} == after
 
 
+@pytest.mark.nightly
 def test_a_replacement_is_watched(nodes, eventually):
     """With `monitor_memory` a replacement node is sampled from then on."""
     with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
@@ -147,6 +150,7 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
         assert [slot.node_id in drained for slot in cluster.slots()] == [False]
 
 
+@pytest.mark.nightly
 def test_particular_gpus_are_replaced(nodes, eventually):
     """A lost logical node with particular GPUs gets these GPUs of another node."""
     for _ in range(2):
@@ -184,6 +188,7 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
     cluster.shutdown()
 
 
+@pytest.mark.nightly
 def test_a_node_dies_while_others_hold(nodes, pauses, eventually):
     """A waiting request is refused, long before its time is up, when the death of a node has made it impossible."""
     with RayVirtualCluster([2], use_gpus=False) as holder:
@@ -227,6 +232,7 @@ def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension
         assert len([r for r in placement_group_table().values() if r["state"] == "CREATED"]) == 4
 
 
+@pytest.mark.nightly
 def test_a_lost_node_after_an_extension(nodes, eventually):
     """New slots are replaced as any others, in their places; ports and samples of a released node end."""
     nodes.add_node(num_cpus=2)
@@ -253,6 +259,7 @@ def test_a_lost_node_after_an_extension(nodes, eventually):
         cluster.get_master_address_and_port()
 
 
+@pytest.mark.nightly
 def test_a_node_is_replaced_during_an_extension(nodes, eventually, start_extension):
     """The slots of a lost node are replaced while an extension waits for a node that joins."""
     with RayVirtualCluster([2], use_gpus=False) as cluster:

@@ -161,6 +161,7 @@ def resume_agent(cluster, ids, stop_process):
         yield resume
 
 
+@pytest.mark.nightly
 def test_ports_where_an_agent_hangs(ids, stop_process, eventually):
     """An agent that does not answer delays no other agent's release, and releases its ports when it answers."""
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
@@ -173,6 +174,7 @@ def test_ports_where_an_agent_hangs(ids, stop_process, eventually):
         assert eventually(lambda: NodeAgent(ids[0]).leased() == [])
 
 
+@pytest.mark.nightly
 def test_ports_that_are_leased_too_late(ids, resume_agent, eventually):
     """Ports that an agent leases after the deadline are released."""
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
@@ -216,6 +218,7 @@ def test_run_where_the_agent_has_died(ids):
     assert second != first
 
 
+@pytest.mark.nightly
 def test_agents_that_die_again_and_again(ids):
     """Each dead agent is replaced at once, however many have died before."""
     pids = [NodeAgent(ids[0]).run(os.getpid)]

@@ -110,7 +110,7 @@ def test_a_controller_that_ends(nodes, head, eventually):
     assert groups() == []
 
 
-@pytest.mark.parametrize("how", ["killed", "exits"])
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.nightly), "exits"])
 def test_a_driver_that_ends(nodes, start_script, eventually, how):
     """The agents of a job, and all that they hold, end with it; a driver that exits prints nothing."""
     source = f"""
@@ -137,6 +137,7 @@ def test_a_driver_that_ends(nodes, start_script, eventually, how):
     assert eventually(lambda: not groups())
 
 
+@pytest.mark.nightly
 def test_a_lease_that_outlives_its_driver(nodes, start_script, eventually):
     """The port of a detached actor stays leased after the driver has ended, until the actor ends."""
     script = start_script(

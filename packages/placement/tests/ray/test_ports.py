@@ -203,6 +203,7 @@ def test_a_killed_agent(slots, agent, eventually):
     new.release()
 
 
+@pytest.mark.nightly
 def test_a_killed_agent_and_many_threads(slots, agent, eventually):
     """Threads that meet the dead agent share one new agent, which stays with all leases."""
     agent.leased()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray's autoscaler, of both versions, adds a node for a reservation, and removes it after the cluster is shut down.
 
-Its provider starts raylets on this machine, at most two of 6 CPUs. A node counts as idle after 5 s. `nox -s soak` runs
-the tests that start several nodes.
+Its provider starts raylets on this machine, at most two of 6 CPUs. A node counts as idle after 5 s. `nox -s nightly`
+runs the tests that start several nodes.
 """
 
 import os
@@ -29,10 +29,9 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 IDLE_S = 5.0
 # A node of this provider starts in 5 to 20 s.
 NODE_S = 180.0
-soak = pytest.mark.skipif("FAIRLEAD_SCALING" not in os.environ, reason="nox -s soak runs it")
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def autoscaler(request, raylets, run_autoscaler, eventually):
     """Return the folder of the output of an autoscaler of a cluster that has a head without room only.
 
@@ -86,7 +85,7 @@ def reserve(count, timeout_s=NODE_S):
     return RayVirtualCluster([count], use_gpus=False, reserve_timeout_s=timeout_s).reserve()
 
 
-@soak
+@pytest.mark.nightly
 def test_two_at_once(autoscaler, eventually):
     """Each of two reservations that wait gets a node; their demand is seen within 2 s, and is gone 2 s after them."""
     assert eventually(lambda: not workers(), IDLE_S + 10)
@@ -105,7 +104,7 @@ def test_two_at_once(autoscaler, eventually):
     check_empty(autoscaler, eventually)
 
 
-@soak
+@pytest.mark.nightly
 def test_too_much(autoscaler, eventually):
     """A demand above `max_workers` fails, and so does one that no node type has; neither leaves demand or nodes."""
     began = time.monotonic()
@@ -120,7 +119,7 @@ def test_too_much(autoscaler, eventually):
     check_empty(autoscaler, eventually)
 
 
-@soak
+@pytest.mark.nightly
 def test_interrupt(autoscaler, eventually):
     """Ctrl-C while a node is launched leaves no demand, and the node goes when it was idle."""
 
@@ -138,7 +137,7 @@ def test_interrupt(autoscaler, eventually):
     check_empty(autoscaler, eventually)
 
 
-@soak
+@pytest.mark.nightly
 def test_a_node_that_ends_in_use(autoscaler, eventually):
     """A node that is taken back while it is used is a lost node, and its replacement is a new one."""
     with reserve(6) as cluster:
@@ -154,7 +153,7 @@ def test_a_node_that_ends_in_use(autoscaler, eventually):
     check_empty(autoscaler, eventually)
 
 
-@soak
+@pytest.mark.nightly
 def test_extend(autoscaler, eventually):
     """A cluster that is extended gets a new node, and gives it back."""
     with reserve(6) as cluster:

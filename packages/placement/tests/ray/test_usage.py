@@ -197,6 +197,7 @@ def test_two_clusters(local_ray, agent, eventually):
     assert eventually(lambda: watchers(agent) == 0)
 
 
+@pytest.mark.nightly
 def test_an_agent_that_dies(local_ray, agent, eventually):
     """When an agent has died, the next request creates a new one, which starts to sample from zero."""
     with RayVirtualCluster([1], use_gpus=False, monitor_memory=True) as cluster:

@@ -12,6 +12,8 @@ import pytest
 
 from fairlead_rollouts.miles import LedgerDataBuffer, LedgerDataSource
 
+pytestmark = pytest.mark.nightly
+
 
 class SampleStandIn:
     """In place of miles' `Sample`."""

@@ -11,6 +11,8 @@ import pytest
 from fairlead_rollouts import OpenGroup, ReadyFirst, View, WeightFifo, Windowed
 from fairlead_rollouts.nemo import LedgerSampler
 
+pytestmark = pytest.mark.nightly
+
 # Of the choices of NeMo RL's own samplers at 7ea279a on the buffers below.
 RECORDED = "3ddd59f4c4db8f2c05d143eddb35626bf7d113895ffcc96254c6cde80c7c649a"
 

@@ -13,6 +13,8 @@ import pytest
 from fairlead_rollouts import SnapshotError
 from fairlead_rollouts.slime import LedgerDataSource, generate_rollout
 
+pytestmark = pytest.mark.nightly
+
 
 class Dataset:
     """In place of slime's dataset: each epoch has its own order."""

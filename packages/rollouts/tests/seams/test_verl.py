@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 
 class QueueStandIn:
     """In place of TransferQueue: prompts and trajectories by key, and the function that the trainer passes."""

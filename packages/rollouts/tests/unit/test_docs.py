@@ -3,7 +3,6 @@
 
 import doctest
 import importlib
-import inspect
 from pathlib import Path
 
 import fairlead_rollouts
@@ -27,17 +26,6 @@ def test_examples_in_docstrings():
         assert results.failed == 0, source.name
         attempted += results.attempted
     assert attempted > 40
-
-
-def test_every_class_has_an_example():
-    """Each public class that a caller makes has an example."""
-    made = [one for one in vars(fairlead_rollouts).values() if inspect.isclass(one)]
-    made = [one for one in made if not getattr(one, "_is_protocol", False) and not issubclass(one, Exception)]
-    assert [one.__name__ for one in made if ">>>" not in (one.__doc__ or "") and one.__name__ not in DATA] == []
-
-
-# The view and the choice of a policy, which the examples of the policies show.
-DATA = ("OpenGroup", "Selection", "View")
 
 
 def test_readme(run_readme):

@@ -79,6 +79,7 @@ def in_background(function, *args):
     return outcome
 
 
+@pytest.mark.nightly
 def test_a_short_outage_is_survived(stop_head, tmp_path, eventually):
     """A run continues, and no loss is counted; results that arrive during an outage are returned."""
     # Ray itself ends a process that cannot reach its head for 60 s.
@@ -97,6 +98,7 @@ def test_a_short_outage_is_survived(stop_head, tmp_path, eventually):
         assert (pool.statistics().attempts, pool.statistics().preemptions) == (1, 0)
 
 
+@pytest.mark.nightly
 def test_a_long_outage_ends_a_run(stop_head, tmp_path, caplog, eventually):
     """The run raises a typed error; `close()` returns, names what it holds, and returns it when the head answers."""
     with assert_no_leaks(timeout_s=60):
@@ -117,6 +119,7 @@ def test_a_long_outage_ends_a_run(stop_head, tmp_path, caplog, eventually):
         assert pool.slices == ()
 
 
+@pytest.mark.nightly
 def test_a_long_outage_ends_a_call(stop_head, tmp_path, eventually):
     """A call of `device_remote` raises the typed error, and so does a run that has to reserve slices first."""
     config = TpuAcceleratorConfig("v4-8")

@@ -100,6 +100,7 @@ def test_a_host_dies(slices, spare, record, eventually):
         assert eventually(lambda: all(map(gone, pids)))
 
 
+@pytest.mark.nightly
 def test_a_process_dies_before_its_host(slices, spare, record, eventually):
     """A host whose processes end seconds before the host is gone is preempted, and uses no budget of failures.
 
@@ -126,6 +127,7 @@ def test_a_process_dies_before_its_host(slices, spare, record, eventually):
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch, count):
     """A run goes on with another slice if worker 0 dies while its port is leased (seam: the last lease before work).
@@ -146,6 +148,7 @@ def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch, count)
         assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [name for name in others for _ in range(2)], names
 
 
+@pytest.mark.nightly
 def test_no_budget_for_losses(slices, spare, record, eventually):
     """Without a budget for preemptions the first loss ends the run, and the error says so."""
     lost = spare()
@@ -286,6 +289,7 @@ def test_request_to_an_autoscaler(slices, monkeypatch, eventually):
     assert wanted() == []
 
 
+@pytest.mark.nightly
 def test_interrupted(slices, record, eventually):
     """Ctrl-C ends a run on every host, and everything is given back before the caller sees the interrupt."""
     script = f"""
@@ -346,6 +350,7 @@ def test_lock_of_another_process(slices, tmp_path, how):
         stranger.wait()
 
 
+@pytest.mark.nightly
 def test_a_short_outage_while_processes_end(slices, spare, record, monkeypatch, stop_process):
     """A run goes on if Ray's head is silent while the other hosts' processes end (seam: the wait for their end)."""
     spare()

@@ -452,6 +452,7 @@ def test_closing_in_a_signal_handler(slices, monkeypatch):
     assert pool.slices == ()
 
 
+@pytest.mark.nightly
 def test_closing_with_an_agent_that_hangs(slices, monkeypatch, stop_process, eventually):
     """A host that does not answer does not stop a pool from giving its slices back (seam: the time to wait for it)."""
     monkeypatch.setattr(leases, "_RELEASE_S", 1.0)

@@ -141,6 +141,7 @@ def test_killed_receiver(members, call_in_time):
     ray.get([*sent, *(one.call.remote("finalize") for one in members)], timeout=60)
 
 
+@pytest.mark.nightly
 def test_receiver_killed_before_it_connects(members, call_in_time):
     """A receiver that is killed before the first bucket is named long before the deadline, and the next one works."""
     connect(members, "verl", 256 << 10)

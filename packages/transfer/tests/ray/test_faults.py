@@ -16,7 +16,7 @@ from ..holders import Holder, two_groups
 
 SLOTS = 6
 
-pytestmark = pytest.mark.usefixtures("local_ray")
+pytestmark = [pytest.mark.usefixtures("local_ray"), *([pytest.mark.nightly] if REPEATS > 1 else [])]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def groups(slots):
         yield made
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.nightly)])
 def test_faults(groups, how):
     """The error names rank, phase and version in time; before the decision all targets stay as they were."""
     version = itertools.count(1)
@@ -34,6 +34,7 @@ def test_faults(groups, how):
     print(f"\n{len(took)} faults on one host; reported after {min(took):.2f} to {max(took):.2f} s")  # noqa: T201
 
 
+@pytest.mark.nightly
 def test_faults_in_a_delta(groups):
     """The same holds where only what has changed moves; whole tensors follow after a fault."""
     version = itertools.count(1)
@@ -103,7 +104,7 @@ def test_sync_from_a_replica(groups):
         assert link.versions() == {0: 0, 1: 0}
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "object_store"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("object_store", marks=pytest.mark.nightly)])
 def test_sync_after_a_send_that_failed(groups, transport):
     """A failed send may have overwritten what the sources kept of the last version: other target ranks have it."""
     source, target = groups

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(400)]
 NIXL = pytest.mark.skipif(bool(explain_missing()), reason=f"no NIXL: {explain_missing()}")
-TRANSPORTS = ["shared_memory", "object_store", pytest.param("nixl", marks=NIXL)]
+TRANSPORTS = ["shared_memory", "object_store", pytest.param("nixl", marks=[NIXL, pytest.mark.nightly])]
 
 
 @contextlib.contextmanager
@@ -63,6 +63,7 @@ def test_send(groups, transport, commit):
 
 
 @NIXL
+@pytest.mark.nightly
 def test_gpus_of_one_node_take_nixl(groups):
     """Between GPUs of one node NIXL is first."""
     source, target = groups
@@ -73,6 +74,7 @@ def test_gpus_of_one_node_take_nixl(groups):
 
 
 @NIXL
+@pytest.mark.nightly
 def test_bytes_do_not_pass_the_host(slots):
     """NIXL copies from the one memory to the other: more than 5 GB/s, where UCX over TCP reaches 0.7."""
     with (
@@ -88,6 +90,7 @@ def test_bytes_do_not_pass_the_host(slots):
 
 @pytest.mark.parametrize("commit", ["staged", "in_place"])
 @NIXL
+@pytest.mark.nightly
 def test_offload(slots, commit):
     """What a source frees between two sends is free, but for the one allocation that UCX keeps mapped."""
     with (
@@ -127,6 +130,7 @@ def test_sync(slots, transport):
 
 
 @NIXL
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("side", "phase", "how"), [("source", "stage", "kill"), ("target", "move", "kill"), ("target", "commit", "stop")]
 )

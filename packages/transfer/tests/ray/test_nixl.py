@@ -18,7 +18,7 @@ from ..holders import Holder, two_groups
 
 SLOTS = 5
 
-pytestmark = pytest.mark.usefixtures("local_ray")
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.nightly]
 if explain_missing():
     pytest.skip(f"no NIXL: {explain_missing()}", allow_module_level=True)
 

@@ -12,7 +12,8 @@ README = Path(__file__).parents[2] / "README.md"
 def test_example(tmp_path):
     """The first example of the README works as a script, and shows what was sent."""
     script = tmp_path / "example.py"
-    example = README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    _, block = README.read_text(encoding="utf-8").split("```python\n")
+    example = block.split("```")[0]
     script.write_text(example)
     env = {**os.environ, "RAY_ADDRESS": "local"}  # whatever else runs here
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)

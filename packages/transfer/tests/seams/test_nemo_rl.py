@@ -6,7 +6,11 @@ import inspect
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from ..engines import digest, find_left, make_weights, put_stand_in
+
+pytestmark = pytest.mark.nightly
 
 NAME = "fairlead_transfer.adapters.nemo_rl:FairleadCheckpointEngine"
 

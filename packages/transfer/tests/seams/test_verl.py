@@ -13,6 +13,8 @@ from fairlead_transfer import TransferError
 
 from ..engines import digest, find_left, make_weights
 
+pytestmark = pytest.mark.nightly
+
 MODULE = "fairlead_transfer.adapters.verl"
 
 

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch can use", allow_module_level=True)
 
 NIXL = pytest.mark.skipif(bool(explain_missing()), reason=f"no NIXL: {explain_missing()}")
-TRANSPORTS = ["shared_memory", pytest.param("nixl", marks=NIXL)]
+TRANSPORTS = ["shared_memory", pytest.param("nixl", marks=[NIXL, pytest.mark.nightly])]
 GPU = "cuda:0"
 # Rows of at least 32 KiB, which NIXL reads from where they are.
 SHAPE = 6, 1 << 15

@@ -32,6 +32,8 @@ from .test_ends import Worker, same, shard, zeros
 if explain_missing():
     pytest.skip(f"no NIXL: {explain_missing()}", allow_module_level=True)
 
+pytestmark = pytest.mark.nightly
+
 # Its rows are longer than what is packed, unless a dim is split.
 SHAPE = 64, 2 * RUN_BYTES // 4
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, reshard
 
-# `nox -s soak` compares 10,000.
+# `nox -s nightly` compares 10,000.
 PAIRS = int(os.environ.get("FAIRLEAD_PAIRS", "300"))
+pytestmark = [pytest.mark.nightly] if "FAIRLEAD_PAIRS" in os.environ else []
 
 
 def random_layout(rng, shape, ranks=None):

@@ -12,7 +12,6 @@ README = Path(__file__).parents[2] / "README.md"
 def test_readme(tools, wheels, tmp_path, monkeypatch):
     """The examples of the README run, and print what it shows; wheels made here stand for the packages."""
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 150
     folder = tmp_path / "wheels"
     folder.mkdir()
     import ray

@@ -335,6 +335,7 @@ def test_a_node_that_does_not_look(spec_of, monkeypatch):
     assert create_local_venv_on_each_node(spec_of("alpha"), timeout_s=20) == create_local_venv(spec_of("alpha"))
 
 
+@pytest.mark.nightly
 def test_interrupted(spec_of, tools, tmp_path):
     """An interrupted driver ends the processes of the nodes, and no incomplete environment is left."""
     up = tmp_path / "up"

@@ -321,10 +321,10 @@ def test_two_users_share_a_folder(root, as_user, work, monkeypatch, umasks):
     assert folder.exists()
 
 
-# `nox -s soak` takes a minute.
-BUILDERS_S = float(os.environ.get("FAIRLEAD_BUILDERS_S", "3"))
+BUILDERS_S = float(os.environ.get("FAIRLEAD_BUILDERS_S", "30"))
 
 
+@pytest.mark.nightly
 def test_builders_that_are_killed(root, as_user, work, monkeypatch):
     """While 8 builders of two users are killed at random moments, each uses complete environments of its own user."""
     make_folder(root, 0o1777)

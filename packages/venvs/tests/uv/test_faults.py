@@ -67,6 +67,7 @@ def go(process):
     process.stdin.flush()
 
 
+@pytest.mark.nightly
 def test_killed(start, spec_of, tools, root):
     """Whenever the builder is killed, there is a complete environment or none, and the next call gives one."""
     spec = spec_of("beta", "gamma")

@@ -26,7 +26,7 @@ import psutil
 from tiny import make_inputs
 
 # A test starts a trainer twice, each time with a Ray of its own.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]
 HERE = Path(__file__).parent
 OURS, VERLS = "1", "0"
 ENV = {**os.environ, "RAY_AUTH_MODE": "disabled"}

@@ -30,6 +30,8 @@ from whose_classes import IS_ON, METHODS, OURS, VERLS, WANTED, name_modules
 
 from fairlead_workergroup import WorkerFailureError
 
+pytestmark = pytest.mark.nightly
+
 only_on = pytest.mark.skipif(not IS_ON, reason="verl's own groups")
 PROGRAM = """
 import pickle

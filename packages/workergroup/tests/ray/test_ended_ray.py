@@ -102,6 +102,7 @@ class Slow:
             time.sleep(300)
 
 
+@pytest.mark.nightly
 def test_end_of_ray_during_a_resize(tmp_path, eventually):
     """A resize on another thread raises when Ray is shut down, although what it waits for never comes."""
     outcomes, path = [], tmp_path / "constructor"

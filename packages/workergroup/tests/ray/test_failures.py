@@ -57,6 +57,7 @@ def busy_agents() -> Iterator[None]:
         run_on_agents(stop_delay, dict.fromkeys(agents, ("run",)), timeout_s=60)
 
 
+@pytest.mark.nightly
 def test_restart_while_agents_are_busy(doomed: RayWorkerGroup) -> None:
     """A restart finds a death that Ray has not noticed, although the agent of the node answers after seconds."""
     doomed.at(dp=1).call(fork).result()
@@ -65,7 +66,13 @@ def test_restart_while_agents_are_busy(doomed: RayWorkerGroup) -> None:
         assert doomed.restart_failed_workers() == [1]
 
 
-@pytest.mark.parametrize("agents", [contextlib.nullcontext, busy_agents], ids=["idle agents", "busy agents"])
+@pytest.mark.parametrize(
+    "agents",
+    [
+        pytest.param(contextlib.nullcontext, id="idle agents"),
+        pytest.param(busy_agents, id="busy agents", marks=pytest.mark.nightly),
+    ],
+)
 def test_death_that_ray_has_not_noticed(
     doomed: RayWorkerGroup, agents: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:

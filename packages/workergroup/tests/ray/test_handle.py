@@ -226,6 +226,7 @@ def call_pid(handle):
     return handle.call("pid").result()
 
 
+@pytest.mark.nightly
 def test_slow_agent(local_ray):
     """When a group has started or changed, other processes call its new workers, even if an agent is slow."""
     with RayVirtualCluster([3], use_gpus=False) as cluster:
@@ -455,6 +456,7 @@ def go_on(process):
     process.stdin.flush()
 
 
+@pytest.mark.nightly
 def test_owner_that_is_stopped(start):
     """Another driver calls the group while its owner is stopped; it needs the token.
 

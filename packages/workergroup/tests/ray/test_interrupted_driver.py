@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import ray
 
-# Each phase once. `nox -s soak` interrupts more often, on a machine that does nothing else.
+pytestmark = pytest.mark.nightly
+
+# Each phase once. `nox -s nightly` interrupts more often, on a machine that does nothing else.
 MOMENTS = int(os.environ.get("FAIRLEAD_INTERRUPTS", "7"))
 WITHIN_S = 10.0 if "FAIRLEAD_INTERRUPTS" in os.environ else 30.0
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))

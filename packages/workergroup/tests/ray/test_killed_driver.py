@@ -13,9 +13,13 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from ..processes import find_trees_of_driver
 
-# `nox -s soak` kills more drivers, on a machine that does nothing else.
+pytestmark = pytest.mark.nightly
+
+# `nox -s nightly` kills more drivers, on a machine that does nothing else.
 KILLS = int(os.environ.get("FAIRLEAD_KILLS", "2"))
 WITHIN_S = 15.0 if "FAIRLEAD_KILLS" in os.environ else 60.0
 AT_A_TIME = 2

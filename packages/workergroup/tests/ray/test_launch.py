@@ -88,6 +88,7 @@ class TestOnRunningRay:
             launch(Policy, workers=2, init_kwargs={"fail": True})
         assert held_groups() == []
 
+    @pytest.mark.nightly
     def test_interrupted(self, tmp_path):
         """Ctrl-C while the constructors run ends the workers and the reservation, before the driver itself ends."""
         script = tmp_path / "driver.py"

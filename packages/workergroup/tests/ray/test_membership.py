@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random changes of a group against a model of its membership, with calls in flight.
 
-`FAIRLEAD_EVENTS` sets the number of events; `nox -s soak` runs 1,000.
+`FAIRLEAD_EVENTS` sets the number of events.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import assert_no_leaks, hang, kill
 
-EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "8"))
+pytestmark = pytest.mark.nightly
+
+EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "60"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
 # A drain may cost the group its standby, so after this many events another group continues.

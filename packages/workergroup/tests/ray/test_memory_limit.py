@@ -41,6 +41,7 @@ def test_memory_that_counts(make_group):
     assert (failure.rank, failure.kind) == (1, "out-of-memory")
 
 
+@pytest.mark.nightly
 def test_an_agent_that_dies(make_group):
     """The agent that takes the place of one that has died enforces the limit too."""
     group = make_group(memory_limit="300MB")

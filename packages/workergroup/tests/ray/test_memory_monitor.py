@@ -13,6 +13,8 @@ from fairlead_placement.testing import assert_no_leaks
 from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError
 from fairlead_workergroup.testing import fill_memory
 
+pytestmark = pytest.mark.nightly
+
 GB = 10**9
 # Enough that what else runs on the machine does not pass the threshold meanwhile.
 MARGIN, TAKEN, STEP = 2 * GB, 4 * GB, 64 * 10**6

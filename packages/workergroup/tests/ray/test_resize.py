@@ -233,6 +233,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         assert [facts[:2] for facts in group.call("facts").result()] == [(2, 1)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_silent_agent(cluster, clock, monkeypatch):
     """An agent that once does not answer is asked again, before the epoch begins."""
@@ -252,6 +253,7 @@ def test_silent_agent(cluster, clock, monkeypatch):
         assert (group.inspect().epoch, group.call("facts").result()) == (1, [(1, 3, group.master_port, 3)] * 3)
 
 
+@pytest.mark.nightly
 def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
     """A shutdown of another thread ends the requests to an agent that does not answer, long before the deadline."""
     with ThreadPoolExecutor() as threads, make(cluster, memory_limit="2GB") as group:

@@ -71,13 +71,13 @@ def test_restart_of_a_rank(lasting):
 def test_arguments_of_earlier_starts(local_ray, eventually, store_used):
     """The values that `configure_worker` adds are stored for each start, and released when nothing uses them."""
     with RayVirtualCluster([1], use_gpus=False) as cluster, RayWorkerGroup(cluster, Configured) as group:
-        # The store may hold values of earlier tests for a moment.
-        assert eventually(lambda: gc.collect() >= 0 and 8 * MB <= store_used() < 9 * MB), store_used()
+        used = store_used()  # with what earlier tests of this Ray may still hold
+        assert used >= 8 * MB
         for _ in range(2):
             kill(group, 0)
             assert eventually(lambda: group.restart_failed_workers() == [0])  # once Ray knows
             assert group.call("total").result() == [MB]
-        assert eventually(lambda: gc.collect() >= 0 and store_used() < 9 * MB)
+        assert eventually(lambda: gc.collect() >= 0 and store_used() < used + MB), (used, store_used())
 
 
 @pytest.mark.parametrize("explained", [True, False])

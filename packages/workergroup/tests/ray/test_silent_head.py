@@ -225,6 +225,7 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         assert group.call("rank").result() == [0, 1, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
 def test_death_that_the_head_does_not_report(stop_process):
     """A worker that dies while the head is silent is lost: Ray cannot reach it, and the agent of its node says why."""
@@ -262,6 +263,7 @@ def looking(group):
             looks.result()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
 def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_process):
     """While background threads of a group wait for a silent head, calls do not wait for them, with and without a lane.
@@ -319,6 +321,7 @@ OUTCOMES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
 def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_process):
     """If the head stops answering in any phase of a change, the change needs no head, or raises in time.

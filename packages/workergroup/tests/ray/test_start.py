@@ -52,6 +52,32 @@ class Slow:
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
 
+class Kept(Slow):
+    """The worker of the group that several tests look at."""
+
+
+PAYLOAD = b"x" * 1_000_000
+
+
+@pytest.fixture(scope="module")
+def kept(local_ray):
+    """Yield a group for tests that leave it unchanged. Every parameter is given by the original's keyword."""
+    builder = RayWorkerBuilder(Kept, payload=PAYLOAD, again=PAYLOAD, ref=ray.put("value"), small=3)
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(
+            cluster=cluster,
+            remote_worker_builder=builder,
+            workers_per_node=None,
+            name_prefix="llm",
+            bundle_indices_list=[(0, [2]), (0, [0, 1])],
+            sharding_annotations=NamedSharding([[0, 1, 2]], ["dp", "tp"]),
+            env_vars={"NAME": "value"},
+        ) as group,
+    ):
+        yield group
+
+
 def answers(group, method, *args):
     return group.get_all_worker_results(group.run_all_workers_single_data(method, *args))
 
@@ -80,19 +106,11 @@ def test_start_report(cluster):
 
 
 class TestSignature:
-    def test_by_keyword(self, cluster):
+    def test_by_keyword(self, kept):
         """Every parameter of the original is accepted by keyword, under the original's name."""
-        with RayWorkerGroup(
-            cluster=cluster,
-            remote_worker_builder=RayWorkerBuilder(Slow, payload="given"),
-            workers_per_node=None,
-            name_prefix="keyword",
-            bundle_indices_list=[(0, [1, 3])],
-            sharding_annotations=NamedSharding([[0, 1]], ["dp", "tp"]),
-            env_vars={"NAME": "value"},
-        ) as group:
-            assert group.call("arguments", collect=()).result() == ("given", {})
-            assert group.worker_metadata[1]["name"] == "keyword-grp0-1"
+        assert kept.call("arguments", collect=()).result()[0] == PAYLOAD
+        assert kept.worker_metadata[2]["name"] == "llm-grp1-1"
+        assert kept.call(lambda worker: os.environ["NAME"]).result() == ["value"] * 3
 
     def test_default_prefix(self, cluster, caplog):
         """A group without `name_prefix` has its class's name in names, repr, attribute and log."""
@@ -150,13 +168,10 @@ class TestWaiting:
 
 
 class TestArguments:
-    def test_constructor_arguments(self, cluster):
+    def test_constructor_arguments(self, kept):
         """Large arguments are stored once for all workers, references are resolved, small arguments are sent."""
-        payload = b"x" * 1_000_000
-        builder = RayWorkerBuilder(Slow, payload=payload, again=payload, ref=ray.put("value"), small=3)
-        with RayWorkerGroup(cluster, builder, workers_per_node=2) as group:
-            assert group.inspect().statistics.puts == 1
-            assert answers(group, "arguments")[1] == (payload, {"again": payload, "ref": "value", "small": 3})
+        assert kept.inspect().statistics.puts == 1
+        assert answers(kept, "arguments")[1] == (PAYLOAD, {"again": PAYLOAD, "ref": "value", "small": 3})
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
@@ -339,8 +354,8 @@ class TestManyGroups:
     def test_only_workers_and_one_agent(self, cluster):
         """8 workers are 8 actors, and one agent for the node."""
         with RayWorkerGroup(cluster, Slow):
-            alive = [row for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
-            assert sorted(row["ActorClassName"] for row in alive) == ["AgentProcess"] + ["Slow"] * 8
+            names = [row["ActorClassName"] for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
+            assert sorted(name for name in names if name != "Kept") == ["AgentProcess"] + ["Slow"] * 8
 
     def test_default_names_side_by_side(self, local_ray):
         """Two clusters and two groups with default names run at the same time, each with its own port."""
@@ -393,26 +408,24 @@ class TestManyGroups:
             assert [worker["bundle_index"] for worker in some.worker_metadata] == [0]
             assert [worker["bundle_index"] for worker in others.worker_metadata] == [6, 7]
             assert [worker["global_rank"] for worker in others.worker_metadata] == [0, 1]
+        assert (some.workers, some.worker_metadata) == ([], [])
 
-    def test_metadata(self, cluster):
+    def test_metadata(self, kept):
         """Metadata, leaders and sizes of tied groups are as in the original."""
-        tied = [(0, [7]), (0, [4, 5])]
-        with RayWorkerGroup(cluster, Slow, name_prefix="llm", bundle_indices_list=tied) as group:
-            assert (group.world_size, group.dp_size, group.dp_leader_worker_indices) == (3, 2, [0, 1])
-            assert group.get_dp_leader_worker_idx(1) == 1
-            with pytest.raises(IndexError, match="dp_shard_idx 2 is out of range: valid are 0 to 1"):
-                group.get_dp_leader_worker_idx(2)
-            assert group.worker_metadata[2] == {
-                "node_idx": 0,
-                "local_rank": 1,
-                "global_rank": 2,
-                "name": "llm-grp1-1",
-                "bundle_indices": None,
-                "dp_shard_idx": 1,
-                "bundle_index": 5,
-                "node_id": cluster.slots()[0].node_id,
-                "state": "alive",
-            }
-            assert group.worker_metadata[1]["bundle_indices"] == (0, [4, 5])
-            assert group.worker_metadata[0]["name"] == "llm-0-7"
-        assert (group.workers, group.worker_metadata) == ([], [])
+        assert (kept.world_size, kept.dp_size, kept.dp_leader_worker_indices) == (3, 2, [0, 1])
+        assert kept.get_dp_leader_worker_idx(1) == 1
+        with pytest.raises(IndexError, match="dp_shard_idx 2 is out of range: valid are 0 to 1"):
+            kept.get_dp_leader_worker_idx(2)
+        assert kept.worker_metadata[2] == {
+            "node_idx": 0,
+            "local_rank": 1,
+            "global_rank": 2,
+            "name": "llm-grp1-1",
+            "bundle_indices": None,
+            "dp_shard_idx": 1,
+            "bundle_index": 1,
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "state": "alive",
+        }
+        assert kept.worker_metadata[1]["bundle_indices"] == (0, [0, 1])
+        assert kept.worker_metadata[0]["name"] == "llm-0-2"

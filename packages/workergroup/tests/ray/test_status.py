@@ -154,6 +154,7 @@ def test_unreadable_record(group):
     assert states(group) == ["idle"] * 8
 
 
+@pytest.mark.nightly
 def test_silent_node(group, monkeypatch, caplog, stop_process):
     """The workers of that node are unknown, and a warning has the reason; workers of other nodes are reported."""
     agent = NodeAgent(group.worker_metadata[4]["node_id"])

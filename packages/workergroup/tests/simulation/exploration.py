@@ -229,7 +229,7 @@ def describe(seed: int | None, failed: Run, shrunk: Run | None = None) -> str:
     shown = shrunk or failed
     lines = [f"{type(failed.failure).__name__}: {failed.failure}"]
     if seed is not None:
-        lines.append(f"Replay it with `nox -s simulate -- --seed {seed}`.")
+        lines.append(f"Replay it with `python -m simulation --seed {seed}` in packages/workergroup/tests.")
     if shrunk is not None:
         changed = sum(1 for one in shrunk.choices if one)
         lines.append(f"Shrunk from {len(failed.choices)} choices to {len(shrunk.choices)}, {changed} of them not 0:")

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of the members of a group without Ray: their phases and their order, moves of ranks, and drains of nodes."""
 
-import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,20 +15,11 @@ from fairlead_workergroup._membership import steps
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
 from fairlead_workergroup._membership.operations import RestartPolicy, Route, Start
-from fairlead_workergroup._membership.phases import LEGAL, Phase
+from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._world import NEVER, Deadline
 from fairlead_workergroup.exceptions import LateWorker, ResizeTimeoutError, WorkerFailureError, WorkerGroupError
-
-DOCUMENT = Path(__file__).parents[4] / "docs" / "architecture.md"
-
-
-def test_document():
-    """The document shows the phases and transitions of the table."""
-    rows = dict(re.findall(r"^\| ([a-z ]+) \| ([a-z, ]+) \|$", DOCUMENT.read_text(), re.MULTILINE))
-    shown = {name: set(after.split(", ")) for name, after in rows.items() if name in {one.value for one in Phase}}
-    assert shown == {one.value: {after.value for after in LEGAL[one]} for one in Phase if LEGAL[one]}
 
 
 @pytest.fixture

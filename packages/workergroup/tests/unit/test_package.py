@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version and the errors of the package."""
+"""The errors of the package, and the one module that asks Ray's head."""
 
 import ast
 import dataclasses
-import importlib
-import importlib.metadata
 import pickle
 from pathlib import Path
 
@@ -25,12 +23,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
 )
-
-
-def test_version():
-    """The literal version and the installed metadata agree."""
-    assert fairlead_workergroup.__version__ == importlib.metadata.version("fairlead-workergroup")
-
 
 # Functions that wait for Ray's head without a deadline of their own.
 OF_THE_HEAD = {

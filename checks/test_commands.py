@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that every command on a documentation page is run by a nox session or a test."""
+"""Tests that every command and every program on a page is run by a nox session or a test."""
 
 import ast
 import re
@@ -10,14 +10,21 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml")}
+# The sessions of the noxfile, each with whether it has a parameter.
 SESSIONS = {
-    node.name
+    node.name: len(node.decorator_list) > 1
     for node in ast.parse((ROOT / "noxfile.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and any("nox.session" in ast.unparse(one) for one in node.decorator_list)
 }
 # Commands of other programs that the pages mention.
 FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ", ". .venv/bin/activate")
 PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+
+
+def exists(session: str) -> bool:
+    """Return whether the noxfile has a session such as `lint` or `tests(placement)`."""
+    name, has_parameter, _ = session.partition("(")
+    return name in SESSIONS and (SESSIONS[name] or not has_parameter)
 
 
 def commands(page: str) -> list[str]:
@@ -36,8 +43,7 @@ def test_commands(page):
         words = command.replace('"', "").split(" -- ")[0].split()
         match words:
             case ["nox", *names]:
-                wanted = {name.partition("(")[0] for name in names if name not in ("-s", "...")}
-                assert wanted <= SESSIONS, command
+                assert all(exists(name) for name in names if name not in ("-s", "...")), command
             case ["pip", "install", *_, "nox"] | ["pip", "install", "nox"]:
                 assert "pip install --quiet nox && nox\n" in (ROOT / ".ci/run").read_text()
             case ["pip", "install", *folders] if command.startswith("pip install ./packages/"):
@@ -55,9 +61,26 @@ def test_commands(page):
                 assert all(f'"{name}"' in tests for name in named), command
             case ["python", file, *_]:
                 assert (ROOT / file).is_file(), command
-                assert file in (ROOT / "noxfile.py").read_text(), command
+                runners = (ROOT / "noxfile.py", *Path(__file__).parent.glob("test_*.py"))
+                assert any(Path(file).name in runner.read_text() for runner in runners), command
             case _ if page == "packages/sharding/README.md":
                 # The session `vendor` runs all shell blocks of that page.
                 assert "cp -r" in command or command.startswith("cp "), command
             case _:
                 assert command.startswith(FOREIGN), f"no session or test runs {command!r}"
+
+
+OUTSIDE = [page for page in PAGES if not page.startswith("docs/")]  # docs/test_pages.py runs the programs in docs/.
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in OUTSIDE if "```python\n" in (ROOT / page).read_text(encoding="utf-8")]
+)
+def test_programs(page):
+    """A page with a program is a README, and a test of its folder runs the program."""
+    folders = {
+        "README.md": "integration-tests",
+        **{f"packages/{name}/README.md": f"packages/{name}" for name in PACKAGES},
+    }
+    tests = [path.read_text(encoding="utf-8") for path in ROOT.glob(f"{folders[page]}/**/test_*.py")]
+    assert any("README.md" in text and re.search("run_readme|```python", text) for text in tests), page

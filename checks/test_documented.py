@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that public names, errors and environment variables are on the pages where users look for them.
+
+They read the sources, and import no package. `docs/test_prose.py` checks that each public name has a docstring.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = sorted(path.parent for path in ROOT.glob("packages/*/src/*/__init__.py"))
+
+
+def read(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def read_exports(folder: Path) -> set[str]:
+    """Return the names in the `__all__` of a package."""
+    for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value)) - {"__version__"}
+    raise AssertionError(f"{folder.name} has no __all__")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_reference(folder):
+    """The reference has an entry for each public name of a package."""
+    name = folder.parents[1].name
+    pages = [ROOT / f"docs/reference/{name}.md", *(ROOT / f"docs/reference/{name}").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    entries = re.findall(rf":: (?:{folder.name}\.)?(\w+)$", text, re.MULTILINE)
+    assert read_exports(folder) - {*entries} == set()
+
+
+def test_errors():
+    """Troubleshooting has a section for each public error, with its cause and its remedy."""
+    page = read("troubleshooting.md")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    exceptions = set(re.findall(r"autoexception:: (?:\w+\.)?(\w+)$", "\n".join(map(read, list_reference())), re.M))
+    public = {name for folder in FOLDERS for name in read_exports(folder)}
+    assert sorted(sections) == sorted(exceptions & public)
+    assert [name for name, text in sections.items() if not {"**Cause:**", "**Remedy:**"} <= {*text.split()}] == []
+
+
+def list_reference() -> list[str]:
+    return [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/reference").rglob("*.md")]
+
+
+def test_variables():
+    """The page of environment variables lists each variable that the code names, and no variable that it does not."""
+    pattern = r"\b(?:FAIRLEAD|EXECUTOR|MEGASCALE|TPU)_[A-Z_]*[A-Z]\b|\bCOORD_PORT\b"
+    listed = set(re.findall(pattern, read("environment-variables.md")))
+    code = "".join(path.read_text(encoding="utf-8") for folder in FOLDERS for path in folder.rglob("*.py"))
+    named = set(re.findall(rf'"({pattern})"', code)) - {"MEGASCALE_DEFAULT_PORT"}  # A constant of this name.
+    assert named - listed == set()
+    tools = [ROOT / "conftest.py", ROOT / "noxfile.py", *ROOT.glob("packages/*/tests/**/*.py")]
+    tools += ROOT.glob("integration-tests/**/*.py")
+    code += "".join(path.read_text(encoding="utf-8") for path in tools)
+    assert [name for name in sorted(listed) if name not in code] == []
