@@ -58,6 +58,7 @@ ERRORS = DOCS / "troubleshooting.md"
 RUNNABLE = [page for page in PAGES if page != ERRORS and any(block.why_not is None for block in blocks(page))]
 # The pages that run in a process of their own, with the reason.
 ALONE = {
+    "compiled-graphs.md": "For each compiled graph, Ray keeps an actor until its driver exits.",
     "faq.md": "Two reservations compete for exactly four CPUs.",
     "guides/hung-jobs.md": "The page labels its process for the rest of its life.",
     "guides/jobs.md": "Two drivers compete for exactly two CPUs.",

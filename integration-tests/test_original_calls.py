@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, NodeDiedError, RayActorError, RayError, RaySystemError
+from ray.exceptions import NodeDiedError, RayActorError, RayError, RaySystemError
 from ray.util.placement_group import PlacementGroup
 from uv import find_uv_bin
 
@@ -147,7 +147,7 @@ def test_too_large(local_ray):
     with pytest.raises(ResourceInsufficientError, match="1000"):
         RayVirtualCluster([1000], use_gpus=False).get_placement_groups()
     with RayVirtualCluster([5], use_gpus=False), pytest.raises(TimeoutError):
-        RayVirtualCluster([12], use_gpus=False, reserve_timeout_s=0.2).get_placement_groups()
+        RayVirtualCluster([12], use_gpus=False, reserve_timeout_s=1.0).get_placement_groups()
 
 
 def test_grids(cluster, group, capsys):
@@ -437,7 +437,7 @@ def test_restarts(cluster, group):
         RayWorkerGroup(cluster, RayWorkerBuilder(Trainer), 1, memory_limit="lots")
 
 
-@differs("a death that ray.get has met is neither raised nor repaired", ActorDiedError)
+@differs("a death that ray.get has met is neither raised nor repaired", RayActorError)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_death_met_by_ray_get(cluster, group, restarts):
     """After `ray.get` has met a death, the next call raises it, or restarts the worker first."""
@@ -964,9 +964,10 @@ def test_pool_manager(slices):
         first = manager.get_all_pool_members()[0]
         assert (first.slice_name, first.num_hosts, first.num_accelerators_per_host) == (slices.names()[0], 1, 4)
         assert type(first.ip_address) is str
-        assert manager.execute_on_each_slice(list_names) == [[], []]
         assert manager.execute_on_each_host(list_names, a=1) == [[["a"]], [["a"]]]
-        assert manager.execute_on_each_host_flat(list_names) == [[], []]
+        manager.scale_multislice(1)
+        assert manager.execute_on_each_slice(list_names) == [[]]
+        assert manager.execute_on_each_host_flat(list_names) == [[]]
         manager.drain_actor_pool()
         assert manager.get_all_pool_members() == []
 
