@@ -8,11 +8,9 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import nox
-from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "test"]
@@ -149,7 +147,7 @@ def test(session: nox.Session) -> None:
     on_ray = [str(path.relative_to(ROOT)) for path in sorted(marked) if "mark.smoke" in path.read_text("utf-8")]
     units = [package(name, "/tests/unit") for name in SIBLINGS]
     run_tests(session, *TWO_PROCESSES, "-m", "not nightly", *units, *session.posargs)
-    run_tests(session, *TWO_PROCESSES, "-m", "smoke and not nightly", *on_ray, *session.posargs)
+    run_tests(session, *TWO_PROCESSES, "-m", "smoke", *on_ray, *session.posargs)
 
 
 def install_wheels(session: nox.Session) -> Path:
@@ -159,6 +157,10 @@ def install_wheels(session: nox.Session) -> Path:
     extras = {"inspect": "[otel]", "workergroup": "[torch]"}
     install(session, *(f"fairlead-{name}{extras.get(name, '')} @ {path.as_uri()}" for name, path in wheels.items()))
     return copy_tests(session, *SIBLINGS)
+
+
+# What files of unit tests say of which some need torch, which the session `test` lacks.
+NEEDS_TORCH = re.compile(r"needs torch|skip.*torch|importorskip\(\w+\)")
 
 
 @nox.session
@@ -171,9 +173,8 @@ def ray(session: nox.Session) -> None:
     here = install_wheels(session)
     # The sessions `seams` and `verl` run the tests against other frameworks.
     tests = [path for path in here.glob("packages/*/tests/*") if path.name in ("ray", "uv", "interop", "simulation")]
-    # These unit tests need torch or OpenTelemetry, which `test` lacks.
     units = here.glob("packages/*/tests/unit/test_*.py")
-    tests += [path for path in units if re.search("importorskip|needs torch", path.read_text(encoding="utf-8"))]
+    tests += [path for path in units if NEEDS_TORCH.search(path.read_text(encoding="utf-8"))]
     chosen = [one for one in session.posargs if Path(one).exists()]
     options = ["-m", "not smoke and not nightly", *TWO_PROCESSES, *session.posargs]
     with session.chdir(here):
@@ -263,7 +264,7 @@ def nightly(session: nox.Session) -> None:
         session.error(f"there is no package {', '.join(sorted(unknown))}; there are {', '.join(SIBLINGS)}")
     files = [path.relative_to(ROOT) for path in sorted(ROOT.glob(f"{MULTIHOST}/test_*.py"))]
     hosts = [str(file) for file in files if FIRST_WORDS.get(file.stem.removeprefix("test_"), "workergroup") in names]
-    options = ["-m", "nightly", "--timeout=1800"]
+    options = ["-m", "nightly and not smoke", "--timeout=1800"]
     if hosts:
         session.notify("multihost", posargs=[*options, *hosts])
     for name, packages in WITH_FRAMEWORKS.items():
@@ -272,8 +273,8 @@ def nightly(session: nox.Session) -> None:
     if not session.posargs:
         session.notify("examples", posargs=["all"])
     here = install_wheels(session)
-    with suppress(CommandFailed):  # without a wheel of NIXL, the tests that need it are skipped
-        install(session, *["nixl-cu12"] * ("transfer" in names))
+    if "transfer" in names:
+        install(session, "nixl-cu12")
     shutil.copytree(ROOT / PLANTED, here / PLANTED)
     tests = [*(f"packages/{name}" for name in sorted(names)), *[PLANTED] * ("inspect" in names)]
     with session.chdir(here):

@@ -72,6 +72,7 @@ def shared(local_ray: None, request: pytest.FixtureRequest, shared_group: Any) -
 
 # The tests of calls, which run a second time with a lane open.
 BY_LANE = frozenset({"test_arguments", "test_call", "test_errors", "test_functions", "test_kinds", "test_waiting"})
+LANE = pytest.param("lane", marks=pytest.mark.nightly)
 # Tests in which a call of one group depends on a call of the other one, so that both kinds of both are combined.
 MIXED = frozenset({"test_a_late_argument", "test_deaths_that_are_not_the_workers"})
 
@@ -83,9 +84,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = [name for name in ("group", "doomed") if name in metafunc.fixturenames]
     if metafunc.definition.name in MIXED:
         for name in names:
-            metafunc.parametrize(name, ["ray", "lane"], indirect=True)
+            metafunc.parametrize(name, ["ray", LANE], indirect=True)
     elif names:
-        metafunc.parametrize(names, [[way] * len(names) for way in ("ray", "lane")], ids=["ray", "lane"], indirect=True)
+        ways = ["ray"] * len(names), pytest.param(*["lane"] * len(names), marks=pytest.mark.nightly)
+        metafunc.parametrize(names, ways, ids=["ray", "lane"], indirect=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ from fairlead_workergroup.testing import kill
 
 # `nox -s nightly` repeats what has to hold each time.
 RUNS = int(os.environ.get("FAIRLEAD_RUNS", "1"))
-pytestmark = [pytest.mark.nightly] if RUNS > 1 else []
+pytestmark = pytest.mark.nightly
 SECRET = "secret-in-an-argument"
 
 

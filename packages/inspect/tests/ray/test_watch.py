@@ -22,6 +22,8 @@ from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroup
 from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup.testing import hang, kill
 
+pytestmark = pytest.mark.nightly
+
 
 class Worker:
     def nothing(self):

@@ -22,6 +22,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from fairlead_inspect import otel
 from fairlead_inspect._timeline import Request, Span, Timeline, WorkerTimeline
 
+pytestmark = pytest.mark.nightly  # the session `test` lacks the exporter
+
 MESH = NamedSharding.from_shape(dp=2, tp=1)
 # In place of a handle, of which the exporter only reads the timeline.
 HANDLE = "policy"

@@ -29,6 +29,8 @@ from ..lanes import (
     list_ranks_that_serve,
 )
 
+pytestmark = pytest.mark.nightly
+
 
 class Worker:
     def __init__(self):

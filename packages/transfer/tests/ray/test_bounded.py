@@ -24,7 +24,7 @@ MIB = 1 << 20
 # Larger than the bound, in one dim and in several; smaller; and empty.
 SHAPES = {"long": (100_003,), "wide": (7, 30_011), "deep": (5, 3, 4_099), "norm": (5,), "step": (), "none": (0, 3)}
 
-pytestmark = pytest.mark.usefixtures("local_ray")
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.nightly]
 
 
 class Model:

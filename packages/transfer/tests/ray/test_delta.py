@@ -11,7 +11,7 @@ from fairlead_workergroup.testing import kill
 
 SLOTS = 12
 SHAPE = 256, 512
-pytestmark = pytest.mark.usefixtures("local_ray")
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.nightly]
 
 
 class Model:

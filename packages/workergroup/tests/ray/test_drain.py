@@ -14,6 +14,8 @@ from fairlead_workergroup.testing import kill
 
 from ..faults import drain_without_agents
 
+pytestmark = pytest.mark.nightly
+
 
 class Worker:
     """A worker that knows its state and its node."""

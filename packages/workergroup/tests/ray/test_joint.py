@@ -29,6 +29,8 @@ from fairlead_workergroup import (
 from fairlead_workergroup.spi import start_tick
 from fairlead_workergroup.testing import kill
 
+pytestmark = pytest.mark.nightly
+
 DP = NamedSharding.from_shape(dp=2)
 
 

@@ -31,6 +31,8 @@ from fairlead_workergroup.testing import kill, slow
 from ..faults import most_calls_of_a_lane
 from ..slow_agents import delay, stop_delay
 
+pytestmark = pytest.mark.nightly
+
 MB = 1_000_000
 SLOTS = 4
 

@@ -33,6 +33,8 @@ from ..faults import (
     report_late_workers_every,
 )
 
+pytestmark = pytest.mark.nightly
+
 IMPORTED_WITH_RANK = os.environ.get("RANK")
 
 
