@@ -17,8 +17,7 @@ nox.options.sessions = ["lint", "test"]
 nox.options.default_venv_backend = "uv|venv"
 
 ROOT = Path(__file__).parent
-MULTIHOST = "integration-tests/multihost"
-PLANTED = "integration-tests/inspect"
+MULTIHOST, PLANTED = "integration-tests/multihost", "integration-tests/inspect"
 # uv does not read pip's settings. It must trust the certificates of the machine, as pip does, and search the folder of
 # local wheels that pip searches. Otherwise it downloads torch with CUDA.
 UV_ENV = {"UV_SYSTEM_CERTS": "1"}
