@@ -348,7 +348,9 @@ def start_raylets(
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
-        cluster = Cluster(initialize_head=True, head_node_args={"no_monitor": True, **head, **system})
+        # Options of `ray start`: processes that no test needs, each of which takes a second of a processor.
+        quiet = {"no_monitor": True, "include_dashboard": False, "include_log_monitor": False}
+        cluster = Cluster(initialize_head=True, head_node_args={**quiet, **head, **system})
         try:
             for worker in workers:  # One after the other: several at once time out on a small machine.
                 cluster.add_node(**worker)

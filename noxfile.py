@@ -7,7 +7,10 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -246,8 +249,6 @@ def multihost(session: nox.Session) -> None:
 
 # What a night repeats more often than `ci`.
 OFTEN = {"FAIRLEAD_LOOKS": "100", "FAIRLEAD_PAIRS": "10000", "FAIRLEAD_RUNS": "5", "FAIRLEAD_TRUTH": "2"}
-# Sessions that test packages against other frameworks.
-WITH_FRAMEWORKS = {"seams": {"rollouts", "transfer"}, "verl": {"verl"}}
 # The names that files of tests on several hosts have after packages. Those with other names belong to workergroup.
 FIRST_WORDS = {name.partition("-")[0]: name for name in SIBLINGS}
 
@@ -266,9 +267,8 @@ def nightly(session: nox.Session) -> None:
     options = ["-m", "nightly and not smoke", "--timeout=1800"]
     if hosts:
         session.notify("multihost", posargs=[*options, *hosts])
-    for name, packages in WITH_FRAMEWORKS.items():
-        if packages & names:
-            session.notify(name, posargs=[])
+    for name in ["seams"] * bool(names & {"rollouts", "transfer"}) + ["verl"] * ("verl" in names):
+        session.notify(name, posargs=[])
     if not session.posargs:
         session.notify("examples", posargs=["all"])
     here = install_wheels(session)
@@ -374,18 +374,10 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation (build/site/index.html), warnings as errors, and run its examples.
-
-    `nox -s docs -- links` checks the links to other sites instead, which `ci` does not: a site that is down must not
-    block a change.
-    """
+    """Build the documentation (build/site/index.html), warnings as errors, and run its examples."""
     sphinx = "sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design"
     install(session, *map(package, SIBLINGS), "torch", "opentelemetry-sdk", *sphinx, *PYTEST)
-    build = ["sphinx-build", "-q", "-c", "docs", "."]
-    if session.posargs == ["links"]:
-        session.run(*build, "build/links", "-b", "linkcheck")
-        return
-    session.run(*build, "build/site", "--fail-on-warning", "--keep-going")
+    session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     run_tests(session, "docs/test_pages.py", *session.posargs)
 
 
@@ -439,12 +431,18 @@ def pictures(session: nox.Session) -> None:
         session.run("python", f"docs/draw_{script}.py", env=RAY_ENV)
 
 
-# What `ci` adds to `nox`, one session after the other.
-CI = ("ray", "integration", "multihost", "docs", "typecheck", "wheels", "demo", "examples", "vendor")
+# What `ci` adds to `nox`, one step after the other: two test processes, then two lists of sessions side by side.
+CI = (["ray", "integration"],), (["multihost", "typecheck", "demo", "vendor"], ["docs", "wheels", "examples"])
 
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Run what a change has to pass beside `nox`: a fixed list of sessions, whose results and times nox prints last."""
-    for name in CI:
-        session.notify(name)
+    """Run what a change has to pass beside `nox`. Each list of sessions ends with their results and times."""
+
+    def run(names: list[str]) -> int:
+        return subprocess.run([sys.executable, "-m", "nox", "-s", *names], check=False).returncode
+
+    with ThreadPoolExecutor() as pool:
+        codes = [code for lists in CI for code in pool.map(run, lists)]
+    if any(codes):
+        session.error("a session has failed: see the results above")

@@ -241,6 +241,7 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process, eventual
         assert ("4 busy" in shown, "Policy" in shown.partition("4 busy")[0]) == (True, False)
 
 
+@pytest.mark.nightly
 def test_stopped_worker(driver, stop_process):
     """A worker that is stopped is named, and those that wait for it are explained by it."""
     pid = next(one["pid"] for one in read("status")["workers"] if one["rank"] == 1)
@@ -249,6 +250,7 @@ def test_stopped_worker(driver, stop_process):
     assert [(one["kind"], one["ranks"]) for one in found][:1] == [("stopped", [1])]
 
 
+@pytest.mark.nightly
 def test_restarted(driver):
     """After a restart the new process is registered, with its incarnation."""
     before = read("status")["workers"]
@@ -259,6 +261,7 @@ def test_restarted(driver):
     assert [one["state"] for one in after] == ["idle"] * 4
 
 
+@pytest.mark.nightly
 def test_unequal_counts_of_calls(driver):
     """After a restart, and a call of one worker alone, `why` names the worker that the others wait for, and no other.
 
@@ -282,6 +285,7 @@ def test_dead_worker(driver, stop_process):
     assert read("groups")["groups"][0]["dead"] == 1
 
 
+@pytest.mark.nightly
 def test_unknown_group(driver):
     """A name that no group has is answered by those that are there."""
     done = run("status", "--group", "critic")
@@ -292,6 +296,7 @@ def test_unknown_group(driver):
     assert "pp" in done.stderr
 
 
+@pytest.mark.nightly
 def test_interrupted_top(driver):
     """Ctrl-C ends `top` with 130; a reader that goes ends it with 141. Neither prints a traceback."""
     command = [sys.executable, "-m", "fairlead_inspect", "top", "--interval", "0.1"]
@@ -308,6 +313,7 @@ def test_interrupted_top(driver):
         assert (process.wait(60), errors) == (status, "")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("columns", [80, 200])
 def test_top_on_a_terminal(driver, columns):
     """On a terminal `top` shows a line for each worker, and gives the screen back after Ctrl-C."""

@@ -137,6 +137,7 @@ def test_sends_and_resizes(local_ray, tmp_path, eventually):
         assert link.versions() == {0: 30, 1: 30}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("open_lanes", ["source", "target", "both"])
 def test_sends_with_open_lanes(groups, open_lanes):
     """Sends go between the calls of a lane: each brings what the calls before it have left, and nothing later."""
@@ -156,6 +157,7 @@ def test_sends_with_open_lanes(groups, open_lanes):
         assert routes == {"lane"} if open_lanes == "both" else routes == {"lane", "ray"}
 
 
+@pytest.mark.nightly
 def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
     """Sends serve the ranks that there are while a group with an open lane grows and shrinks in another thread."""
     folder, axes = str(tmp_path), NamedSharding.from_shape(replica=2)

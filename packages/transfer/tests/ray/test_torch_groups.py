@@ -98,7 +98,11 @@ class Generator:
         }
 
 
-@pytest.fixture(scope="module", params=[{"dp": 2, "tp": 2}, {"dp": 4}], ids=["fsdp-tp", "fsdp"])
+POLICIES = [{"dp": 2, "tp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.nightly)]
+GENERATORS = [pytest.param({"tp": 4}, marks=pytest.mark.nightly), {"replica": 2, "tp": 2}, {}]
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids=["fsdp-tp", "fsdp"])
 def policy(request, slots):
     builder = RayWorkerBuilder(Policy, request.param, "tp" in request.param)
     sharding = NamedSharding.from_shape(**request.param)
@@ -106,7 +110,7 @@ def policy(request, slots):
         yield policy
 
 
-@pytest.fixture(scope="module", params=[{"tp": 4}, {"replica": 2, "tp": 2}, {}], ids=["tp4", "tp2x2", "whole"])
+@pytest.fixture(scope="module", params=GENERATORS, ids=["tp4", "tp2x2", "whole"])
 def generator(request, slots):
     sharding = NamedSharding.from_shape(**(request.param or {"replica": 1}))
     chosen = slots[4 : 4 + sharding.size]

@@ -25,6 +25,8 @@ from fairlead_workergroup import (
 
 from ..calling import Acting
 
+pytestmark = pytest.mark.nightly
+
 
 def epoch():
     return current_worker().epoch
@@ -354,7 +356,6 @@ def test_admission(group, gate, wait_until_running, eventually):
     running.result()
 
 
-@pytest.mark.nightly
 def test_resizes(local_ray):
     """While the group is resized again and again, no result of a handle's call is of two epochs or of another size."""
     with (

@@ -153,6 +153,7 @@ def test_join_after_a_failure(local_ray, tmp_path):
         assert group.call("sum_along", "dp").result() == [3] * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_ipv6_store(local_ray):
     """Workers find the store of a master with an IPv6 address, and the interface of such an address."""
@@ -220,7 +221,11 @@ class Classifier:
         return [parameter.detach().numpy() for parameter in self.model.parameters()]
 
 
-@pytest.mark.parametrize(("compression", "share"), [(True, 0.5), ("bf16", 0.5), ("powersgd", 0.35)])
+# The other kinds of compression, which take as long as the first.
+SLOW = [pytest.param(*one, marks=pytest.mark.nightly) for one in (("bf16", 0.5), ("powersgd", 0.35))]
+
+
+@pytest.mark.parametrize(("compression", "share"), [(True, 0.5), *SLOW])
 def test_compressed_gradients(local_ray, compression, share):
     """Fewer bytes reach the collective, all workers have the same weights, and the accuracy is still 93 %."""
     x, y = datasets.load_digits(return_X_y=True)
@@ -328,6 +333,7 @@ class Replica:
         return texts
 
 
+@pytest.mark.nightly
 def test_process_groups_of_several_epochs(local_ray):
     """DDP with Adam grows, loses workers, and shrinks; after each change all replicas have the same state."""
     with (
