@@ -19,6 +19,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ray
@@ -76,14 +77,11 @@ WITHOUT_RAY = [name for name, block in EXAMPLES.items() if "init_ray(address=" i
 
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch, coordinator_port):
-    """Run a test in an empty folder, and undo its changes of the environment of the process."""
+    """Run a test in an empty folder, and undo its changes of the variables and registrations of the process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "venvs"))
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+    with mock.patch.dict(os.environ), mock.patch.dict(fairlead_venvs.actor_environments):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import every module of an installed package: `python import_all.py fairlead_batching`."""
+"""Import every module of an installed package: `python import_all.py fairlead_batching`.
+
+Only what the extras of the package bring may be missing, and what `OTHERS` lists.
+"""
 
 import importlib
+import importlib.metadata
 import pkgutil
+import re
 import sys
 
-# What extras and frameworks bring, so that a module that imports it cannot be imported without it.
-OPTIONAL = {"torch", "opentelemetry", "jax", "ray", "verl", "nixl_cu12", "xxhash", "zmq", "rich", "miles", "slime"}
+# The frameworks of adapters, and pytest for the module with the published tests of ledgers.
+OTHERS = {"miles", "nemo_rl", "pytest", "slime", "verl"}
 
 package = importlib.import_module(sys.argv[1])
 assert str(package.__file__).startswith(sys.prefix), f"{package.__file__} is not from {sys.prefix}"
+required = importlib.metadata.requires(package.__name__) or ()
+extras = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in required if "extra ==" in line}
 for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
     try:
         importlib.import_module(module.name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in OPTIONAL:
+    except ImportError as error:
+        # Some modules say in an error of their own which extra to install.
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        missing = (cause.name or "").partition(".")[0]
+        # The distribution opentelemetry-sdk brings the package opentelemetry.
+        if not any(extra == missing or extra.startswith(f"{missing}_") for extra in extras | OTHERS):
             raise
