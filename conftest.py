@@ -99,6 +99,10 @@ class Progress:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._count = len(session.items)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._count = len(ids)
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._test, self._number = nodeid, self._number + 1
         self._began = self._shown = time.monotonic()

@@ -174,13 +174,14 @@ def ray(session: nox.Session) -> None:
     """
     here = install_wheels(session)
     # The sessions `seams` and `verl` run the tests against other frameworks.
-    tests = [path for path in here.glob("packages/*/tests/*") if path.name in ("ray", "uv", "interop", "simulation")]
+    folders = [path for path in here.glob("packages/*/tests/*") if path.name in ("ray", "uv", "interop", "simulation")]
     units = here.glob("packages/*/tests/unit/test_*.py")
-    tests += [path for path in units if NEEDS_TORCH.search(path.read_text(encoding="utf-8"))]
-    chosen = [one for one in session.posargs if Path(one).exists()]
+    units = [path for path in units if NEEDS_TORCH.search(path.read_text(encoding="utf-8"))]
     options = ["-m", "not smoke and not nightly", *TWO_PROCESSES, *session.posargs]
     with session.chdir(here):
-        run_tests(session, *options, *([] if chosen else sorted(str(path.relative_to(here)) for path in tests)))
+        # Unit tests run in processes that have not used Ray.
+        for paths in ([],) if any(Path(one).exists() for one in session.posargs) else (units, folders):
+            run_tests(session, *options, *(str(path.relative_to(here)) for path in sorted(paths)))
 
 
 @nox.session
@@ -342,10 +343,11 @@ def seams(session: nox.Session) -> None:
     paths = map(package, [*SIBLINGS["transfer"], "transfer", "rollouts"])
     needed = "dill", "msgspec", "omegaconf", "ray", "tensordict", "torch", "transferqueue", "transformers"
     session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
-    _, source = session.posargs or ("--source", "")
+    given = session.posargs
+    source, more = (given[1], given[2:]) if given[:1] == ["--source"] else ("", given)
     env = {"FAIRLEAD_SEAM_SOURCES": str(Path(source).resolve())} if source else {}
     for name in ("rollouts", "transfer"):  # each imports other parts of verl
-        run_tests(session, package(name, "/tests/seams"), **env)
+        run_tests(session, package(name, "/tests/seams"), *more, **env)
 
 
 @nox.session

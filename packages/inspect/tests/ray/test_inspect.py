@@ -343,6 +343,7 @@ def test_no_cluster(driver):
     assert done.stderr.startswith("No Ray cluster answers at 127.0.0.1:1.")
 
 
+@pytest.mark.nightly
 def test_ended(driver, eventually):
     """A group that was shut down is not listed any more, and ends a `top` that shows it."""
     command = [sys.executable, "-m", "fairlead_inspect", "top", "--interval", "0.1", "--group", "policy"]

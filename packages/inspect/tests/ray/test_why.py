@@ -194,6 +194,7 @@ def test_text(job, eventually):
     assert sorted(one["class"] for one in rows) == ["Controller", "Trainer", "driver"]
 
 
+@pytest.mark.nightly
 def test_top(job, eventually):
     """`top` shows the same again and again, without Ray's head too."""
 
