@@ -68,8 +68,11 @@ class Rank:
         for _ in range(times):
             dist.all_reduce(torch.ones(1))
 
-    def record(self, prefix, count, after_s):
-        """Write what torch's flight recorder has, as NCCL's watchdog does a time after the last of some collectives."""
+    def record(self, prefix, count, after_s, after_files=()):
+        """Write what torch's flight recorder has, as NCCL's watchdog does a time after the last of some collectives.
+
+        Some files must exist first: on a busy machine, other ranks may begin their last collective much later.
+        """
         from torch._C._distributed_c10d import _dump_fr_trace
 
         def stands(found):
@@ -78,7 +81,7 @@ class Rank:
 
         def dump():
             found = b""
-            while not found or not stands(found):
+            while not found or not stands(found) or not all(map(os.path.exists, after_files)):
                 time.sleep(0.2)
                 found = _dump_fr_trace(includeCollectives=True, includeStackTraces=False, onlyActive=False)
             with open(f"{prefix}{self.rank}", "wb") as file:
@@ -333,7 +336,9 @@ def skipped():
     """One rank has skipped a collective and waits for its device, which only the flight recorder shows."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = make_ranks()
-        ray.get([one.record.remote(f"{folder}/rank_", 1 if rank == 2 else 2, 5.0) for rank, one in enumerate(ranks)])
+        others = [f"{folder}/rank_{rank}" for rank in range(SIZE) if rank != 2]
+        ray.get(ranks[2].record.remote(f"{folder}/rank_", 1, 5.0, others))
+        ray.get([ranks[rank].record.remote(f"{folder}/rank_", 2, 5.0) for rank in range(SIZE) if rank != 2])
         refs = [one.train.remote("in_device", 2) for one in ranks]
         wait_in_get(refs, [f"{folder}/rank_{rank}" for rank in range(SIZE)])
 
