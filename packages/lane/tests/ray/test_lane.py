@@ -320,7 +320,6 @@ class TestFaults:
                 assert [worker.rank for worker in caught.value.late] == [1]
             assert len(call.result(timeout=60)) == 2
 
-    @pytest.mark.nightly
     def test_stopped_worker(self, group, stop_process):
         """The driver keeps a bounded number of messages under way to a stopped worker, and refuses more in time."""
         with group.lane():
@@ -369,7 +368,6 @@ class TestFaults:
             lone_group.call("echo", 1).result()
             assert lone_group.shutdown("all_seen")
 
-    @pytest.mark.nightly
     def test_driver_that_dies(self, local_ray, tmp_path, eventually):
         """The workers of a driver that is killed end."""
         script = tmp_path / "driver.py"

@@ -146,7 +146,6 @@ CASES = {
 }
 
 
-@pytest.mark.nightly
 def test_faults(groups):
     """Before the decision all targets stay as they were; after it a rank that was lost is brought forward."""
     for commit, cases in CASES.items():
@@ -157,7 +156,6 @@ def test_faults(groups):
                 check_fault(*groups, link, side, phase, "kill", version)
 
 
-@pytest.mark.nightly
 def test_torn_ranks(groups, call_in_time):
     """A source that is lost between two buckets leaves torn ranks, which refuse calls until the next send."""
     source, target = groups
@@ -348,7 +346,6 @@ def test_peak(slots):
     assert max(peaks) >= 16, f"the peak was not measured: {peaks}"
 
 
-@pytest.mark.nightly
 def test_peak_of_much(slots):
     """The same of 2 GiB through 128 MiB."""
     peaks = measure_peaks(slots, 2048, 128)

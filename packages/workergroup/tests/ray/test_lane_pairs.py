@@ -205,7 +205,6 @@ class TestOtherProcesses:
             assert ray.get(controller.call.remote()) == [pids] * 2
         ray.kill(controller)
 
-    @pytest.mark.nightly
     def test_slow_agent(self, pair):
         """When a lane is open, and when it is closed, others learn so at once, even from an agent that is slow."""
 
@@ -241,7 +240,6 @@ class TestOtherProcesses:
 
 
 class TestFaults:
-    @pytest.mark.nightly
     def test_kill(self, shared_cluster, eventually):
         """The calls of a killed worker say so, the others' are answered, and the restarted worker joins the lane."""
         options = {
@@ -283,7 +281,6 @@ class TestFaults:
                 check_recovery()
             assert group.call("take_seen").result(timeout=60) == [[1, 3], []]
 
-    @pytest.mark.nightly
     def test_stopped_worker(self, pair, stop_process):
         """Of 10,000 calls to a stopped worker each runs once; deadlines hold, and the driver's memory is limited."""
         one = pair.at(worker=0)
@@ -312,7 +309,6 @@ class TestFaults:
             assert waiting.result(60) == "waited"
             assert by_lane(one.call("take_seen", collect=())) == [*range(most), "waited"]
 
-    @pytest.mark.nightly
     def test_slow_worker(self, pair):
         """A slow worker delays nobody else, and a deadline names it."""
         with pair.lane():

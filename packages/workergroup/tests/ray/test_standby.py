@@ -226,7 +226,6 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatc
         assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
 
 
-@pytest.mark.nightly
 def test_interrupted_takeover(cluster, eventually, monkeypatch):
     """If Ctrl-C ends a restart, the standby that was to take over a rank is ended, and does not occupy its slot."""
     with RayWorkerGroup(
