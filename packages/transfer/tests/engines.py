@@ -69,10 +69,19 @@ def watch_memory(*names):
         thread.join()
 
 
+def open_files():
+    """Return the files that this process has open, but those that a thread closes meanwhile: descriptor to name."""
+    files = {}
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):
+            files[descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
+    return files
+
+
 def find_left():
     """Return what a transfer may have left in this process: shared memory, sockets that listen, ends."""
     gc.collect()
-    files = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and os.path.lexists(one)]
+    files = open_files().values()
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "fairlead-transfer" in line]
     ends = getattr(sys.modules.get("_fairlead_transfer"), "ends", {})
     return [*(file for file in files if "fairlead-transfer" in file), *mapped, *map(repr, ends)]

@@ -27,7 +27,7 @@ from fairlead_transfer._remote.transport import fetch_value
 from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
 from ..ends import Ends
-from ..engines import leave_nothing
+from ..engines import leave_nothing, open_files
 
 MODEL = {"embed": (12, 8), "norm": (5,), "step": (), "deep": (2, 3, 4, 5), "none": (0, 3)}
 
@@ -386,8 +386,7 @@ def test_unused_memory_is_given_back():
     def shared_bytes():
         """Return the bytes of the segments that this process has open; a map has the file open too."""
         gc.collect()
-        links = [Path(entry.path) for entry in os.scandir("/proc/self/fd")]
-        return sum(one.stat().st_size for one in links if os.path.lexists(one) and NAME in os.readlink(one))
+        return sum(os.fstat(descriptor).st_size for descriptor, name in open_files().items() if NAME in name)
 
     source, target = Worker({"w": np.ones(1 << 17)}), Worker({"w": np.zeros(1 << 17)})
     ends = Ends([source], [target])

@@ -147,14 +147,18 @@ class Failing:
 
 def find_traces():
     """Return the threads, the open files, the variables and the module by which a group could leave a trace."""
-    files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if is_open(name)]
+    files = [read_link(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     kept = [file for file in files if "fairlead-worker" in file or "eventpoll" in file]
     threads = [one.name for one in threading.enumerate() if one.name.startswith(("fairlead-local", "asyncio_"))]
     return threads, kept, {name: os.environ.get(name) for name in RANK_NAMES}, "_fairlead_worker" in sys.modules
 
 
-def is_open(name):
-    return os.path.lexists(f"/proc/self/fd/{name}")
+def read_link(path):
+    """Return where a link leads, "" if another thread has closed its file meanwhile."""
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""
 
 
 @pytest.fixture(autouse=True)
