@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
+from ray.core.generated.gcs_pb2 import ActorTableData
 
 # Ray's accounts of deaths may have advice of several lines.
 CAUSE_CHARACTERS = 240
@@ -81,6 +82,16 @@ def ownership_of(ref: ObjectRef[Any]) -> tuple[bytes, bytes, bytes] | None:
     # Pickling the reference gives them too, but keeps the object for the life of this process.
     _, owner, status = core_worker.serialize_object_ref(ref)
     return ref.binary(), owner, status
+
+
+def is_known_dead(handle: Any) -> bool:
+    """Return whether this process knows that an actor is dead, without a request, as after a method's error.
+
+    Reason: Ray's public ways ask the head. Fallback: False, and the next request to the actor meets the error.
+    """
+    core_worker = getattr(ray._private.worker.global_worker, "core_worker", None)
+    read = getattr(core_worker, "get_local_actor_state", None)
+    return read is not None and bool(read(handle._actor_id) == ActorTableData.DEAD)
 
 
 def dead_actors() -> frozenset[str]:

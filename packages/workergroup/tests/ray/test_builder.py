@@ -135,8 +135,8 @@ class TestOneWorker:
         with RayVirtualCluster([2]) as cluster:
             (group,) = cluster.get_placement_groups()
             ready, worker = RayWorkerBuilder(Configured).create_worker_async(group, 1, 1.0, (0, [1]))
-            assert ray.get(ready)["pid"] > 0
-            seed, asked, _, gpus = ray.get(worker.read_identity.remote())
+            assert ray.get(ready) == worker
+            seed, asked, _, gpus = ray.get(ray.get(ready).read_identity.remote())
             assert (seed, asked, gpus) == (1, (0, [1]), 0.5)
             ray.kill(worker)
 

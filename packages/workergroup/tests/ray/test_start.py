@@ -183,10 +183,9 @@ class TestArguments:
             ),
             ({"sharding_annotations": NamedSharding.from_shape(dp=8, start=1)}, ValueError, "the ranks 0 to 7"),
             ({"sharding_annotations": [[0, 1]]}, TypeError, "must be a NamedSharding, got list"),
-            ({"env_vars": {"RANK": "0"}}, ValueError, "may not name 'RANK'"),
+            ({"env_vars": {"MINE": 0}}, TypeError, "env_vars must map names to strings"),
             ({"async_communication": "atuo"}, ValueError, "must be True, False or .auto., got .atuo."),
             ({"workers_per_node": 9}, ValueError, "asks for 9 workers"),
-            ({"workers_per_node": 2, "bundle_indices_list": [(0, [0])]}, ValueError, "not both"),
         ],
     )
     def test_bad_arguments(self, cluster, arguments, error, message):

@@ -33,7 +33,7 @@ WORKERS = {"workers": 2}
         (collections.Counter, {**WORKERS, "init_kwargs": [1]}, "init_kwargs must be a dict"),
         (collections.Counter, {**WORKERS, "timeout_s": 0}, "timeout_s must be a positive number of seconds"),
         (collections.Counter, {**WORKERS, "timeout_s": None}, "timeout_s must be a positive number of seconds"),
-        (collections.Counter, {**WORKERS, "env_vars": {"RANK": "1"}}, "env_vars may not name 'RANK'"),
+        (collections.Counter, {**WORKERS, "env_vars": {"MINE": 1}}, "env_vars must map names to strings"),
         (collections.Counter, {**WORKERS, "python": 3}, "python must be a VenvSpec"),
     ],
 )

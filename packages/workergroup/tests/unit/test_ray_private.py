@@ -29,6 +29,12 @@ def test_still_referenced(monkeypatch):
     assert private.still_referenced([REF.binary()]) == []
 
 
+def test_is_known_dead(monkeypatch):
+    """No actor is known to be dead."""
+    monkeypatch.setattr(ray._private.worker.global_worker, "core_worker", object(), raising=False)
+    assert not private.is_known_dead(SimpleNamespace(_actor_id=ray.ActorID(ACTOR)))
+
+
 @pytest.mark.parametrize("attribute", ["_actor_id", "_ray_actor_id"])
 def test_actor_id(attribute):
     """Each of two attributes of a handle is enough."""

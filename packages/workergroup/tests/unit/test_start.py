@@ -100,9 +100,9 @@ class TestOnePerSlot:
             ([1], ValueError, r"has 1 entries \[1\], but 2 logical nodes are in use: \[0, 1\]"),
             ([0, 0], ValueError, "leaves no worker"),
             (-1, ValueError, "asks for -1 workers"),
-            (True, TypeError, "must be an int or a list of ints"),
-            ("2", TypeError, "must be an int or a list of ints"),
-            ([1, 1.5], TypeError, "must be an int or a list of ints"),
+            (True, ValueError, "must be an int or a list of ints"),
+            ("2", ValueError, "must be an int or a list of ints"),
+            ([1, 1.5], ValueError, "must be an int or a list of ints"),
         ],
     )
     def test_bad_workers_per_node(self, wanted, error, message):
@@ -155,10 +155,9 @@ class TestTiedGroups:
         with pytest.raises(ValueError, match="2 slots are bundle 0 of logical node 0"):
             lay_out(there, prefix="p", **options)
 
-    def test_exclusive(self):
-        """It cannot be combined with workers_per_node."""
-        with pytest.raises(ValueError, match="not both"):
-            lay_out(slots(2), prefix="p", workers_per_node=1, bundle_indices_list=[(0, [0])])
+    def test_beside_workers_per_node(self):
+        """It wins over workers_per_node."""
+        assert where(lay_out(slots(2), prefix="p", workers_per_node=2, bundle_indices_list=[(0, [1])])) == [(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -207,10 +206,19 @@ class TestLayers:
 
     @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
     def test_never_forwarded(self, name):
-        """Ray's choices and rank variables are not taken from the driver, and are refused in env_vars."""
+        """Ray's choices and rank variables are not taken from the driver, and are left out of env_vars."""
         assert make_environment(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
-        with pytest.raises(ValueError, match=f"env_vars may not name '{name}'"):
-            check_env_vars({name: "1"})
+        assert check_env_vars({name: "1", "MINE": "2"}) == {"MINE": "2"}
+
+    def test_left_out(self, caplog):
+        """All names of env_vars that workers do not get are in one line, whether a mapping or a function has them."""
+        given = {"RANK": "7", "MASTER_ADDR": "a", "RAY_JOB_ID": "1", "MINE": "2"}
+        assert check_env_vars(given) == {"MINE": "2"}
+        assert [plan.environment.variables["MINE"] for plan in make_plans(3, lambda place: given)] == ["2"] * 3
+        lines = [one.getMessage() for one in caplog.records]
+        assert [line.partition(" of env_vars")[0] for line in lines] == [
+            "Workers do not get MASTER_ADDR, RANK, RAY_JOB_ID"
+        ] * 2
 
     @pytest.mark.parametrize("env_vars", [{"A": 1}, {1: "a"}, {"A": None}])
     def test_only_text(self, env_vars):
@@ -294,8 +302,6 @@ class TestEachPlace:
 
     def test_refusals(self):
         """The names and values are checked as those of a mapping are."""
-        with pytest.raises(ValueError, match="env_vars may not name 'RANK'"):
-            make_plans(1, lambda place: {"RANK": "1"})
         with pytest.raises(TypeError, match="env_vars must map names to strings"):
             make_plans(1, lambda place: {"ME": place.rank})
         with pytest.raises(TypeError, match=r"env_vars must return a mapping .* got None"):

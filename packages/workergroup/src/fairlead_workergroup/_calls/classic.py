@@ -119,9 +119,15 @@ class ClassicCalls(AddressedWorkers):
             The refs of the called workers, by rank.
 
         Raises:
-            ValueError: a list has too few or too many values, or a name is in both `kwargs` and `common_kwargs`.
+            ValueError: there is no list, a list has too few or too many values, or a name is in both `kwargs` and
+                `common_kwargs`.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
+        if not args and not kwargs:
+            raise ValueError(
+                f"run_all_workers_multiple_data({method_name!r}) needs at least one list with a value for each worker, "
+                "got none. For the same arguments everywhere, use run_all_workers_single_data."
+            )
         target = self._target
         plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
 

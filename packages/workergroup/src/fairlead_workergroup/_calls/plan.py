@@ -173,13 +173,14 @@ class Recipients:
 
 
 def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """Return the positions of the wanted results, in the order they are wanted, and those of the others."""
+    """Return the positions of the wanted results, in the order they are wanted, and those of the others.
+
+    Wanted ranks that were not called have no position.
+    """
     if returned is None or returned == called:
         return list(range(len(called))), []
     index = {rank: at for at, rank in enumerate(called)}
-    if unknown := [rank for rank in returned if rank not in index]:
-        raise ValueError(f"return_from_workers names ranks {unknown}, which were not called: {sorted(index)}")
-    wanted = [index[rank] for rank in returned]
+    wanted = [index[rank] for rank in returned if rank in index]
     return wanted, sorted(set(range(len(called))).difference(wanted))
 
 

@@ -51,7 +51,8 @@ class MultiWorkerFuture:
 
     Attributes:
         futures: one future for each called worker. The future of a worker that does not return a result holds None.
-        return_from_workers: the ranks whose results are wanted, in this order; None for all futures.
+        return_from_workers: the ranks whose results are wanted, in this order; None for all futures. Ranks that were
+            not called have none, and are left out.
         called_workers: the rank of each future; None if future i belongs to rank i.
 
     Raises:
@@ -91,7 +92,6 @@ class MultiWorkerFuture:
                 the call; for ObjectRefs that the group did not make, from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and notes that name the failing ranks.
-            ValueError: `return_from_workers` names a rank that was not called.
         """
         if worker_group is not None:
             return worker_group.get_all_worker_results(self, return_generators_as_proxies)

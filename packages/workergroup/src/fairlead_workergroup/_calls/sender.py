@@ -22,10 +22,11 @@ from .. import _world
 from .._lifecycle.delivery import OverlappingCalls
 from .._membership.judge import Evidence, Verdict
 from .._membership.machine import FixedMembership
-from .._membership.model import Snapshot
+from .._membership.model import Snapshot, WorkerProcess
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
 from .._observe.calls import Counters, ObservedCalls
+from .._observe.evidence import find_known_dead, judge_known_dead
 from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
@@ -175,6 +176,8 @@ class Sender:
 
     def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures."""
+        if dead := self.find_dead(order):
+            self.roster.note(judge_known_dead(self.roster.judge, dead))
         if self.transport is not None or order.has_answers:
             order = self.prepare(order)
         while True:
@@ -182,6 +185,11 @@ class Sender:
             if isinstance(tried, Sent):
                 return tried
             self.overcome(order, tried)
+
+    def find_dead(self, order: Order) -> list[WorkerProcess]:
+        """Return the recipients that this process knows to be dead and the group does not."""
+        members = self.roster.now.members
+        return find_known_dead(members[rank] for rank in order.ranks if rank < len(members))
 
     def prepare(self, order: Order) -> Order:
         """Do what may take time before the turn of a call, because other threads may send calls until then."""
@@ -293,7 +301,8 @@ class Sender:
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         order = order._replace(requests=list(order.requests))  # for the second attempt, if the first one is too early
-        if not self.queue.busy:  # otherwise earlier calls are still waiting
+        # Otherwise earlier calls are still waiting, or the causes of deaths have to be looked for.
+        if not self.queue.busy and not self.find_dead(order):
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
                 return self.send(order._replace(deadline=Deadline.after(0.0)))

@@ -15,8 +15,8 @@ from fairlead_placement.spi import choose_alive, collect, head_deadline
 
 from .. import _world
 from .._membership.judge import Evidence, Judge, Verdict
-from .._membership.model import WorkerProcess
-from .._ray_private import how_it_ended
+from .._membership.model import Member, WorkerProcess
+from .._ray_private import how_it_ended, is_known_dead
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
 from .head import dead_actors, death_causes
@@ -97,6 +97,25 @@ def judge_errors(judge: Judge, errors: Mapping[WorkerProcess, BaseException]) ->
         if doubted := [one.worker for one in refused]:
             _world.current.event().wait(REFUSED_EVERY_S)
     return [verdict for verdict in verdicts.values() if verdict.is_lost]
+
+
+def find_known_dead(members: Iterable[Member]) -> list[WorkerProcess]:
+    """Return the workers that this process knows to be dead and the group does not, without a request.
+
+    So it is when a user's `ray.get` has met a death: nobody has told the group.
+    """
+    return [
+        member.process
+        for member in members
+        if member.failure is None and member.handle is not None and is_known_dead(member.handle)
+    ]
+
+
+def judge_known_dead(judge: Judge, dead: Sequence[WorkerProcess]) -> list[Verdict]:
+    """Tell a judge of workers that this process knows to be dead; return its verdicts, with the causes."""
+    for worker in dead:
+        judge.tell(worker, Evidence("actor-state", "gone", text=NO_CAUSE))
+    return list(judge.ask(dead, look="all", within_s=LOOK_S).values())
 
 
 def weigh_answers(

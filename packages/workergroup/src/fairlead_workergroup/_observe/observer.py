@@ -88,7 +88,8 @@ class Observer:
         verdicts = {worker: judge.tell(worker, *found) for worker, found in weigh_answers(asked, ended).items()}
         silent = [worker for worker, verdict in verdicts.items() if verdict.state == "unknown"]
         verdicts.update(judge.ask(silent, look="head", within_s=HEAD_S))
-        dead |= {worker.rank for worker, verdict in verdicts.items() if verdict.is_lost}
+        # The next call raises these losses, or restarts the workers, even if no call of the group has met them.
+        dead |= {failure.rank for failure in self._roster.note(verdicts.values())}
         rows: dict[int, Mapping[str, Any]] = {
             worker.rank: row
             for worker, row in zip(asked, answers, strict=True)

@@ -83,6 +83,10 @@ class WorkerHost:
         values = _get_values([*args, *kwargs.values()])
         return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
 
+    def _fairlead_give(self, value: Any, _: Any) -> Any:
+        """Return a value when another one, which Ray waits for, is there; raise its error."""
+        return value
+
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
         """Set the environment and publish the facts, before any code of the user is imported."""
         os.environ.update(facts["env"])

@@ -87,8 +87,8 @@ class RayWorkerBuilder:
             extra_options: Ray options, merged over those of the class.
 
         Returns:
-            A ref that is ready when the worker's constructor has finished, or holds its error; and the actor handle,
-            which has the class's own methods.
+            A ref of the worker's handle, which is ready when its constructor has finished, or holds the error of
+            that; and the handle at once. It has the class's own methods.
 
         Raises:
             TypeError, ValueError: a worker cannot have this class or these options.
@@ -139,7 +139,7 @@ class RayWorkerBuilder:
             [arguments.prepare(value) for value in self.args],
             {name: arguments.prepare(value) for name, value in {**self.kwargs, **init_kwargs}.items()},
         )
-        return ready, handle
+        return handle._fairlead_give.remote(handle, ready), handle
 
     def __call__(
         self,

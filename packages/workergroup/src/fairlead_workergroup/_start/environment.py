@@ -65,20 +65,25 @@ def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
         return env_vars
     if not isinstance(given := env_vars(place), Mapping):
         raise TypeError(f"env_vars must return a mapping from names to strings for each place, got {given!r}")
-    return check_env_vars(given)
+    return check_env_vars(given, is_logged=place.rank == 0)
 
 
-def check_env_vars(env_vars: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy; refuse variables that are not text, and names that Ray or the group sets."""
+def check_env_vars(env_vars: Mapping[str, str], *, is_logged: bool = True) -> dict[str, str]:
+    """Return a copy without the names that Ray or the group sets, which are logged; refuse what is not text.
+
+    A driver under torchrun, Slurm or KubeRay has such names in the `os.environ` that its user passes on.
+    """
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
-        if _matches(name, NEVER) and name not in OF_FRAMEWORKS:
-            raise ValueError(
-                f"env_vars may not name {name!r}: Ray chooses the devices, the group sets "
-                f"{', '.join(RANK_VARIABLES)}, and RAY_* belongs to each process. Remove it."
-            )
-    return dict(env_vars)
+    dropped = sorted(name for name in env_vars if _matches(name, NEVER) and name not in OF_FRAMEWORKS)
+    if dropped and is_logged:
+        logger.warning(
+            "Workers do not get %s of env_vars: the group sets the variables of ranks, Ray chooses the devices, and "
+            "RAY_* belongs to each process.",
+            ", ".join(dropped),
+        )
+    return {name: value for name, value in env_vars.items() if name not in dropped}
 
 
 def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:

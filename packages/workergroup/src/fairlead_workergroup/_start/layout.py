@@ -20,11 +20,12 @@ def lay_out(
     workers_per_node: int | Sequence[int] | None = None,
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
 ) -> tuple[Place, ...]:
-    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`."""
+    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`.
+
+    With `bundle_indices_list`, `workers_per_node` has no effect, as in the original system.
+    """
     if not slots:
         raise ValueError("a worker group needs at least one slot, got none")
-    if bundle_indices_list is not None and workers_per_node is not None:
-        raise ValueError("give workers_per_node or bundle_indices_list, not both")
     if workers_per_node is not None or bundle_indices_list is not None:
         _check_numbers(slots)
     if bundle_indices_list is None:
@@ -115,7 +116,7 @@ def _choose(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
     keep: set[int] = set()
     for (node_idx, there), count in zip(sorted(by_node.items()), wanted, strict=True):
         if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"workers_per_node must be an int or a list of ints, got {workers_per_node!r}")
+            raise ValueError(f"workers_per_node must be an int or a list of ints, got {workers_per_node!r}")
         if not 0 <= count <= len(there):
             raise ValueError(
                 f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(there)} slots"
