@@ -30,7 +30,7 @@ from ._compat import (
     execute_resumable,
     resolve_maybe_refs,
 )
-from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote
+from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote, tpu_remote
 from ._jax import initialize_jax
 from ._pool import PoolStatistics, SlicePool
 from ._run.targets import (
@@ -45,6 +45,7 @@ from .exceptions import (
     HeadUnreachableError,
     InsufficientSlicesError,
     JaxUnavailableError,
+    OpenInstancesError,
     PoolBusyError,
     PreemptionLimitError,
     SliceLostError,
@@ -75,6 +76,7 @@ __all__ = [
     "JobStatus",
     "JobSucceeded",
     "MEGASCALE_DEFAULT_PORT",
+    "OpenInstancesError",
     "PoolBusyError",
     "PoolStatistics",
     "PreemptionLimitError",
@@ -95,4 +97,5 @@ __all__ = [
     "handle_ray_error",
     "initialize_jax",
     "resolve_maybe_refs",
+    "tpu_remote",
 ]

@@ -2,6 +2,7 @@
 """Thin layers with the classic names: `RayExecutor` and its decorators, `TpuRemoteManager` and `SlicePoolManager`."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,24 +10,31 @@ from typing import Any
 
 import ray
 
+from fairlead_placement.spi import read_nodes
+
 from . import _host
-from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._accelerators.slices import SliceInfo
+from ._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
+from ._accelerators.slices import SliceInfo, find_type
+from ._accelerators.tpu_types import GENERATIONS, canonical_name
+from ._health import Head
 from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
 from ._run.verdicts import JobStatus
-from ._run.work import Function, take_options
+from ._run.work import Function, check_call, check_method, take_options
 
 _Once = Callable[[Function], Callable[..., JobStatus]]
 _UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
+_BUDGETS = ("max_retries_preemption", "max_retries_failure")
+# The managers run a function once unless their options say otherwise, so nothing is gained by waiting for a verdict.
+_ONCE = {"max_retries_preemption": 0, "max_retries_failure": 0, "crash_grace_s": 0.0}
 
 
 class RayExecutor:
     """Calls a function on every host of slices that are reserved for the call.
 
-    A keyword argument with the name of one of our options belongs to the function if the function has a parameter of
-    that name. The option can then be set in the configuration, as all options can. All four methods raise the errors of
-    `SlicePool.run`.
+    A keyword argument with the name of an option belongs to the function if its signature names such a parameter. The
+    option can then be set in the configuration, as all options can. Arguments that the function cannot take are a
+    TypeError before anything is reserved. All four methods raise the errors of `SlicePool.run`.
     """
 
     @staticmethod
@@ -39,8 +47,7 @@ class RayExecutor:
         remote_fn: Function, accelerator_config: AcceleratorConfigType, flatten: bool | None = None, **kwargs: Any
     ) -> JobStatus:
         """Run a function once, on as many slices as are free, and return the outcome as a value."""
-        options = take_options(remote_fn, {"flatten": flatten}, kwargs)
-        return autoscale_execute(accelerator_config, **options)(remote_fn)(**kwargs)
+        return autoscale_execute(accelerator_config)(remote_fn)(**_given(flatten=flatten), **kwargs)
 
     @staticmethod
     def execute_resumable(
@@ -51,9 +58,8 @@ class RayExecutor:
         **kwargs: Any,
     ) -> list[Any]:
         """Run a function on one slice until it succeeds; return its results in the order of the hosts."""
-        options = {"max_retries_preemption": max_retries_preemption, "max_retries_failure": max_retries_failure}
-        options = take_options(remote_fn, options, kwargs)
-        return execute_resumable(accelerator_config, **options)(remote_fn)(**kwargs)
+        given = _given(max_retries_preemption=max_retries_preemption, max_retries_failure=max_retries_failure)
+        return execute_resumable(accelerator_config)(remote_fn)(**given, **kwargs)
 
     @staticmethod
     def autoscale_execute_resumable(
@@ -65,13 +71,22 @@ class RayExecutor:
         **kwargs: Any,
     ) -> list[Any]:
         """Run a function on as many slices as are free until it succeeds; return its results in the hosts' order."""
-        budgets = {"max_retries_preemption": max_retries_preemption, "max_retries_failure": max_retries_failure}
-        options = take_options(remote_fn, {**budgets, "flatten": flatten}, kwargs)
-        return autoscale_execute_resumable(accelerator_config, **options)(remote_fn)(**kwargs)
+        given = _given(max_retries_preemption=max_retries_preemption, max_retries_failure=max_retries_failure)
+        given |= _given(flatten=flatten)
+        return autoscale_execute_resumable(accelerator_config)(remote_fn)(**given, **kwargs)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None, which stands for the value of the configuration."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
-    """Decorate a function to run as by `RayExecutor.execute`. All arguments of a call belong to the function.
+    """Decorate a function to run as by `RayExecutor.execute`.
+
+    A call of a decorated function may contain the options of its method of `RayExecutor`, by keyword:
+    `train(x=1, max_retries_failure=3)` under `execute_resumable`. A keyword that the function's signature names belongs
+    to the function; give that option to the decorator then.
 
     Args:
         accelerator_config: the configuration.
@@ -94,7 +109,7 @@ def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any)
 
     Options and their errors are as for `execute`.
     """
-    return _decorate(accelerator_config, options, SlicePool.attempt)
+    return _decorate(accelerator_config, options, SlicePool.attempt, of_call=("flatten",))
 
 
 def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
@@ -102,7 +117,7 @@ def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any)
 
     Options, such as `max_retries_failure=3`, and their errors are as for `execute`.
     """
-    return _decorate(accelerator_config, options, SlicePool.run, one_slice=True)
+    return _decorate(accelerator_config, options, SlicePool.run, of_call=_BUDGETS, one_slice=True)
 
 
 def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
@@ -110,11 +125,16 @@ def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **opt
 
     Options and their errors are as for `execute`.
     """
-    return _decorate(accelerator_config, options, SlicePool.run)
+    return _decorate(accelerator_config, options, SlicePool.run, of_call=(*_BUDGETS, "flatten"))
 
 
 def _decorate(
-    config: AcceleratorConfigType, options: dict[str, Any], method: Callable[..., Any], *, one_slice: bool = False
+    config: AcceleratorConfigType,
+    options: dict[str, Any],
+    method: Callable[..., Any],
+    *,
+    of_call: Sequence[str] = (),
+    one_slice: bool = False,
 ) -> Callable[[Any], Any]:
     config = replace(config, **options)
     if one_slice and config.sizes != (1,):
@@ -126,7 +146,9 @@ def _decorate(
     def decorate(function: Any) -> Callable[..., Any]:
         @functools.wraps(unwrap_remote(function)[0])
         def call(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.closing(SlicePool(config)) as pool:  # It reserves nothing before the function is checked.
+            given = {name: kwargs.pop(name) for name in of_call if name in kwargs}
+            changed = replace(config, **take_options(function, given, kwargs))
+            with contextlib.closing(SlicePool(changed)) as pool:  # It reserves nothing before the function is checked.
                 return method(pool, function, *args, **kwargs)
 
         return call
@@ -134,17 +156,24 @@ def _decorate(
     return decorate
 
 
-def resolve_maybe_refs(values: Any) -> Any:
-    """Replace references by their values, in one value or in lists and tuples.
+def resolve_maybe_refs(items: Any) -> Any:
+    """Return the values of a list of references, or of one reference; anything else, such as a mixed list, as it is.
 
     >>> resolve_maybe_refs([1, 2])
     [1, 2]
     """
-    if isinstance(values, ray.ObjectRef):
-        return ray.get(values)
-    if type(values) in (list, tuple):  # A named tuple is one of the function's own values.
-        return type(values)(resolve_maybe_refs(one) for one in values)
-    return values
+    if isinstance(items, ray.ObjectRef):
+        return ray.get(items)
+    if isinstance(items, list | tuple) and items and all(isinstance(one, ray.ObjectRef) for one in items):
+        return ray.get(list(items))
+    return items
+
+
+def _as_texts(env: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return environment variables with their values as text, without those that are None."""
+    if not isinstance(env, Mapping | None):
+        raise TypeError(f"Environment variables must be a dict, got {env!r}.")
+    return {str(name): str(value) for name, value in (env or {}).items() if value is not None}
 
 
 class TpuRemoteManager(ClosesOnExit):
@@ -153,12 +182,14 @@ class TpuRemoteManager(ClosesOnExit):
     Each call runs in a new process, so that no handle of an accelerator outlives it.
 
     Args:
-        tpu_version: the type of the slices.
-        pod_count: the number of slices, or a list of allowed numbers.
-        base_env: environment variables for every call.
+        tpu_version: the type of the slices; or a generation such as "v4", if the cluster has slices of only one type of
+            that generation when the manager is first used.
+        pod_count: the number of slices, also as text, or a list of allowed numbers.
+        base_env: environment variables for every call. Their values become text.
         runtime_env: a Ray runtime_env for every call.
-        coord_port: the port of the coordinator of several slices.
-        options: the further arguments of `TpuAcceleratorConfig`.
+        coord_port: the port of the coordinator of several slices, also as text; None for `COORD_PORT`, or 8081.
+        options: the further arguments of `TpuAcceleratorConfig`. `max_retries_failure`, `max_retries_preemption` and
+            `crash_grace_s` are 0 by default.
 
     Raises:
         TypeError, ValueError: the configuration raises them.
@@ -170,36 +201,67 @@ class TpuRemoteManager(ClosesOnExit):
     def __init__(
         self,
         tpu_version: str,
-        pod_count: int | Sequence[int] = 1,
+        pod_count: int | str | Sequence[int] = 1,
         *,
-        base_env: Mapping[str, str] | None = None,
+        base_env: Mapping[str, Any] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        coord_port: int | None = None,
+        coord_port: int | str | None = MEGASCALE_DEFAULT_PORT,
         **options: Any,
     ) -> None:
+        pod_count = int(pod_count) if isinstance(pod_count, str) else pod_count
+        coord_port = None if coord_port is None else int(coord_port)
+        # A topology or a number of chips cannot be checked without a size.
+        sized = {"topology", "chips_per_vm"} & options.keys() or canonical_name(str(tpu_version)) not in GENERATIONS
         config = TpuAcceleratorConfig(
-            tpu_version,
+            tpu_version if sized else f"{tpu_version}-8",
             pod_count,
-            execution_env=runtime_env,
+            execution_env=runtime_env or {},
             megascale_port=coord_port,
-            **{**options, "flatten": False},
+            **{**_ONCE, **options, "flatten": False},
         )
         self.tpu_version: str = tpu_version
         self.pod_count: int | Sequence[int] = pod_count
-        self.base_env: dict[str, str] = dict(base_env or {})
+        self.base_env: dict[str, Any] = dict(base_env or {})
         self.runtime_env: dict[str, Any] = dict(runtime_env or {})
         self.coord_port: int | None = coord_port
-        self.pool: SlicePool = SlicePool(config.with_environment_variables(base_env))
+        self._config = config.with_environment_variables(_as_texts(base_env))
+        self._has_type = bool(sized)
+
+    @functools.cached_property
+    def pool(self) -> SlicePool:
+        """The slices. ValueError if `tpu_version` is a generation and the cluster has not just one type of it."""
+        if self._has_type:
+            return SlicePool(self._config)
+        nodes = Head(self._config.head_timeout_s).call(read_nodes)
+        return SlicePool(replace(self._config, tpu_version=find_type(nodes, self.tpu_version)))
 
     def ensure(self) -> "TpuRemoteManager":
-        """Reserve healthy slices, and replace lost ones. Raises the errors of `SlicePool.reserve`."""
+        """Reserve healthy slices, and replace lost ones.
+
+        Raises:
+            ValueError: `tpu_version` is a generation, and the cluster does not have slices of just one type of it.
+            Exception: the errors of `SlicePool.reserve`.
+        """
         self.pool.reserve()
         return self
 
-    def run_function(self, fn: Function, /, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
-        """Call a function on every host. Arguments, results and errors are those of `SlicePool.run`."""
-        given = take_options(fn, {"flatten": flatten}, kwargs)
-        return arrange(self.pool.run(fn, *args, **kwargs), given.get("flatten", True))
+    def run_function(self, fn: Function, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
+        """Call a function on every host, once. The next call replaces slices that were lost.
+
+        Args:
+            fn: the function, plain or `@ray.remote`.
+            args: its arguments. References to objects are replaced by their values.
+            flatten: return one list of results (the default) instead of one list per slice. It belongs to the function
+                if its signature names such a parameter.
+            kwargs: its arguments by name.
+
+        Raises:
+            TypeError, ValueError: the function cannot be run, or not with these arguments. Nothing was started.
+            PreemptionLimitError: a slice was lost.
+            BaseException: the function's exception, or the other errors of `SlicePool.run`.
+        """
+        options = take_options(fn, _given(flatten=flatten), kwargs)
+        return arrange(self.pool.run(fn, *args, **kwargs), options.get("flatten", True))
 
     def run_class_method(
         self,
@@ -207,22 +269,24 @@ class TpuRemoteManager(ClosesOnExit):
         init_args: Sequence[Any],
         init_kwargs: Mapping[str, Any],
         method_name: str,
-        *args: Any,
+        *call_args: Any,
         flatten: bool | None = None,
-        **kwargs: Any,
+        **call_kwargs: Any,
     ) -> list[Any]:
-        """Make an instance on every host and call one of its methods.
+        """Make an instance on every host and call one of its methods, once.
 
-        Results and errors are those of `run_function`.
+        Results and errors are those of `run_function`, also for the arguments of the constructor.
         """
+        options = take_options(getattr(cls_obj, method_name, None), _given(flatten=flatten), call_kwargs)
+        check_call(cls_obj.__name__, cls_obj, init_args, init_kwargs)
+        check_method(cls_obj, method_name, call_args, call_kwargs)
         function = functools.partial(_host.call_method, cls_obj, tuple(init_args), dict(init_kwargs), method_name)
         function.__name__ = f"{cls_obj.__name__}.{method_name}"  # type: ignore[attr-defined]
-        given = take_options(getattr(cls_obj, method_name), {"flatten": flatten}, kwargs)
-        return arrange(self.pool.run(function, *args, **kwargs), given.get("flatten", True))
+        return arrange(self.pool.run(function, *call_args, **call_kwargs), options.get("flatten", True))
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next call reserves again."""
-        return self.pool.close()
+        return "pool" not in vars(self) or self.pool.close()
 
     def __enter__(self) -> "TpuRemoteManager":
         return self.ensure()
@@ -231,9 +295,13 @@ class TpuRemoteManager(ClosesOnExit):
 class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
     """A pool of slices whose number of slices is set after it is made.
 
+    Each call of a function runs once and may have more environment variables (`env`) and a Ray `runtime_env`. A keyword
+    `env` or `runtime_env` belongs to the function if its signature names such a parameter. The errors are those of
+    `TpuRemoteManager.run_function`.
+
     Args:
         tpu_type: the type of the slices.
-        options: the further arguments of `TpuAcceleratorConfig`.
+        options: the further arguments of `TpuAcceleratorConfig`, with the defaults of `TpuRemoteManager`.
 
     Raises:
         TypeError, ValueError: the configuration raises them.
@@ -243,7 +311,7 @@ class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
     """
 
     def __init__(self, tpu_type: str, **options: Any) -> None:
-        self.pool: SlicePool = SlicePool(tpu_type, **{**options, "flatten": False})
+        self.pool: SlicePool = SlicePool(tpu_type, **{**_ONCE, **options, "flatten": False})
 
     def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
         """Reserve `num_slices` slices; a list means its largest number that is free.
@@ -260,17 +328,55 @@ class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
         """Return the slices that are held, in order."""
         return list(self.pool.slices)
 
-    def execute_on_each_slice(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on worker 0 of each slice. Results are one per slice, errors those of `SlicePool.run`."""
-        return arrange(self.pool.run_on_first_hosts(fn, *args, **kwargs), True)
+    def execute_on_each_slice(
+        self,
+        remote_fn: Function,
+        env: Mapping[str, Any] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a function on worker 0 of each slice; return one result per slice."""
+        pool = self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env)
+        return arrange(pool.run_on_first_hosts(remote_fn, **kwargs), True)
 
-    def execute_on_each_host(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
-        """Call a function on every host; return one list of results per slice. Raises the errors of `SlicePool.run`."""
-        return self.pool.run(fn, *args, **kwargs)
+    def execute_on_each_host(
+        self, fn: Function, *args: Any, env: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> list[list[Any]]:
+        """Call a function on every host; return one list of results per slice."""
+        return self._with_options(fn, kwargs, env=env).run(fn, *args, **kwargs)
 
-    def execute_on_each_host_flat(self, fn: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on every host; return one list of results. Raises the errors of `SlicePool.run`."""
-        return arrange(self.pool.run(fn, *args, **kwargs), True)
+    def execute_on_each_host_flat(
+        self,
+        remote_fn: Function,
+        env: Mapping[str, Any] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call a function on every host; return one list of results."""
+        return arrange(
+            self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env).run(remote_fn, **kwargs), True
+        )
+
+    def schedule_on_each_host(
+        self,
+        remote_fn: Function,
+        env: Mapping[str, Any] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Start a function on every host; return one list of references. Raises the errors of `SlicePool.submit`."""
+        pool = self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env)
+        return arrange(pool.submit(remote_fn, **kwargs), True)
+
+    def _with_options(self, function: Function, kwargs: dict[str, Any], **options: Any) -> SlicePool:
+        """Return the pool for one call: the same slices, with the variables and the runtime_env of the call."""
+        given = take_options(function, _given(**options), kwargs)
+        runtime_env = dict(given.get("runtime_env", {}))
+        env = {**(runtime_env.pop("env_vars", None) or {}), **_as_texts(given.get("env"))}
+        pool = copy.copy(self.pool)
+        pool.config = replace(pool.config, execution_env={**pool.config.execution_env, **runtime_env})
+        pool.config = pool.config.with_environment_variables(env)
+        return pool
 
     def drain_actor_pool(self) -> None:
         """Give all slices back. Can be repeated; the next use reserves again."""

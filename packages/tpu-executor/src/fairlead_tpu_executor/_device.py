@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes that run on every host of slices: a call returns values, `.remote(...)` returns references."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, overload
 
 import ray
 
+from fairlead_placement import ResourceInsufficientError
 from fairlead_placement.spi import SlotClaim, connection
 
 from ._accelerators.config import AcceleratorConfigType
 from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
-from ._run.work import Class, Function, Work, inspect_work
+from ._run.work import Class, Function, Work, check_method, inspect_work
+from .exceptions import OpenInstancesError
 
 
 class _OnDevices(ClosesOnExit):
@@ -28,7 +31,8 @@ class _OnDevices(ClosesOnExit):
         self.work: Work = inspect_work(target, of_class=of_class)
         self.target = target
         self.pool: SlicePool = SlicePool(config)
-        self.__doc__ = self.work.function.__doc__
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, self.work.function, updated=())
 
     def close(self) -> bool:
         """End what still runs and give everything back. Can be repeated; the next use reserves again."""
@@ -73,9 +77,13 @@ class DeviceClass(_OnDevices):
 
         Raises:
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
-            ResourceInsufficientError: there are instances already.
+            OpenInstancesError: there are instances already.
+            TypeError: the class does not take these arguments. Nothing was started.
         """
-        actors, claim = self.pool.start(self.target, args, kwargs)
+        try:
+            actors, claim = self.pool.start(self.target, args, kwargs)
+        except ResourceInsufficientError as error:
+            raise OpenInstancesError(self.work.name) from error
         return DeviceInstances(self.work.function, actors, claim, self.pool)
 
 
@@ -97,7 +105,7 @@ class DeviceInstances(ClosesOnExit):
     def __getattr__(self, method: str) -> "_Method":
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
             raise AttributeError(f"{getattr(self._cls, '__name__', self._cls)} has no public method {method!r}.")
-        return _Method(self._actors, method, self._pool)
+        return _Method(self._cls, self._actors, method, self._pool)
 
     def close(self) -> None:
         """End the instances. Can be repeated.
@@ -115,10 +123,10 @@ class DeviceInstances(ClosesOnExit):
 
 
 class _Method:
-    """A method of all instances."""
+    """A method of all instances. Arguments that it does not take are a TypeError, and nothing is called."""
 
-    def __init__(self, actors: list[list[Any]], method: str, pool: SlicePool) -> None:
-        self._actors, self._method, self._pool = actors, method, pool
+    def __init__(self, cls: Any, actors: list[list[Any]], method: str, pool: SlicePool) -> None:
+        self._cls, self._actors, self._method, self._pool = cls, actors, method, pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method on every instance, and return its results in the order of the hosts."""
@@ -129,6 +137,7 @@ class _Method:
         return arrange(self._start(args, kwargs), self._pool.config.flatten)
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
+        check_method(self._cls, self._method, args, kwargs)
         payload = ray.put((None, args, kwargs))
         return [[actor.invoke.remote(self._method, [payload]) for actor in of_slice] for of_slice in self._actors]
 
@@ -167,3 +176,6 @@ def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = 
         return (DeviceClass if of_class else DeviceFunction)(target, config, of_class=of_class)
 
     return decorate
+
+
+tpu_remote = device_remote

@@ -25,7 +25,7 @@ from ._run.attempt import RunScope, run_once
 from ._run.retry import Backoff, RetryBudget, retry
 from ._run.targets import Target, cancel_task, make_slots, make_targets, start_actor, submit
 from ._run.verdicts import JobInfo, JobPreempted, JobStatus, JobSucceeded, StartFailures, judge
-from ._run.work import Class, Function, Work, inspect_work
+from ._run.work import Class, Function, Work, check_call, inspect_work
 from .exceptions import PoolBusyError
 
 
@@ -169,7 +169,7 @@ class SlicePool(ClosesOnExit):
             One result per host, in the order of slices and TPU worker ids; with `flatten=False` one list per slice.
 
         Raises:
-            TypeError, ValueError: the function cannot be run. Nothing was started.
+            TypeError, ValueError: the function cannot be run, or not with these arguments. Nothing was started.
             InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             PortUnavailableError: a requested port is taken; nothing is held then.
             ResourceInsufficientError: a worker group, or instances of a class, are on the slices.
@@ -205,7 +205,7 @@ class SlicePool(ClosesOnExit):
             TypeError, ValueError: the function cannot be run. Nothing was started.
             Exception: the errors of `reserve`.
         """
-        work = self.checked(function)
+        work = self.checked(function, args, kwargs)
         payload, epoch = work.put(args, kwargs), self._reservation.epoch
         with self._take_turn(work.name):  # Until they are started, nothing may give slices back.
             targets = make_targets(work, self.config, self._reservation.ensure())
@@ -237,7 +237,7 @@ class SlicePool(ClosesOnExit):
             ResourceInsufficientError: the slots are in use.
             Exception: the errors of `reserve`.
         """
-        work = self.checked(cls, of_class=True)
+        work = self.checked(cls, args, kwargs, of_class=True)
         payload, epoch = work.put(args, kwargs), self._reservation.epoch
         with self._take_turn(work.name):
             held = self._reservation.ensure()
@@ -249,13 +249,21 @@ class SlicePool(ClosesOnExit):
                 claim.release()
                 raise
 
-    def checked(self, function: Function | Class, *, of_class: bool = False) -> Work:
-        """Check a function or a class before anything is reserved, and return what is known about it.
+    def checked(
+        self,
+        function: Function | Class,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        of_class: bool = False,
+    ) -> Work:
+        """Check a call of a function or a class before anything is reserved, and return what is known about it.
 
         Raises:
-            TypeError, ValueError: it cannot be run here.
+            TypeError, ValueError: it cannot be run here, or cannot take these arguments.
         """
         work = inspect_work(function, of_class=of_class)
+        check_call(work.name, work.function, args, kwargs or {})
         work.remote_options(self.config, self.config.template())
         RuntimeEnv(**work.environment(self.config)[1])  # Ray checks it here, and not only when the function starts.
         return work
@@ -288,7 +296,7 @@ class SlicePool(ClosesOnExit):
         self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, crash_grace_s: float = 0.0
     ) -> Iterator[RunScope]:
         """Check a function, and wait for its turn."""
-        work = self.checked(function)
+        work = self.checked(function, args, kwargs)
         with self._take_turn(work.name):
             payload = work.put(args, kwargs)
             check = functools.partial(self._reservation.check_open, self._reservation.epoch, f"{work.name} ran")

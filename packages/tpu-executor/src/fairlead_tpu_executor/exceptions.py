@@ -14,6 +14,7 @@ __all__ = [
     "HeadUnreachableError",
     "InsufficientSlicesError",
     "JaxUnavailableError",
+    "OpenInstancesError",
     "PoolBusyError",
     "PreemptionLimitError",
     "SliceLostError",
@@ -132,6 +133,23 @@ class PreemptionLimitError(TpuExecutorError):
         return (
             f"{self.name} was preempted {self.preemptions} time(s), {self.limit} were allowed. The last time: "
             f"{self.last} Allow more (max_retries_preemption), or use slices that are not preemptible."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class OpenInstancesError(TpuExecutorError):
+    """Instances of a class under `device_remote` were to be made while others of them are open.
+
+    Attributes:
+        name: the name of the class.
+    """
+
+    name: str
+
+    def __str__(self) -> str:
+        return (
+            f"Instances of {self.name} are open, and use its slices. Close them first, by close() of the instances or "
+            "of the class. To have more instances at a time, decorate the class again, which reserves other slices."
         )
 
 

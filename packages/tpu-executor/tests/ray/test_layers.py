@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_placement import PortUnavailableError, ResourceInsufficientError
+from fairlead_placement import PortUnavailableError
 from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     JobFailed,
+    OpenInstancesError,
     RayExecutor,
     SlicePool,
     SlicePoolManager,
@@ -51,7 +52,7 @@ def test_executor_with_parameters_named_like_options(slices):
 
 
 def test_decorators(slices):
-    """All arguments of a call belong to the function, by position and by name; the decorator takes the options."""
+    """Arguments are given by position and by name, and options to the decorator, or in a call that has no such one."""
     assert execute_resumable(ONE, max_retries_failure=0)(clashing)(1, 2, max_retries_failure=3) == [(1, 2, 3)] * 2
     assert autoscale_execute_resumable(TWO, flatten=False)(place)() == [["0.0", "0.1"], ["1.0", "1.1"]]
     assert autoscale_execute(ONE)(ray.remote(place))().result == ["0.0", "0.1"]
@@ -67,10 +68,11 @@ def test_decorators(slices):
     assert status.error.args == ("x",)
 
 
-def test_remote_manager(slices):
+def test_remote_manager(slices, coordinator_port):
     """Every call runs in new processes on the same hosts, with the manager's variables, flat or nested."""
     env = {"BASE": "base", "BOTH": "base"}
-    with TpuRemoteManager("v4-16", 2, base_env=env, runtime_env={"env_vars": {"BOTH": "env", "ENV": "env"}}) as manager:
+    options = {"runtime_env": {"env_vars": {"BOTH": "env", "ENV": "env"}}, "coord_port": int(coordinator_port)}
+    with TpuRemoteManager("v4-16", 2, base_env=env, **options) as manager:
 
         def seen():
             return place(), os.getpid(), os.environ["BASE"], os.environ["BOTH"], os.environ["ENV"]
@@ -82,8 +84,18 @@ def test_remote_manager(slices):
         assert {one[1] for one in first}.isdisjoint(one[1] for of_slice in second for one in of_slice)
         assert manager.run_function(clashing, 1, flatten=2) == [(1, 2, "theirs")] * 4
         assert manager.pool.statistics().reservations == 2
-    assert (manager.tpu_version, manager.pod_count, manager.base_env, manager.coord_port) == ("v4-16", 2, env, None)
-    assert manager.runtime_env == {"env_vars": {"BOTH": "env", "ENV": "env"}}
+    assert (manager.tpu_version, manager.pod_count, manager.base_env) == ("v4-16", 2, env)
+    assert {name: getattr(manager, name) for name in options} == options
+
+
+def test_remote_manager_of_a_generation(slices):
+    """A generation stands for the only type of it in the cluster, which is read at the first use."""
+    manager = TpuRemoteManager("TPU-V4", base_env={"NUMBER": 7, "NONE": None})
+    assert manager.close()
+    with manager:
+        assert manager.run_function(lambda: os.environ["NUMBER"] + os.environ["TPU_VERSION"]) == ["7v4-16"] * 2
+    with pytest.raises(ValueError, match="The cluster has v4-16"):
+        TpuRemoteManager("v5p").ensure()
 
 
 class Scaler:
@@ -105,7 +117,7 @@ class Scaler:
 
 def test_class_methods(slices):
     """Each call of a method gets a new instance, which is made on the host."""
-    with TpuRemoteManager("v4-16", max_retries_failure=0) as manager:
+    with TpuRemoteManager("v4-16") as manager:
         call = ((2,), {"offset": 1}, "scale")
         assert manager.run_class_method(Scaler, *call, 10) == [(21, 1, False)] * 2
         assert manager.run_class_method(Scaler, *call, x=20, flatten=True) == [(41, 1, True)] * 2
@@ -212,7 +224,7 @@ def test_device_class(slices):
             ray.get(scaler.fails.remote())
         with pytest.raises(AttributeError, match="no public method 'missing'"):
             _ = scaler.missing
-        with pytest.raises(ResourceInsufficientError, match="instances of Scaler"):
+        with pytest.raises(OpenInstancesError, match="Instances of Scaler are open"):
             remote_scaler.remote(3)
         scaler.close()
         scaler.close()
@@ -319,11 +331,10 @@ def test_large_arguments_are_stored_once(slices):
 
 
 def test_references(slices):
-    """References are replaced in lists and tuples, at any depth; other values stay."""
-    assert resolve_maybe_refs([ray.put(1), (ray.put(2), 3)]) == [1, (2, 3)]
+    """One reference, and a tuple of references, are replaced as a list of them is; other values stay."""
+    assert resolve_maybe_refs(ray.put(1)) == 1
+    assert resolve_maybe_refs((ray.put(1), ray.put(2))) == [1, 2]
     assert resolve_maybe_refs("text") == "text"
-    named = sys.version_info  # a tuple that cannot be made from another one
-    assert resolve_maybe_refs([named]) == [named]
 
 
 def test_status(slices):

@@ -26,6 +26,7 @@ from fairlead_tpu_executor import (
     SliceLostError,
     SlicePool,
     TpuAcceleratorConfig,
+    TpuRemoteManager,
 )
 from fairlead_tpu_executor._health import Head
 from fairlead_tpu_executor._reserve import leases, reservation, scaling
@@ -150,10 +151,10 @@ def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch, count)
 
 @pytest.mark.nightly
 def test_no_budget_for_losses(slices, spare, record, eventually):
-    """Without a budget for preemptions the first loss ends the run, and the error says so."""
+    """Without a budget for preemptions, as a manager has none, the first loss ends the run, and the error says so."""
     lost = spare()
-    with SlicePool(KIND, max_retries_preemption=0) as pool:
-        run = Run(pool.run, lambda: until_killed(record, lost))
+    with TpuRemoteManager(KIND) as manager:
+        run = Run(manager.run_function, lambda: until_killed(record, lost))
         assert eventually(lambda: len(record.counts()) == 2, 120)
         slices.kill(lost, 0)
         with pytest.raises(PreemptionLimitError) as caught:

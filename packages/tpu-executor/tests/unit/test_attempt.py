@@ -10,7 +10,7 @@ from fairlead_tpu_executor import SliceInfo
 from fairlead_tpu_executor._run import attempt
 from fairlead_tpu_executor._run.attempt import HostCall
 
-ONE = SliceInfo("a", "v4-16", "", ("a0", "a1"), ("1", "2"), 4)
+ONE = SliceInfo("a", 2, "1", 4, ("a0", "a1"), ("1", "2"), "v4-16")
 HEAD = SimpleNamespace(call=lambda function, *args: function(*args))
 SCOPE = SimpleNamespace(head=HEAD, grace_s=2.0, crash_grace_s=60.0)
 RAISED = RayTaskError("train", "", ValueError("mine"))

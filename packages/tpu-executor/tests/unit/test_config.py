@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations are checked when they are made."""
 
+import dataclasses
+import functools
 import pickle
 from dataclasses import FrozenInstanceError
 
@@ -8,7 +10,7 @@ import pytest
 import ray
 
 from fairlead_tpu_executor import CpuAcceleratorConfig, GpuAcceleratorConfig, SlicePool, TpuAcceleratorConfig
-from fairlead_tpu_executor._run.work import inspect_work, take_options
+from fairlead_tpu_executor._run.work import check_call, check_method, inspect_work, take_options
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,9 @@ from fairlead_tpu_executor._run.work import inspect_work, take_options
         (TpuAcceleratorConfig, {"execution_env": {"env_vars": ["A"]}}, "must be a dict"),
         (TpuAcceleratorConfig, {"execution_env": "A=1"}, "execution_env"),
         (TpuAcceleratorConfig, {"max_retries_failure": 1.5}, "max_retries_failure"),
+        (TpuAcceleratorConfig, {"tpu_version": "v4-8", "type": "v4-32"}, "another name of tpu_version='v4-8'"),
+        (GpuAcceleratorConfig, {"device_count": 2, "count": 3}, "another name of device_count=2"),
+        (GpuAcceleratorConfig, {"gpu_model": {"env_vars": {}}}, "gpu_model must be a string"),
     ],
 )
 def test_wrong_types(config, options, said):
@@ -74,6 +79,14 @@ def test_values():
     two = one.with_environment_variables({"B": "2"}, A="3")
     assert (dict(two.env_vars), dict(one.env_vars)) == ({"A": "3", "B": "2"}, {"A": "1"})
     assert one.runtime_env == two.runtime_env == {"pip": ["x"]}
+
+
+def test_other_names():
+    """The other names of the original set the same fields; models of GPUs have Ray's spelling; copies keep all that."""
+    assert TpuAcceleratorConfig(type="v4-8", preemptible=True) == TpuAcceleratorConfig("v4-8")
+    gpus = GpuAcceleratorConfig(count=2, type="v100")
+    assert gpus == GpuAcceleratorConfig(2, "V100") == dataclasses.replace(gpus, cpu_count=1)
+    assert GpuAcceleratorConfig(gpu_model="Mine").gpu_model == "Mine"
 
 
 def test_bundles():
@@ -129,16 +142,50 @@ def test_names_of_actors():
 
 
 def test_keywords_of_the_function():
-    """A keyword belongs to the function if it is one of its parameters; an option that was not given is left out."""
+    """A keyword belongs to the function if it is one of its parameters, even if its value is None."""
 
     def theirs(flatten, x):
         pass
 
     kwargs = {"x": 1}
-    assert take_options(theirs, {"flatten": False, "max_retries_failure": 2, "other": None}, kwargs) == {
-        "max_retries_failure": 2
-    }
-    assert kwargs == {"x": 1, "flatten": False}
+    assert take_options(theirs, {"flatten": None, "max_retries_failure": 2}, kwargs) == {"max_retries_failure": 2}
+    assert kwargs == {"x": 1, "flatten": None}
     kwargs = {}
     assert take_options(lambda **rest: None, {"flatten": False}, kwargs) == {"flatten": False}
     assert kwargs == {}
+
+
+class Methods:
+    """Has a method of each kind."""
+
+    def plain(self, x):
+        pass
+
+    @staticmethod
+    def static(x):
+        pass
+
+    @classmethod
+    def of_class(cls, x):
+        pass
+
+
+@pytest.mark.parametrize("method", ["plain", "static", "of_class"])
+def test_arguments_of_methods(method):
+    """A method is called with its own arguments, without the instance; one that `__init__` may set is not checked."""
+    check_method(Methods, method, (1,), {})
+    check_method(Methods, "set_later", (1, 2, 3), {})
+    for args, kwargs in (((), {}), ((1, 2), {}), ((1,), {"y": 2})):
+        with pytest.raises(TypeError, match=rf"Methods\.{method} cannot take the arguments of this call: .* argument"):
+            check_method(Methods, method, args, kwargs)
+
+
+def test_arguments_that_cannot_be_checked():
+    """A wrapper may take arguments that the wrapped function does not; a type without a signature takes any."""
+
+    @functools.wraps(print)
+    def wrapper(*args, more=None, **kwargs):
+        pass
+
+    check_call("wrapper", wrapper, (), {"more": 1, "other": 2})
+    check_call("str", str, (1, 2, 3, 4), {})

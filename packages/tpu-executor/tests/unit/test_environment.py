@@ -15,18 +15,20 @@ from fairlead_tpu_executor import (
     initialize_jax,
     testing,
 )
+from fairlead_tpu_executor._reserve import leases
 from fairlead_tpu_executor._reserve.leases import Held, Lease, megascale_port
 from fairlead_tpu_executor._run.targets import host_environment
 
-SLICES = [SliceInfo(name, "v4-16", "", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4) for name in ("a", "b")]
+HOSTS = ("n0", "n1"), ("10.0.0.1", "10.0.0.2")
+SLICES = [SliceInfo(name, 2, "10.0.0.1", 4, *HOSTS, "v4-16") for name in ("a", "b")]
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 
 
 def hold(count, megascale=None):
     """Return what a pool holds: slices, a port for each, and the port of the coordinator of all of them."""
     addresses = (("10.0.0.1", 1400), ("10.0.0.3", 1500))
-    leases = [Lease(*of, PortLease(*at, "n", "id")) for *of, at in zip(SLICES, (None, None), addresses, strict=True)]
-    return Held(tuple(leases[:count]), None if megascale is None else PortLease(*megascale, "n", "id"))
+    held = [Lease(*of, PortLease(*at, "n", "id")) for *of, at in zip(SLICES, (None, None), addresses, strict=True)]
+    return Held(tuple(held[:count]), None if megascale is None else PortLease(*megascale, "n", "id"))
 
 
 def environment(config, count, at=0, worker=0, megascale=None):
@@ -45,6 +47,7 @@ def test_one_slice():
         "EXECUTOR_PROCESS_INDEX": "1",
         "TPU_HOST_ID": "1",
         "TPU_SLICE_NAME": "a",
+        "TPU_NUM_DEVICES": "4",
         "TPU_VERSION": "v4-16",
         "TPU_POD_COUNT": "1",
         **dict.fromkeys(MEGASCALE),
@@ -54,14 +57,14 @@ def test_one_slice():
 def test_slices_are_counted_once(monkeypatch):
     """The hosts of the slices are counted once for all hosts, not again for each of them."""
     counted = []
-    count = SliceInfo.num_hosts.fget
-    monkeypatch.setattr(SliceInfo, "num_hosts", property(lambda one: counted.append(one) or count(one)))
+    count = leases.itertools.accumulate
+    monkeypatch.setattr(leases.itertools, "accumulate", lambda *of, **more: counted.append(of) or count(*of, **more))
     many = Held(hold(1).leases * 100)
     config = TpuAcceleratorConfig("v4-16", 100)
     found = [host_environment(config, many, at, worker) for at in range(100) for worker in range(2)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
     assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"200"}
-    assert len(counted) == 100 + len(found)  # and once for its own slice, EXECUTOR_NUM_HOSTS
+    assert len(counted) == 1
 
 
 def test_two_slices():

@@ -7,6 +7,7 @@ import pytest
 
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
+    OpenInstancesError,
     PoolBusyError,
     PreemptionLimitError,
     SliceLostError,
@@ -21,6 +22,7 @@ ERRORS = [
     SliceLostError(("a", "b"), "worker 0 of a (10.0.0.1): NodeDiedError: gone"),
     PreemptionLimitError("train", 3, 2, "Slice(s) a were lost."),
     PoolBusyError("train", 0.0),
+    OpenInstancesError("Model"),
 ]
 
 
@@ -47,3 +49,4 @@ def test_messages():
     assert str(ERRORS[2]).startswith("Slice(s) a, b were lost: worker 0 of a (10.0.0.1)")
     assert "train was preempted 3 time(s), 2 were allowed" in str(ERRORS[3])
     assert "train runs in this pool" in str(ERRORS[4])
+    assert "Instances of Model are open, and use its slices. Close them first" in str(ERRORS[5])

@@ -145,7 +145,7 @@ def test_a_healthy_period_resets_failures():
         assert came.__notes__[-1].endswith(f"2 failed (max_retries_failure=1, {again}), 2 were preempted.")
 
 
-SLICES = {name: SliceInfo(name, "v4-16", "", (f"{name}0", f"{name}1"), ("1", "2"), 4) for name in "abc"}
+SLICES = {name: SliceInfo(name, 2, "1", 4, (f"{name}0", f"{name}1"), ("1", "2"), "v4-16") for name in "abc"}
 
 
 def play_slices(attempts, *, grace_s=60.0):

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
-from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, find_room, find_slices
+from fairlead_tpu_executor._accelerators.slices import (
+    SLICE_NAME,
+    TOPOLOGY,
+    TYPE,
+    WORKER_ID,
+    find_room,
+    find_slices,
+    find_type,
+)
 from fairlead_tpu_executor._accelerators.tpu_types import tpu_type
 
 V4_32 = tpu_type("v4-32")
@@ -115,6 +123,18 @@ def test_single_hosts():
     found = find_slices(nodes, single)
     assert [one.slice_name for one in found.intact] == ["99999999", "alone", "pool/00000000", "pool/11111111"]
     assert found.lacking == ()
+
+
+def test_type_of_a_generation():
+    """A generation stands for the only type of its slices; otherwise the error lists the types of the cluster."""
+    nodes = [*whole(), *whole("b", 2, kind="v5e-16", topology="4x4"), without(host("c", 0), TYPE)]
+    assert [find_type(nodes, name) for name in ("v4", "TPU-V4", "v5litepod")] == ["v4-32", "v4-32", "v5litepod-16"]
+    with pytest.raises(ValueError, match=r"'v4' is a generation .* The cluster has v4-16, v4-32, v5litepod-16"):
+        find_type([*nodes, host("d", 0, kind="v4-16")], "v4")
+    with pytest.raises(ValueError, match="The cluster has v4-32, v5litepod-16"):
+        find_type(nodes, "v5p")
+    with pytest.raises(ValueError, match="The cluster has no slices"):
+        find_type([], "v4")
 
 
 @pytest.mark.parametrize(("count", "places"), [(1, "a"), (3, "aab"), (4, "aabb")])

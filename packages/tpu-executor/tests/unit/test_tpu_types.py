@@ -91,4 +91,5 @@ def test_other_spellings():
     """All spellings of a type have one canonical name; other text is left alone."""
     assert canonical_name("TPU7x-16") == canonical_name("tpu-v7x-016") == "v7x-16"
     assert canonical_name(" v5e-8 ") == "v5litepod-8"
+    assert (canonical_name("TPU-V4"), canonical_name("v5e")) == ("v4", "v5litepod")
     assert canonical_name("something") == "something"

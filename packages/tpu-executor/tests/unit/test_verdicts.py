@@ -35,7 +35,7 @@ from fairlead_tpu_executor._run.verdicts import (
     judge_one,
 )
 
-SLICE = SliceInfo("a", "v4-16", "2x2x2", ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), 4)
+SLICE = SliceInfo("a", 2, "10.0.0.1", 4, ("n0", "n1"), ("10.0.0.1", "10.0.0.2"), "v4-16", "2x2x2")
 INFO = JobInfo("train", slices=(SLICE,))
 
 

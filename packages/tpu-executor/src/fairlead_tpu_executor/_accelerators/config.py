@@ -4,8 +4,10 @@
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Self
+
+import ray.util.accelerators
 
 from fairlead_placement import Node
 
@@ -15,13 +17,15 @@ from .tpu_types import TpuType, tpu_type
 MEGASCALE_DEFAULT_PORT: int = 8081
 # libtpu locks this file while its process lives.
 _LOCK_FILE = "/tmp/libtpu_lockfile"
+# Ray's names of accelerators, by their names in lower case.
+_MODELS = {name.lower(): name for name in vars(ray.util.accelerators).values() if isinstance(name, str)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions:
     """The options of all configurations; `TpuAcceleratorConfig` describes them."""
 
-    execution_env: Mapping[str, Any] | None = field(default=None, hash=False)
+    execution_env: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scale_timeout_s: float = 600.0
     queue_timeout_s: float | None = None
     grace_s: float = 2.0
@@ -46,6 +50,7 @@ class _RunOptions:
                 raise ValueError(f"{name} cannot be negative or infinite, got {value!r}.")
         if not isinstance(self.execution_env or {}, Mapping):
             raise TypeError(f"execution_env must be a runtime_env, which is a dict, got {self.execution_env!r}.")
+        object.__setattr__(self, "execution_env", dict(self.execution_env or {}))
         for name, value in self.env_vars.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(
@@ -58,7 +63,7 @@ class _RunOptions:
     @property
     def env_vars(self) -> Mapping[str, str]:
         """The variables in `execution_env`."""
-        variables = (self.execution_env or {}).get("env_vars") or {}
+        variables = self.execution_env.get("env_vars") or {}
         if not isinstance(variables, Mapping):
             raise TypeError(f"execution_env['env_vars'] must be a dict, got {variables!r}.")
         return variables
@@ -66,7 +71,7 @@ class _RunOptions:
     @property
     def runtime_env(self) -> dict[str, Any]:
         """`execution_env` without its variables, which reach the function in another way."""
-        return {name: value for name, value in (self.execution_env or {}).items() if name != "env_vars"}
+        return {name: value for name, value in self.execution_env.items() if name != "env_vars"}
 
     def with_environment_variables(self, env_vars: Mapping[str, str] | None = None, /, **more: str) -> Self:
         """Return a copy with further variables, which override the present ones.
@@ -78,7 +83,7 @@ class _RunOptions:
         {'A': '1', 'B': '2'}
         """
         merged = {**self.env_vars, **(env_vars or {}), **more}
-        return dataclasses.replace(self, execution_env={**(self.execution_env or {}), "env_vars": merged})
+        return dataclasses.replace(self, execution_env={**self.execution_env, "env_vars": merged})
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,14 @@ class TpuAcceleratorConfig(_RunOptions):
         max_retries_failure: how often to repeat a run after the function failed.
         megascale_port: the port of the coordinator of several slices; None for `COORD_PORT`, or 8081.
         lock_files: files to remove on each host before a run, if no living process holds them.
+        type: another name of `tpu_version`.
+        preemptible: accepted and ignored: it reserves the same slices, and a preemption is noticed on any of them.
 
     Attributes:
         slice_type: the type of each slice, with its numbers of hosts and chips.
 
     Raises:
-        TypeError: an option does not exist, or a value has a wrong type.
+        TypeError: an option does not exist or is given by two names, or a value has a wrong type.
         ValueError: a type, a topology or a number does not exist.
 
     >>> TpuAcceleratorConfig("v4-16", pod_count=2).hosts_per_slice
@@ -130,9 +137,12 @@ class TpuAcceleratorConfig(_RunOptions):
     megascale_port: int | None = field(default=None, kw_only=True)
     lock_files: tuple[str, ...] = field(default=(_LOCK_FILE,), kw_only=True)
     slice_type: TpuType = field(init=False, repr=False, compare=False)
+    type: InitVar[str | None] = field(default=None, kw_only=True)
+    preemptible: InitVar[bool] = field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, type: str | None, preemptible: bool) -> None:
         super().__post_init__()
+        _set_by_alias(self, "tpu_version", "type", type)
         kind = tpu_type(self.tpu_version, topology=self.topology, chips_per_vm=self.chips_per_vm)
         object.__setattr__(self, "slice_type", kind)
         object.__setattr__(self, "pod_count", _normalize_sizes(self.pod_count))
@@ -168,7 +178,8 @@ class TpuAcceleratorConfig(_RunOptions):
     def template(self) -> SliceInfo:
         """Return a slice without hosts, for decisions before any slice is known."""
         kind = self.slice_type
-        return SliceInfo("", kind.name, "", (), (), kind.chips_per_host, f"TPU-{kind.name}-head")
+        head = f"TPU-{kind.name}-head"
+        return SliceInfo("", 0, "", kind.chips_per_host, kind=kind.name, head_resource=head)
 
     def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
         """Return what to reserve on a host of a slice: all its chips and, on worker 0, the lock of the slice.
@@ -219,7 +230,7 @@ class _WorkersConfig(_RunOptions):
 
     def template(self) -> SliceInfo:
         """Return a slice without hosts, for decisions before any slice is known."""
-        return SliceInfo("", self.kind, "", (), (), 0)
+        return SliceInfo("", 0, "", 0, kind=self.kind)
 
     def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
         """Return what to reserve for a worker."""
@@ -236,9 +247,11 @@ class GpuAcceleratorConfig(_WorkersConfig):
 
     Args:
         device_count: the number of GPUs of each worker.
-        gpu_model: the model, named as in Ray's `accelerator_type`, such as "H100"; None for any.
+        gpu_model: the model, named as in Ray's `accelerator_type`, such as "H100", in any case; None for any.
         cpu_count: the number of CPUs of each worker.
         worker_count: the number of workers.
+        count: another name of `device_count`.
+        type: another name of `gpu_model`.
 
     The other arguments and the exceptions are those of `TpuAcceleratorConfig`.
 
@@ -250,8 +263,19 @@ class GpuAcceleratorConfig(_WorkersConfig):
     gpu_model: str | None = None
     cpu_count: int = 1
     worker_count: int = 1
+    count: InitVar[int | None] = field(default=None, kw_only=True)
+    type: InitVar[str | None] = field(default=None, kw_only=True)
     kind: ClassVar[str] = "gpu"
     _requested: ClassVar[Mapping[str, str]] = {"CPU": "cpu_count", "GPU": "device_count"}
+
+    def __post_init__(self, count: int | None, type: str | None) -> None:
+        _set_by_alias(self, "device_count", "count", count)
+        _set_by_alias(self, "gpu_model", "type", type)
+        super().__post_init__()
+        if not isinstance(self.gpu_model, str | None):
+            raise TypeError(f"gpu_model must be a string such as 'H100', or None, got {self.gpu_model!r}.")
+        model = _MODELS.get((self.gpu_model or "").lower(), self.gpu_model)
+        object.__setattr__(self, "gpu_model", model)
 
     def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
         """Return what to reserve for a worker."""
@@ -281,6 +305,15 @@ class CpuAcceleratorConfig(_WorkersConfig):
 
 
 AcceleratorConfigType = TpuAcceleratorConfig | GpuAcceleratorConfig | CpuAcceleratorConfig
+
+
+def _set_by_alias(config: Any, name: str, alias: str, value: Any) -> None:
+    """Set a field to the value that was given by another name of the field, if one was."""
+    if value is None:
+        return
+    if (own := getattr(config, name)) not in (getattr(type(config), name), value):
+        raise TypeError(f"{alias}={value!r} is another name of {name}={own!r}. Give one of them.")
+    object.__setattr__(config, name, value)
 
 
 def _check_int(name: str, value: Any, least: int) -> None:

@@ -23,34 +23,28 @@ class SliceInfo:
 
     Attributes:
         slice_name: the name of the slice; for a single host without a name, the first characters of the node's id.
-        kind: the type of the slice, such as "v4-16".
-        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
+        num_hosts: the number of hosts.
+        ip_address: the address of worker 0.
+        num_accelerators_per_host: the amount of the resource TPU (or GPU) on each host.
         node_ids: Ray's ids of the hosts.
         node_ips: the addresses of the hosts.
-        num_accelerators_per_host: the amount of the resource TPU (or GPU) on each host.
+        kind: the type of the slice, such as "v4-16".
+        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
         head_resource: the resource that only worker 0 has, and that the user of the slice reserves; empty if there is
             none.
         zone: the availability zone; empty if the hosts have no label for it.
     """
 
     slice_name: str
-    kind: str
-    topology: str
-    node_ids: tuple[str, ...]
-    node_ips: tuple[str, ...]
+    num_hosts: int
+    ip_address: str
     num_accelerators_per_host: int
+    node_ids: tuple[str, ...] = ()
+    node_ips: tuple[str, ...] = ()
+    kind: str = ""
+    topology: str = ""
     head_resource: str = ""
     zone: str = ""
-
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts."""
-        return len(self.node_ids)
-
-    @property
-    def ip_address(self) -> str:
-        """The address of worker 0."""
-        return self.node_ips[0]
 
 
 @dataclass(frozen=True)
@@ -78,6 +72,18 @@ class Survey:
 
     intact: tuple[SliceInfo, ...] = ()
     lacking: tuple[SliceShortage, ...] = ()
+
+
+def find_type(nodes: Sequence[Node], generation: str) -> str:
+    """Return the type of the slices of a generation, if they have only one; ValueError with all types otherwise."""
+    types = sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels})
+    found = [one for one in types if one.startswith(f"{canonical_name(generation)}-")]
+    if len(found) != 1:
+        raise ValueError(
+            f"{generation!r} is a generation of TPUs without a size, which works if the cluster has slices of only one "
+            f"type of it. The cluster has {', '.join(types) or 'no slices'}. Give the type, such as 'v4-16'."
+        )
+    return found[0]
 
 
 def find_slices(nodes: Sequence[Node], wanted: TpuType) -> Survey:
@@ -134,11 +140,13 @@ def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | Sl
     first = ordered[0]
     return SliceInfo(
         slice_name=name,
-        kind=wanted.name,
-        topology=topologies[0],
+        num_hosts=len(ordered),
+        ip_address=first.ip,
+        num_accelerators_per_host=amounts[0],
         node_ids=tuple(node.node_id for node in ordered),
         node_ips=tuple(node.ip for node in ordered),
-        num_accelerators_per_host=amounts[0],
+        kind=wanted.name,
+        topology=topologies[0],
         head_resource=next((one for one in sorted(first.total) if re.fullmatch("TPU-.*-head", one)), ""),
         zone=first.labels.get(_ZONE, ""),
     )
@@ -166,4 +174,4 @@ def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, ki
         each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         return Survey(lacking=(SliceShortage(kind, f"room for {len(chosen)} of {count} workers of {each} each"),))
     ids, ips = tuple(node.node_id for node in chosen), tuple(node.ip for node in chosen)
-    return Survey(intact=(SliceInfo(kind, kind, "", ids, ips, int(bundle.get("GPU", 0))),))
+    return Survey(intact=(SliceInfo(kind, count, ips[0], int(bundle.get("GPU", 0)), ids, ips, kind),))

@@ -29,7 +29,7 @@ GENERATIONS = {
     "v7x": Generation(2, 4),
 }
 _ALIASES = {"v5e": "v5litepod"}
-_PATTERN = re.compile(r"(?:tpu-?v?|v)(\d+[a-z]*)-(\d+)")
+_PATTERN = re.compile(r"(?:tpu-?v?|v)(\d+[a-z]*)(?:-(\d+))?")
 _CHIPS_PER_VM = (1, 2, 4, 8)
 
 
@@ -50,13 +50,13 @@ class TpuType:
 
 
 def canonical_name(name: str) -> str:
-    """Return the one name of a type: "v7x-16" for "TPU7x-16". Text that is not a type returns in lower case."""
+    """Return the one name of a type or generation: "v7x-16" for "TPU7x-16"; other text in lower case."""
     text = name.strip().lower()
     match = _PATTERN.fullmatch(text)
     if match is None:
         return text
     generation = f"v{match[1]}"
-    return f"{_ALIASES.get(generation, generation)}-{int(match[2])}"
+    return _ALIASES.get(generation, generation) + (f"-{int(match[2])}" if match[2] else "")
 
 
 def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None = None) -> TpuType:

@@ -54,6 +54,7 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Held, *, first
     """Return every host as a target for some work, or worker 0 of each slice only (`first_hosts`)."""
     env_vars, runtime_env = work.environment(config)
     tpu = config if isinstance(config, TpuAcceleratorConfig) else None
+    zone = {"TPU_ZONE": "EMPTY"} if tpu else {}  # if neither the node nor the user has set it
     targets: list[Target] = []
     for at, lease in enumerate(held.leases):
         options = {**work.remote_options(config, lease.slice), **({"runtime_env": runtime_env} if runtime_env else {})}
@@ -61,7 +62,7 @@ def make_targets(work: Work, config: AcceleratorConfigType, held: Held, *, first
             facts = {
                 # A TPU host has one process of ours at a time, over all pools; without TPUs each bundle has one.
                 "name": node_id if tpu else f"{lease.group.id.hex()}-{worker}",
-                "env": {**env_vars, **host_environment(config, held, at, worker)},
+                "env": {**zone, **env_vars, **host_environment(config, held, at, worker)},
                 "zone": lease.slice.zone if tpu else "",
                 "lock_files": tpu.lock_files if tpu else (),
             }
@@ -100,7 +101,8 @@ def host_environment(config: AcceleratorConfigType, held: Held, at: int, worker:
         ours |= {
             "TPU_HOST_ID": str(worker),
             "TPU_SLICE_NAME": one.slice_name,
-            "TPU_VERSION": one.kind,
+            "TPU_NUM_DEVICES": str(one.num_accelerators_per_host),
+            "TPU_VERSION": config.tpu_version,
             "TPU_POD_COUNT": str(len(slices)),
             **dict.fromkeys(_MEGASCALE),
         }

@@ -231,12 +231,12 @@ def as_raised(error: BaseException) -> BaseException:
     return cause
 
 
-def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool = False) -> JobStatus:
+def handle_ray_error(job_info: JobInfo, e: BaseException, *, node_gone: bool = False) -> JobStatus:
     """Return the outcome that an error of Ray stands for.
 
     Args:
         job_info: the run.
-        error: the exception that `ray.get` raised.
+        e: the exception that `ray.get` raised.
         node_gone: whether the node of the task is dead or draining, if that is known.
 
     >>> from ray.exceptions import WorkerCrashedError
@@ -244,4 +244,4 @@ def handle_ray_error(job_info: JobInfo, error: BaseException, *, node_gone: bool
     'JobFailed'
     """
     names = tuple(one.slice_name for one in job_info.slices)
-    return _make_status(judge_one(error, node_gone), job_info, error, names, str(error))
+    return _make_status(judge_one(e, node_gone), job_info, e, names, str(e))

@@ -3,7 +3,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,14 +99,35 @@ def inspect_work(function: Any, *, of_class: bool = False) -> Work:
 
 
 def take_options(function: Any, options: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that are our options and no parameters of the function; add the rest to `kwargs`."""
-    given = {name: value for name, value in options.items() if value is not None}
+    """Return the options whose names are no parameters of the function; add the others to `kwargs`."""
     try:
         parameters = set(inspect.signature(unwrap_remote(function)[0]).parameters)
     except (TypeError, ValueError):
         parameters = set()
-    kwargs |= {name: given.pop(name) for name in list(given) if name in parameters}
-    return given
+    kwargs |= {name: value for name, value in options.items() if name in parameters}
+    return {name: value for name, value in options.items() if name not in parameters}
+
+
+def check_call(name: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise a TypeError if a function cannot take these arguments. One without a readable signature passes."""
+    try:
+        # The signature of its own: that of a wrapped function need not be what the wrapper accepts.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot take the arguments of this call: {error}. Nothing was started.") from None
+
+
+def check_method(cls: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise a TypeError if a method of a class cannot take these arguments, as `check_call` does."""
+    found = inspect.getattr_static(cls, method, None)
+    if inspect.isfunction(found):
+        check_call(f"{cls.__name__}.{method}", found, (None, *args), kwargs)  # None stands for `self`.
+    elif isinstance(found, staticmethod | classmethod):
+        check_call(f"{cls.__name__}.{method}", getattr(cls, method), args, kwargs)
 
 
 def split_startup_variables(env_vars: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
