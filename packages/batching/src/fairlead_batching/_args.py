@@ -30,10 +30,10 @@ def as_int(name: str, value: Any, *, at_least: int) -> int:
     return number
 
 
-def convert_fields(frozen: Any, *names: str) -> None:
-    """Convert fields of a frozen dataclass to ints of at least 1: arithmetic on numbers of few bits would overflow."""
+def convert_fields(frozen: Any, *names: str, at_least: int = 1) -> None:
+    """Convert fields of a frozen dataclass to ints: arithmetic on numbers of few bits would overflow."""
     for name in names:
-        object.__setattr__(frozen, name, as_int(name, getattr(frozen, name), at_least=1))
+        object.__setattr__(frozen, name, as_int(name, getattr(frozen, name), at_least=at_least))
 
 
 def check_cost(cost: Cost | None) -> None:
@@ -54,6 +54,13 @@ def check_cost(cost: Cost | None) -> None:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"Unknown {name} {value!r}; there are: {', '.join(choices)}.")
+
+
+def convert_algorithm(frozen: Any) -> None:
+    """Convert the field ``algorithm`` of a frozen dataclass to small letters; ValueError if it is unknown."""
+    algorithm = str(frozen.algorithm).lower()
+    check_choice("packing algorithm", algorithm, get_args(Algorithm))
+    object.__setattr__(frozen, "algorithm", algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +97,11 @@ class SequencePackingArgs:
 
     - max_tokens_per_microbatch: the number of tokens that a bin holds;
     - input_key, input_lengths_key: as in `DynamicBatchingArgs`;
-    - algorithm: one of the algorithms of `get_packer`;
+    - algorithm: one of the algorithms of `get_packer`, in small letters or capitals;
     - sequence_length_pad_multiple: each sequence takes up a multiple of this number of tokens;
-    - microbatch_order: ``packer``, the order of the algorithm, or ``largest_first``: bins are dealt to the shards
-      from the fullest to the emptiest. Then all shards run their largest bin at the same time, so a bin that is too
-      large for the memory fails in the first microbatch;
+    - microbatch_order: ``packer`` or None, the order of the algorithm, or ``largest_first``: bins are dealt to the
+      shards from the fullest to the emptiest. Then all shards run their largest bin at the same time, so a bin that is
+      too large for the memory fails in the first microbatch;
     - cost: as in `DynamicBatchingArgs`. Samples are then split over the shards so that all cost the same, each shard
       packs its own, and runs its most expensive bin first. ``balanced`` also makes the bins of a shard cost the same.
       Where this needs more bins than without a cost, or a more expensive shard, the bins are those without a cost.
@@ -108,13 +115,14 @@ class SequencePackingArgs:
     input_lengths_key: str
     algorithm: Algorithm
     sequence_length_pad_multiple: int
-    microbatch_order: MicrobatchOrder = "packer"
+    microbatch_order: MicrobatchOrder | None = "packer"
     cost: Cost | None = None
 
     def __post_init__(self) -> None:
         convert_fields(self, "max_tokens_per_microbatch", "sequence_length_pad_multiple")
-        check_choice("packing algorithm", self.algorithm, get_args(Algorithm))
-        check_choice("microbatch_order", self.microbatch_order, get_args(MicrobatchOrder))
+        convert_algorithm(self)
+        if self.microbatch_order is not None:
+            check_choice("microbatch_order", self.microbatch_order, get_args(MicrobatchOrder))
         check_cost(self.cost)
 
 

@@ -132,9 +132,9 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         """Return the handle to the samples in the order of `BatchedDataDict.shuffle`. A plan is dropped."""
         return self._take(self.rows.shuffle(seed))
 
-    def reorder_data(self, indices: Iterable[int]) -> RemoteBatch:
+    def reorder_data(self, reorded_indices: Iterable[int]) -> RemoteBatch:
         """Return the handle with samples moved as by `BatchedDataDict.reorder_data`, and with its errors."""
-        return self._take(self.rows.copy().reorder_data(indices))
+        return self._take(self.rows.copy().reorder_data(reorded_indices))
 
     def select(self, keys: str | Iterable[str]) -> RemoteBatch:
         """Return the handle to the named leaves; ValueError if there is no such leaf. A plan is kept."""
@@ -187,6 +187,8 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             ValueError: there are none, their keys differ, or their ``meta`` has different values.
         """
         given = list(batches)
+        if not given:
+            raise ValueError("There are no batches to join.")
         for number, batch in enumerate(given):
             if not isinstance(batch, RemoteBatch):
                 raise TypeError(f"Batch {number} must be a RemoteBatch, found {type(batch).__name__}: put() it first.")

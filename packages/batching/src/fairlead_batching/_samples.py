@@ -154,9 +154,13 @@ class Samples(UserDict[str, Any], Generic[Content]):
 
     @classmethod
     def from_batches(
-        cls, batches: Iterable[Mapping[str, Any]], pad_value_dict: Mapping[str, Any] | None = None
+        cls,
+        batches: Iterable[Mapping[str, Any]],
+        pad_value_dict: Mapping[str, Any] | None = None,
+        *,
+        allow_missing_packed_tensors: bool = False,
     ) -> Self:
-        """Return all samples of all batches, one batch after the other.
+        """Return all samples of all batches, one batch after the other; of no batches, an empty batch.
 
         Where arrays or tensors of two or more dims differ in dim 1, the shorter ones are padded on the right. A batch
         without samples may lack keys that others have. A masked array keeps its mask. ``meta`` is that of all batches.
@@ -164,11 +168,13 @@ class Samples(UserDict[str, Any], Generic[Content]):
         Args:
             batches: the batches, or mappings of leaves.
             pad_value_dict: the values to pad with, by key. The default is 0, which strings and times cannot hold.
+            allow_missing_packed_tensors: accepted for programs written for NeMo RL, and ignored: there is no
+                ``PackedTensor``.
 
         Raises:
-            ValueError: there are no batches, batches with samples have different keys, or dtypes or other dims differ.
-                Or ``pad_value_dict`` has keys that no batch has, or a value that the leaf's dtype cannot hold. Or two
-                batches have different values of a key in ``meta``.
+            ValueError: batches with samples have different keys, or dtypes or other dims differ. Or ``pad_value_dict``
+                has keys that no batch has, or a value that the leaf's dtype cannot hold. Or two batches have different
+                values of a key in ``meta``.
             TypeError: a key has a list in one batch and a tensor in another.
 
         >>> joined = BatchedDataDict.from_batches([{"x": np.array([[1, 2]])}, {"x": np.array([[3]])}], {"x": -1})
@@ -177,7 +183,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """
         given = [batch if isinstance(batch, Samples) else cls(batch) for batch in batches]
         if not given:
-            raise ValueError("There are no batches to join.")
+            return cls()
         sizes = [batch.size for batch in given]
         joined = cls(joining.join([batch.data for batch in given], sizes, pad_value_dict or {}))
         joined.padding = joining.join_padding([batch.padding for batch in given], sizes)
@@ -247,16 +253,30 @@ class Samples(UserDict[str, Any], Generic[Content]):
         new.meta = joining.join_meta([self.meta, added.meta])
         return new
 
-    def repeat_interleave(self, num_repeats: int) -> Self:
+    def repeat_interleave(
+        self, num_repeats: int | None = None, *, share_immutable_media: bool = False, repeats: int | None = None
+    ) -> Self:
         """Return a new batch with each sample ``num_repeats`` times in a row. Objects in lists are copied.
+
+        Args:
+            num_repeats: how often each sample occurs.
+            share_immutable_media: accepted for programs written for NeMo RL, and ignored: the rows of a `RaggedLeaf`
+                are always shared, and objects in lists never are.
+            repeats: another name of ``num_repeats``.
+
+        Raises:
+            TypeError: neither or both of the names were given, or the number is not whole.
+            ValueError: the number is less than 1.
 
         >>> BatchedDataDict(x=np.array([1, 2])).repeat_interleave(2)["x"].tolist()
         [1, 1, 2, 2]
         """
-        num_repeats = as_int("num_repeats", num_repeats, at_least=1)
-        indices = np.repeat(np.arange(self.size), num_repeats)
+        if (num_repeats is None) == (repeats is None):
+            raise TypeError(f"Pass num_repeats or repeats, not both; got {num_repeats} and {repeats}.")
+        count = as_int("num_repeats", repeats if num_repeats is None else num_repeats, at_least=1)
+        indices = np.repeat(np.arange(self.size), count)
         repeated = self._derive(lambda leaf: operations.repeat(leaf, indices), type(self))
-        repeated.plan = self.plan.resize(lambda of_shard: of_shard * num_repeats)
+        repeated.plan = self.plan.resize(lambda of_shard: of_shard * count)
         return repeated
 
     def shuffle(self, seed: int) -> Self:
@@ -270,23 +290,23 @@ class Samples(UserDict[str, Any], Generic[Content]):
         shuffled.plan = self.plan.resize(int)
         return shuffled
 
-    def reorder_data(self, indices: Iterable[int]) -> Self:
-        """Put sample i at position ``indices[i]``, in place, and return the batch itself.
+    def reorder_data(self, reorded_indices: Iterable[int]) -> Self:
+        """Put sample i at position ``reorded_indices[i]``, in place, and return the batch itself.
 
-        This undoes a sort whose order was ``indices``. A plan of microbatches is dropped.
+        This undoes a sort whose order was ``reorded_indices``. A plan of microbatches is dropped.
 
         Raises:
-            ValueError: ``indices`` is not a permutation of all samples.
+            ValueError: ``reorded_indices`` is not a permutation of all samples.
 
         >>> batch = BatchedDataDict(x=np.array([30, 10, 20]))
         >>> order = [1, 2, 0]
         >>> batch.select_indices(order).reorder_data(order)["x"].tolist()
         [30, 10, 20]
         """
-        where = operations.to_integers("indices", indices)
+        where = operations.to_integers("reorded_indices", reorded_indices)
         if not np.array_equal(np.sort(where), np.arange(size := self.size)):
             raise ValueError(
-                f"indices must hold each of 0 to {size - 1} once, found {where.size}: {where[:10].tolist()}."
+                f"reorded_indices must hold each of 0 to {size - 1} once, found {where.size}: {where[:10].tolist()}."
             )
         moved = self._derive(lambda leaf: operations.take(leaf, where.argsort()), Samples)
         self.data, self.padding = moved.data, moved.padding

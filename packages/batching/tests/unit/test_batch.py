@@ -60,7 +60,6 @@ def test_from_batches():
 @pytest.mark.parametrize(
     ("batches", "pad_values", "error", "message"),
     [
-        ([], None, ValueError, "no batches to join"),
         ([{"x": [1], "y": [1]}, {"x": [1], "z": [1]}], None, ValueError, r"Batches 0 and 1 differ .*\['y', 'z'\]"),
         ([{"x": [1]}], {"y": 0}, ValueError, r"Unknown keys in pad_value_dict: \['y'\]"),
         ([{"x": [1]}, {"x": np.array([1])}], None, TypeError, r"Leaf 'x' is of several kinds .*\['list', 'numpy'\]"),
@@ -154,6 +153,17 @@ def test_repeat_interleave():
     assert repeated["x"].tolist() == [[1], [1], [2], [2]]
     repeated["log"][0].append("!")
     assert repeated["log"] == [["hi", "!"], ["hi"], ["ho"], ["ho"]]
+    assert batch["log"] == [["hi"], ["ho"]]
+    assert batch.repeat_interleave(repeats=1, share_immutable_media=True)["log"][0] is not batch["log"][0]
+    for numbers in ({}, {"num_repeats": 1, "repeats": 1}):
+        with pytest.raises(TypeError, match="Pass num_repeats or repeats, not both; got"):
+            batch.repeat_interleave(**numbers)
+
+
+def test_no_batches():
+    """No batches are joined to an empty batch of the class."""
+    joined = SlicedDataDict.from_batches([], {"x": 0}, allow_missing_packed_tensors=True)
+    assert (type(joined), dict(joined), joined.size) == (SlicedDataDict, {}, 0)
 
 
 def test_empty_batches_may_lack_keys():

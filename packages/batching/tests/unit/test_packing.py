@@ -203,14 +203,23 @@ def test_bad_lengths(algorithm):
         packer.pack([3, 11, 4])
     with pytest.raises(ValueError, match="Sequence 2 has a negative length: -1"):
         packer.pack([3, 1, -1])
-    with pytest.raises(ValueError, match="nothing to pack"):
-        packer.pack([])
+    with pytest.raises(ValueError, match=r"0 sequences cannot fill 2 bins .* min_bin_count=2"):
+        get_packer(algorithm, 10, min_bin_count=2).pack([])
     with pytest.raises(ValueError, match="whole numbers, found float64"):
         packer.pack([1.5])
     with pytest.raises(ValueError, match="must fit into int64, found 9223372036854775808"):
         packer.pack(np.array([1, 2**63], np.uint64))
     with pytest.raises(ValueError, match=r"2 sequences cannot fill 4 bins .* bin_count_multiple=4"):
         get_packer(algorithm, 10, bin_count_multiple=4).pack([1, 2])
+
+
+@each_algorithm
+def test_nothing_to_pack(algorithm):
+    """No lengths need no bins; a least number of 0 and a name in capitals change nothing."""
+    packer = get_packer(algorithm.upper(), 10, min_bin_count=0, bin_count_multiple=2)
+    assert packer.algorithm == algorithm
+    assert packer.pack([]) == []
+    assert packer.pack([3, 4]) == get_packer(algorithm, 10, bin_count_multiple=2).pack([3, 4])
 
 
 @each_algorithm
@@ -231,3 +240,7 @@ def test_bad_arguments():
         get_packer("balanced", 10, bin_count_multiple=-2)
     with pytest.raises(TypeError, match=r"bin_capacity must be a whole number, got 1\.5"):
         get_packer("balanced", 1.5)
+    with pytest.raises(ValueError, match="min_bin_count must be at least 0, got -1"):
+        get_packer("balanced", 10, -1)
+    with pytest.raises(TypeError, match=r"whole number, got False\. There is no collect_metrics"):
+        get_packer("balanced", 10, False)

@@ -35,7 +35,7 @@ class RayVirtualCluster:
         use_gpus: each bundle holds one GPU, if `accelerators` does not say more.
         max_colocated_worker_groups: how many worker groups may share the slots. Each bundle holds `cpus_per_worker` for
             each of them.
-        num_gpus_per_node: GPUs of a physical node, checked to be positive.
+        num_gpus_per_node: GPUs of a physical node, for the `configure_worker` of workers; 0 only without GPUs.
         name: appears in messages and in Ray's placement-group table.
         placement_group_strategy: how Ray lays out the bundles of *one logical node*: "STRICT_PACK" (on one physical
             node), "PACK", "SPREAD", "STRICT_SPREAD".
@@ -99,7 +99,8 @@ class RayVirtualCluster:
         counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
         _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
         _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
-        check_positive("num_gpus_per_node", num_gpus_per_node)
+        if use_gpus or num_gpus_per_node != 0:
+            check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
         check_positive("cpus_per_worker", cpus_per_worker)
         self.placement_group_strategy: Strategy = placement_group_strategy
@@ -537,9 +538,10 @@ class RayVirtualCluster:
         """Print the grid, with the workers of one group. Reserves nothing."""
         Console().print(self.grid([] if worker_group is None else [worker_group]))
 
-    def print_all_worker_groups(self, worker_groups: Sequence[Any] | None = None) -> None:
-        """Print the grid with several groups. The default are all groups on this cluster."""
-        groups = groups_on(self._shown_slots()) if worker_groups is None else list(worker_groups)
+    def print_all_worker_groups(self, worker_groups: Any | None = None) -> None:
+        """Print the grid with several groups, or with one. The default are all groups on this cluster."""
+        groups = groups_on(self._shown_slots()) if worker_groups is None else worker_groups
+        groups = list(groups) if isinstance(groups, Iterable) else [groups]
         counted = count_bundles(self._counts, self._accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
 

@@ -242,7 +242,7 @@ def make_asks(
         bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
     selector = dict(labels or {})
     check_selector(selector)
-    extras = [{}] * len(counts) if constraints is None else constraints
+    extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")
     for name, amount in (item for extra in extras for item in extra.items()):

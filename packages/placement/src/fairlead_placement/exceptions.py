@@ -78,7 +78,7 @@ class HeadTimeoutError(PlacementTimeoutError):
 
 
 @dataclass(eq=False, repr=False)
-class PortUnavailableError(PlacementError):
+class PortUnavailableError(PlacementError, RuntimeError):
     """Too few ports of a range could be leased on a node. Nothing stays leased.
 
     Attributes:

@@ -62,6 +62,7 @@ def test_bad_config(config, message):
         ([None], {}, "integers, 0 or more, got None"),
         ([1], {"placement_group_strategy": "PILE"}, "must be one of .*'STRICT_SPREAD'.*, got 'PILE'"),
         ([1], {"num_gpus_per_node": 0}, "num_gpus_per_node must be an integer of at least 1, got 0"),
+        ([1], {"num_gpus_per_node": -1, "use_gpus": False}, "num_gpus_per_node must be .* at least 1, got -1"),
         ([1], {"max_colocated_worker_groups": 0}, "max_colocated_worker_groups must be .* at least 1, got 0"),
         ([1], {"max_colocated_worker_groups": 1.5}, "max_colocated_worker_groups must be .* at least 1, got 1.5"),
         ([1], {"reserve_timeout_s": -1}, "reserve_timeout_s must be .*0 or more and finite, got -1"),

@@ -105,9 +105,11 @@ def test_one_group():
 
 
 def test_two_groups(capsys):
-    """With several groups, workers show the number of their group; the global view counts the groups."""
+    """With several groups, workers show the number of their group; the global view counts the groups, or one."""
     groups = [Group("policy", (0, 0, ""), (0, 1, "")), Group("", (0, 1, ""))]
     cluster = RayVirtualCluster([2])
+    cluster.print_all_worker_groups(groups[0])
+    assert "Worker Groups: 1" in capsys.readouterr().out
     cluster.print_all_worker_groups(groups)
 
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [

@@ -87,10 +87,10 @@ def test_segments_are_taken_in_physical_order(sizes, segment_size, num_nodes, se
 
 
 def test_ranks_order_the_nodes_of_a_domain():
-    """The rank counts before the node id, and a missing rank is 0. The domain None means no domain."""
-    topology = {"a": ("x", 10), "b": ("x", 2), "c": ("x", None), "d": (None, 0), "e": ("x", 2.0)}
+    """The rank counts before the node id, and a missing rank is 0. None and "unknown" mean no domain."""
+    topology = {"a": ("x", 10), "b": ("x", 2), "c": ("x", None), "d": (None, -1), "e": ("x", 2.0), "f": ("unknown", -1)}
 
-    assert select_segment_nodes(topology, 3, 3) == (["c", "b", "e"], ["d", "a"])
+    assert select_segment_nodes(topology, 3, 3) == (["c", "b", "e"], ["d", "f", "a"])
 
 
 @pytest.mark.parametrize(

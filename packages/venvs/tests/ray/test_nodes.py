@@ -159,7 +159,7 @@ def test_worker(worker_spec, tmp_path, monkeypatch):
 
     assert facts == (env.python, folder, folder, "2.0", f"{folder}/bin/alpha-says")
     assert set(env.runtime_env) == {"py_executable", "env_vars"}
-    assert set(env.runtime_env["env_vars"]) == {"PATH", "VIRTUAL_ENV"}
+    assert set(env.runtime_env["env_vars"]) == {"PATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"}
 
 
 @pytest.mark.parametrize(("wanted", "found"), [([], "none"), (["needs_old_ray"], "2.0.0")])

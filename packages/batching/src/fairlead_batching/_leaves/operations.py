@@ -141,16 +141,15 @@ def pad(leaf: Any, count: int) -> Any:
     if is_registered(leaf) and hasattr(leaf, "pad"):
         return leaf.pad(count)
     size = leaf.size(0) if interop.is_tensor(leaf) else len(leaf)
-    return repeat(leaf, np.minimum(np.arange(size + count), size - 1))
+    if isinstance(leaf, list):
+        return [*leaf, *repeat(leaf, np.full(count, size - 1))]
+    return take(leaf, np.minimum(np.arange(size + count), size - 1))
 
 
 def repeat(leaf: Any, indices: IntArray) -> Any:
-    """Copy the samples at ascending ``indices``. Objects in lists are copied too, so that no two samples share one."""
+    """Copy the samples at ``indices``, and the objects in lists, so that a change of one sample changes no other."""
     taken = take(leaf, indices)
-    if isinstance(leaf, list):
-        for position in (np.flatnonzero(indices[1:] == indices[:-1]) + 1).tolist():
-            taken[position] = copy.deepcopy(taken[position])
-    return taken
+    return list(map(copy.deepcopy, taken)) if isinstance(leaf, list) else taken
 
 
 def truncate(leaf: Any, dim: int, length: int) -> Any:

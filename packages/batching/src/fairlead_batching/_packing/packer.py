@@ -3,11 +3,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
-from .._args import Algorithm, check_choice, convert_fields
+from .._args import Algorithm, convert_algorithm, convert_fields
 from .._leaves.operations import to_integers
 from . import algorithms
 from .algorithms import Bins
@@ -24,7 +23,7 @@ def get_packer(
     """Return a packer of sequences into bins of ``bin_capacity`` tokens.
 
     Args:
-        algorithm: one of
+        algorithm: one of these, in small letters or capitals:
 
             - ``concatenative``: in the given order, next-fit;
             - ``first_fit_decreasing``: the longest first, each into the first bin with room;
@@ -33,13 +32,13 @@ def get_packer(
             - ``balanced``: as few bins as it finds, and for that number the smallest largest bin that it finds (the
               differencing method of Karmarkar and Karp, 1982), so that all ranks finish at the same time.
 
-        min_bin_count: the least number of bins.
+        min_bin_count: the least number of bins; 0 is the same as None.
         bin_count_multiple: the number of bins is a multiple of this number.
         seed: the seed of ``first_fit_shuffle``; the others ignore it.
 
     Raises:
         TypeError: a number is not whole.
-        ValueError: the algorithm is unknown, or a number is less than 1.
+        ValueError: the algorithm is unknown, or a number is too small.
 
     >>> lengths = [7, 2, 6, 4, 3]
     >>> get_packer("first_fit_decreasing", bin_capacity=10).pack(lengths)
@@ -68,25 +67,32 @@ class Packer:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("packing algorithm", self.algorithm, get_args(Algorithm))
-        counts = [name for name in ("min_bin_count", "bin_count_multiple") if getattr(self, name) is not None]
-        convert_fields(self, "bin_capacity", *counts)
+        convert_algorithm(self)
+        if isinstance(self.min_bin_count, bool):  # which NeMo RL's get_packer has in this place
+            raise TypeError(
+                f"min_bin_count must be a whole number, got {self.min_bin_count}. There is no collect_metrics: use "
+                "Packer.metrics(lengths, bins)."
+            )
+        convert_fields(self, "bin_capacity")
+        for name, least in (("min_bin_count", 0), ("bin_count_multiple", 1)):
+            if getattr(self, name) is not None:
+                convert_fields(self, name, at_least=least)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}.")
 
-    def pack(self, lengths: Iterable[int]) -> Bins:
+    def pack(self, sequence_lengths: Iterable[int]) -> Bins:
         """Return bins as lists of indices into the lengths: every index once, no bin empty or over its capacity.
 
         Raises:
-            ValueError: there are no lengths, a length is negative or larger than a bin, or there are fewer sequences
-                than requested bins.
+            ValueError: a length is negative or larger than a bin, or there are fewer sequences than requested bins.
 
         >>> get_packer("concatenative", bin_capacity=10).pack([7, 2, 6, 4, 3])
         [[0, 1], [2, 3], [4]]
         """
-        numbers = to_integers("lengths", lengths)
+        numbers = to_integers("sequence_lengths", sequence_lengths)
         if not numbers.size:
-            raise ValueError("There is nothing to pack: no lengths were given.")
+            self._round_up(0, 0)  # refuses a least number of bins
+            return []
         if (longest := int(numbers.max())) > self.bin_capacity:
             index = int(numbers.argmax())
             raise ValueError(
@@ -114,7 +120,7 @@ class Packer:
     def _round_up(self, needed: int, available: int) -> int:
         """Return the least number of bins that is at least ``needed`` and fulfils the arguments."""
         multiple = self.bin_count_multiple or 1
-        count = -(-max(needed, self.min_bin_count or 1) // multiple) * multiple
+        count = -(-max(needed, self.min_bin_count or 0) // multiple) * multiple
         if count > available:
             raise ValueError(
                 f"{available} sequences cannot fill {count} bins without leaving one empty (needed for the tokens: "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders nodes physically, and selects segments: groups of nodes in one topology domain.
 
-A *domain* is a set of nodes with a fast interconnect between them; a node without one has the domain None or "".
-The functions are pure.
+A *domain* is a set of nodes with a fast interconnect between them; a node without one has the domain None, "" or
+"unknown". The functions are pure.
 """
 
 import math
@@ -38,7 +38,8 @@ def select_segment_nodes(
     """Select nodes in complete segments.
 
     Args:
-        topology: node id -> (domain, rank in the domain). A rank of None counts as 0.
+        topology: node id -> (domain, rank in the domain). The domains None, "" and "unknown" mean that the node has
+            none. A rank of None counts as 0.
         segment_size: nodes in a segment, all of one domain.
         num_nodes: how many nodes to select, a multiple of `segment_size`.
 
@@ -87,7 +88,7 @@ def sort_bundle_indices_by_topology(
 
     Args:
         bundle_data: one row per bundle: (accelerator id, domain, rank in the domain, node id). Ids of digits are
-            compared as numbers and come before others. A rank of None counts as 0.
+            compared as numbers and come before others. Domains and ranks are as for `select_segment_nodes`.
         segment_size: keep only bundles of nodes in complete segments. These are the first complete nodes of each
             domain, rounded down to a multiple of `segment_size`.
         gpus_per_node: a node with fewer bundles is not complete. Required with `segment_size`, otherwise unused.
@@ -137,7 +138,7 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
         raise TypeError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
     if rank is not None and math.isnan(rank):  # NaN has no order
         raise ValueError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
-    return domain or "", rank or 0
+    return "" if domain in (None, "unknown") else domain, rank or 0
 
 
 def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:

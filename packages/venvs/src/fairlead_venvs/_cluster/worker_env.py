@@ -85,14 +85,15 @@ def make_actor_runtime_env(
 ) -> dict[str, Any]:
     """Make the environment of a registered class ready on every node, and return the runtime_env of its actors.
 
-    Never a copy of the driver's environment: the interpreter, and VIRTUAL_ENV and PATH that go with it.
+    Never a copy of the driver's environment: the interpreter, and the variables that go with it.
 
     Args:
         actor_class_fqn: full name of the class.
         nodes: as for `ensure_worker_env`, as the rest.
 
     Returns:
-        `{"py_executable": ..., "env_vars": {"VIRTUAL_ENV": ..., "PATH": ...}}`; empty for `PY_EXECUTABLES.SYSTEM`.
+        `{"py_executable": ..., "env_vars": {"PATH": ..., "VIRTUAL_ENV": ..., "UV_PROJECT_ENVIRONMENT": ...}}`; empty
+        for `PY_EXECUTABLES.SYSTEM`.
 
     Raises:
         As `ensure_worker_env`.
@@ -141,6 +142,6 @@ def _make_runtime_env(python: str, *, built: bool) -> dict[str, Any]:
     env_vars = {"PATH": f"{os.path.dirname(python)}:${{PATH}}"}
     # /usr/bin/python has a path like that of an environment.
     if built or os.path.exists(os.path.join(folder, "pyvenv.cfg")):
-        env_vars["VIRTUAL_ENV"] = folder
+        env_vars["VIRTUAL_ENV"] = env_vars["UV_PROJECT_ENVIRONMENT"] = folder
     # Quoted, as Ray puts it into a shell command.
     return {"py_executable": shlex.quote(python), "env_vars": env_vars}
