@@ -151,6 +151,6 @@ def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeo
         reasons = "\n".join(map(str, error.exceptions if isinstance(error, VenvNodesError) else [error]))
         raise WorkerStartError(f"{python!r} cannot run the workers:\n{reasons}") from error
     env_vars = dict(ready.runtime_env.get("env_vars", {}))
-    venv = env_vars.pop("VIRTUAL_ENV", None)
-    variables = {} if venv is None else {"VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv}
+    of_venv = [name for name in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT") if name in env_vars]
+    variables = {name: env_vars.pop(name) for name in of_venv}
     return WorkerPython({**ready.runtime_env, "env_vars": env_vars}, variables)
