@@ -17,8 +17,6 @@ OPTIONAL = {
     "verl.py": {"verl"},
     "slime.py": {"slime"},
     "miles.py": {"miles"},
-    "plugin.py": {"pytest"},
-    "suite.py": {"pytest"},
 }
 USE = """
     import sys
