@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import fairlead_rollouts as fr
-from fairlead_rollouts import miles, nemo, slime, verl
+from fairlead_rollouts import miles, slime
 from fairlead_rollouts.metrics import export
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
@@ -70,11 +70,7 @@ async def wait(ledger: fr.Ledger) -> None:
     assert_type(start_ledger(lambda: ledger, name="ledger"), LedgerHandle)
 
 
-async def adapt(args: object, buffer: verl.LedgerReplayBuffer) -> None:
-    assert_type(buffer.sample(1, "train", 8), tuple[Any, dict[str, Any]])
-    sampler = nemo.LedgerSampler(args, groups_per_version=4, policy="windowed", max_staleness_versions=1)
-    selected = await sampler.select(current_train_weight=1, min_prompt_groups=1, max_prompt_groups=4)
-    assert_type(selected, tuple[Any, int])
+async def adapt(args: object) -> None:
     assert_type(slime.LedgerDataSource(args).get_samples(1), list[list[Any]])
     slime.generate_rollout(args, 1, slime.LedgerDataSource(args))
     assert_type(miles.LedgerDataSource(args).ledger, fr.Ledger)

@@ -14,7 +14,6 @@ OPTIONAL = {
     "ray.py": {"ray"},
     "_show.py": {"rich"},
     "metrics.py": {"opentelemetry"},
-    "verl.py": {"verl"},
     "slime.py": {"slime"},
     "miles.py": {"miles"},
 }
