@@ -11,7 +11,6 @@ from typing import Any, assert_type
 
 import fairlead_rollouts as fr
 from fairlead_rollouts import miles, slime
-from fairlead_rollouts.metrics import export
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 
@@ -60,7 +59,6 @@ def train(ledger: fr.Ledger, config: fr.LedgerConfig, folder: Path) -> None:
     with fr.Journal(folder / "journal", keep_steps=2) as journal:
         assert_type(fr.Ledger.restore(config, ["a"], step=1, version=1, journal=journal), fr.Ledger)
     assert_type((ledger.statistics(), ledger.explain(0)), tuple[fr.Statistics, str])
-    export(ledger)
 
 
 async def wait(ledger: fr.Ledger) -> None:

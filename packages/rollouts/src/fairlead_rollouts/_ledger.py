@@ -319,7 +319,7 @@ class Ledger(RolloutSide):
         return explain_group(self._book, ordinal, self.state(ordinal), self._claims.next_place()[0])
 
     def statistics(self) -> Statistics:
-        """Return the state of the ledger in numbers. An exporter of metrics may call it from another thread."""
+        """Return the state of the ledger in numbers. Another thread may call it, such as an exporter of metrics."""
         book = self._book
         # A list, because a dictionary that changes in the thread of the ledger cannot be iterated.
         oldest = min([record.oldest for record in list(book.records.values())], default=book.version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ledger shown to people, as metrics, and on the command line."""
+"""A ledger shown to people, and on the command line."""
 
 import os
 import subprocess
@@ -66,36 +66,6 @@ def test_show_of_a_new_ledger(capsys):
     ledger.seal(ledger.lease(1)[0], 0, Ref("a"))
     ledger.drop([0], "<no signal>")
     assert "&lt;no signal&gt;" in ledger._repr_html_()
-
-
-def read_metrics(reader):
-    """Return the values of all instruments by name and attributes."""
-    (resource,) = reader.get_metrics_data().resource_metrics
-    return {
-        (metric.name.removeprefix("fairlead.rollouts."), *point.attributes.values()): point.value
-        for scope in resource.scope_metrics
-        for metric in scope.metrics
-        for point in metric.data.data_points
-    }
-
-
-def test_metrics(ledger):
-    """The instruments have the values of the statistics at each collection."""
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-    from fairlead_rollouts.metrics import export
-
-    reader = InMemoryMetricReader()
-    export(ledger, MeterProvider([reader]).get_meter("test"))
-    found = read_metrics(reader)
-    assert found["groups", "leased"] == 2
-    assert found["groups", "trained"] == 2
-    assert found["staleness", 0] == 2
-    assert (found["room",], found["version",], found["oldest_open",], found["waits",]) == (1, 1, 1, 0)
-    ledger.drop([3], "no_signal")
-    assert read_metrics(reader)["drops", "no_signal"] == 1
 
 
 def test_statistics_from_another_thread(make_ledger, finish):
