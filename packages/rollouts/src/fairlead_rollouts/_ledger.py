@@ -339,15 +339,12 @@ class Ledger(RolloutSide):
     def show(self) -> None:
         """Print the groups in each state, the staleness of claims and the three oldest groups.
 
-        It uses rich if rich is installed. A notebook displays a ledger in the same way.
+        It uses rich if rich is installed.
         """
         self._draw().print()
 
     def __rich__(self) -> Picture:
         return self._draw()
-
-    def _repr_html_(self) -> str:
-        return self._draw()._repr_html_()
 
     def _draw(self) -> Picture:
         return draw_ledger(self._book, self.statistics(), self._claims.next_place()[0])
