@@ -27,7 +27,7 @@ def make(event: fr.Event) -> fr.Ledger:
     config = fr.LedgerConfig(
         group_size=4, groups_per_version=8, max_staleness=1, policy=fr.Windowed(), completeness=completeness
     )
-    source: fr.PromptSource = fr.LoaderStream([1, 2], key=str)
+    source: fr.PromptSource = fr.IndexStream(10, seed=0)
     fr.LedgerConfig(4, 8, 1)  # type: ignore[call-arg]
     fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, on_stale="later")  # type: ignore[arg-type]
     assert_type((event.ordinal, event.reason, fr.sample_id(1, 2)), tuple[int, str | None, str])

@@ -21,7 +21,7 @@ from ._async import AsyncLedger
 from ._ledger import Ledger
 from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref, Sample, Shortage, sample_id
 from ._policies import InOrder, OldestFirst, OpenGroup, Policy, ReadyFirst, Selection, View, WeightFifo, Windowed
-from ._sources import IndexStream, LoaderStream, PromptSource
+from ._sources import IndexStream, PromptSource
 from ._statistics import Statistics
 from ._store.journal import Journal
 from .exceptions import (
@@ -52,7 +52,6 @@ __all__ = [
     "Lease",
     "Ledger",
     "LedgerConfig",
-    "LoaderStream",
     "OldWeightsError",
     "OldestFirst",
     "OpenGroup",
