@@ -15,17 +15,17 @@ from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 
 class Last:
-    def select(self, view: fr.View, count: int) -> fr.Selection:
-        return fr.Selection(tuple(group.ordinal for group in view.ready()[-count:]), blocked_by=())
+    def select(self, view: fr.View, count: int) -> tuple[int, ...]:
+        return tuple(group.ordinal for group in view.ready()[-count:])
 
 
 def make(event: fr.Event) -> fr.Ledger:
     policy: fr.Policy
-    for policy in (fr.OldestFirst(), fr.ReadyFirst(), fr.InOrder(groups_per_step=2), fr.WeightFifo(), Last()):
+    for policy in (fr.OldestFirst(), fr.ReadyFirst(), Last()):
         fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, policy=policy)
     completeness = fr.Completeness(min_samples=3, retry="group", max_attempts=2)
     config = fr.LedgerConfig(
-        group_size=4, groups_per_version=8, max_staleness=1, policy=fr.Windowed(), completeness=completeness
+        group_size=4, groups_per_version=8, max_staleness=1, policy=fr.ReadyFirst(), completeness=completeness
     )
     source: fr.PromptSource = fr.IndexStream(10, seed=0)
     fr.LedgerConfig(4, 8, 1)  # type: ignore[call-arg]

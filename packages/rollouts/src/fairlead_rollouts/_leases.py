@@ -32,12 +32,11 @@ class Leases:
         """Lease a pending group."""
         self._sequence += 1
         self._book.move(record, "leased")
-        self._book.assign(record)
         siblings = self.siblings
         if record.samples:
             siblings = tuple([one for one in siblings if one not in record.samples])
         token = self.run << 32 | self._sequence
-        given = record.ordinal, siblings, token, start_version, record.prompt, record.attempt, record.target_step
+        given = record.ordinal, siblings, token, start_version, record.prompt, record.attempt
         record.lease, record.deadline = Lease(*given, dict(record.carry)), deadline
         record.failed = record.cancelled = False
         record.waiting = sum([1 << one for one in siblings])

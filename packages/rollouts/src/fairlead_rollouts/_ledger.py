@@ -114,7 +114,6 @@ class Ledger(RolloutSide):
                 if record.state == "claimed":
                     book.train(record)
         book.last_trained = step if book.last_trained is None else max(step, book.last_trained)
-        book.forget_targets(book.last_trained)
         if not self._checkpoints:
             book.apply(step)
         journal = book.journal
@@ -187,7 +186,7 @@ class Ledger(RolloutSide):
         Returns:
             The number of groups.
         """
-        found = self._claims.sweep(self._claims.next_place()[0], None)
+        found = self._claims.sweep(self._claims.next_place()[0])
         self._book.run_callbacks()
         return found
 

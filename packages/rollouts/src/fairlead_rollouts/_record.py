@@ -33,7 +33,6 @@ class Record:
     ready_version: int = 0  # the trainer's version when it was sealed
     step: int | None = None  # the step that has claimed it
     version: int = 0  # the version that trains this step
-    target_step: int | None = None  # the step that the policy has assigned
 
     def find_oldest(self) -> int:
         """Return the oldest version of the sealed and parked siblings, or `NEVER`."""
@@ -48,4 +47,4 @@ class Record:
 
     def as_open(self) -> OpenGroup:
         """Return the group as a policy sees it."""
-        return OpenGroup(self.ordinal, self.state == "sealed", self.oldest, self.target_step)
+        return OpenGroup(self.ordinal, self.state == "sealed", self.oldest)

@@ -7,7 +7,6 @@ import pytest
 
 from fairlead_rollouts import (
     IllegalTransitionError,
-    InOrder,
     Journal,
     Ledger,
     LedgerConfig,
@@ -274,18 +273,6 @@ def test_the_source_continues(make_ledger, finish, tmp_path):
     ledger.prepare(0, tmp_path)
     later = restore(ledger, tmp_path, step=0, version=0, source=Loader())
     assert [lease.prompt for lease in later.lease(1)] == ["prompt 3"]
-
-
-def test_target_steps_after_a_restore(make_ledger, finish, tmp_path):
-    """With `InOrder` the open groups get the steps after the checkpoint, in their order."""
-    ledger = make_ledger(PROMPTS, policy=InOrder(groups_per_step=2), checkpoints=True, max_staleness=2)
-    finish(ledger, ledger.lease(5))
-    ledger.claim(1, 2)
-    ledger.advance(1, trained=1)
-    ledger.prepare(1, tmp_path)
-    later = restore(ledger, tmp_path)
-    assert [group.ordinal for group in later.claim(2, 2).groups] == [2, 3]
-    assert [lease.target_step for lease in later.lease(2)] == [3, 4]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])

@@ -14,7 +14,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from fairlead_rollouts import (
     Claim,
     Completeness,
-    InOrder,
     Journal,
     Ledger,
     LedgerConfig,
@@ -22,8 +21,6 @@ from fairlead_rollouts import (
     ReadyFirst,
     Ref,
     Shortage,
-    WeightFifo,
-    Windowed,
 )
 
 PROMPTS = 30
@@ -36,9 +33,7 @@ EXAMPLES = int(os.environ.get("FAIRLEAD_EXAMPLES", "150"))
 def configs(draw):
     size, places, bound = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 2))
     on_stale = draw(st.sampled_from(["wait", "wait", "requeue", "drop"]))
-    policies = [OldestFirst(), WeightFifo(), InOrder(groups_per_step=places)]
-    if on_stale != "wait":
-        policies += [ReadyFirst(), Windowed(freshest_first=draw(st.booleans()))]
+    policies = [OldestFirst()] if on_stale == "wait" else [OldestFirst(), ReadyFirst()]
     unbounded = on_stale != "wait" and draw(st.booleans())
     return LedgerConfig(
         group_size=size,

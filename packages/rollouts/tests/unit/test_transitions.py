@@ -7,12 +7,9 @@ from fairlead_rollouts import (
     Claim,
     Completeness,
     IllegalTransitionError,
-    InOrder,
     InvariantError,
     Ref,
-    Selection,
     Shortage,
-    WeightFifo,
 )
 
 
@@ -58,7 +55,7 @@ def test_lease(make_ledger):
     ledger = make_ledger()
     first, second = ledger.lease(2)
     assert (first.ordinal, first.siblings, first.prompt, first.start_version) == (0, (0, 1), "prompt 0", 0)
-    assert (first.attempt, first.target_step, first.carry) == (1, None, {})
+    assert (first.attempt, first.carry) == (1, {})
     assert first.token >> 32 == second.token >> 32 == 7
     assert first.token != second.token
     assert ledger.room() == 2
@@ -437,40 +434,6 @@ def test_to_abort(make_ledger):
     assert unbounded.to_abort() == []
 
 
-def test_in_order(make_ledger, finish):
-    """With `InOrder` each step trains what was leased for it, and a dropped group is replaced for the same step."""
-    ledger = make_ledger(policy=InOrder(groups_per_step=2))
-    leases = ledger.lease(4)
-    assert [lease.target_step for lease in leases] == [1, 1, 2, 2]
-    finish(ledger, leases[1:])
-    assert ledger.claim(1, 2) == Shortage("wait", have=1, need=2, blocked_by=(0,))
-    finish(ledger, leases[:1])
-    assert [group.ordinal for group in ledger.claim(1, 2).groups] == [0, 1]
-    ledger.drop([1], "no_signal")
-    assert [lease.target_step for lease in ledger.lease(1)] == [1]
-    ledger.advance(1, trained=1)
-    assert [lease.target_step for lease in ledger.lease(1)] == [3]
-
-
-def test_passed_targets_are_stale(make_ledger, finish):
-    """A group whose step has passed is requeued, and gets a later step."""
-    ledger = make_ledger(policy=InOrder(groups_per_step=2), max_staleness=3)
-    finish(ledger, ledger.lease(4))
-    assert len(ledger.claim(2, 2).groups) == 2
-    assert ledger.state(0) == ledger.state(1) == "pending"
-    ledger.advance(1, trained=2)
-    assert ledger.lease(1)[0].target_step == 3
-
-
-def test_weight_fifo(make_ledger, finish):
-    """With `WeightFifo` newer groups wait for the oldest version."""
-    ledger = make_ledger(policy=WeightFifo(), groups_per_version=1)
-    [old] = ledger.lease(1)
-    ledger.advance(1)
-    finish(ledger, ledger.lease(1))
-    assert ledger.claim(1, 1) == Shortage("wait", have=0, need=1, blocked_by=(old.ordinal,))
-
-
 # Refusals.
 
 
@@ -634,7 +597,7 @@ def test_own_policy(make_ledger, finish):
 
     class LastFirst:
         def select(self, view, count):
-            return Selection(tuple(group.ordinal for group in view.ready()[::-1][:count]))
+            return tuple(group.ordinal for group in view.ready()[::-1][:count])
 
     ledger = make_ledger(policy=LastFirst(), on_stale="requeue")
     finish(ledger, ledger.lease(3))
