@@ -5,7 +5,6 @@ A comment that ignores an error marks a use that type checkers must reject: an i
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -40,7 +39,7 @@ def roll_out(ledger: fr.Ledger, lease: fr.Lease) -> None:
     assert_type(ledger.seal(lease, 0, fr.Ref(object()), oldest_version=0, newest_version=1), bool)
     assert_type(ledger.fail(lease, [0], reason="it broke"), bool)
     assert_type((ledger.expire(1.0), ledger.to_abort()), tuple[list[fr.Lease], list[fr.Lease]])
-    assert_type((lease.prompt, lease.carry), tuple[Any, Mapping[int, fr.Sample]])
+    assert_type((lease.prompt, lease.siblings), tuple[Any, tuple[int, ...]])
     ledger.seal(lease, 0, "tokens")  # type: ignore[arg-type]
     ledger.fail(lease)  # type: ignore[call-arg]
     lease.token = 1  # type: ignore[misc]

@@ -38,7 +38,7 @@ def draw_journal(path: Path) -> Picture:
     except sqlite3.Error as error:
         remedy = "A process that uses a journal locks it. Otherwise the file is damaged, or it is neither a snapshot "
         raise SnapshotError(str(path), str(error), f"{remedy}nor a journal.") from None
-    versions = sorted(Counter(row[4] for row in samples).items())
+    versions = sorted(Counter(row[3] for row in samples).items())
     sections = (
         ("groups", (("open", len(prompts)),)),
         ("samples by newest version", as_rows(dict(versions))),

@@ -27,7 +27,7 @@ class SampleJournal(Protocol):
 
     def keep(self, snapshot: Any) -> None: ...
     def make_room(self) -> None: ...
-    def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None: ...
+    def put(self, record: Record, samples: Iterable[Sample]) -> None: ...
     def remove(self, ordinal: int, sibling: int) -> None: ...
     def settle(self, ordinal: int) -> None: ...
     def flush(self) -> None: ...
@@ -125,9 +125,9 @@ class Book:
         self._report(record, "unseen", "pending", None)
         return record
 
-    def fill(self, record: Record, samples: dict[int, Sample], carry: dict[int, Sample]) -> None:
+    def fill(self, record: Record, samples: dict[int, Sample]) -> None:
         """Give samples of an earlier process to a pending group that holds nothing."""
-        record.samples, record.carry = samples, carry
+        record.samples = samples
         oldest = record.find_oldest()
         if len(samples) == self.config.group_size:
             self.move(record, "sealed", "restored")
@@ -195,12 +195,10 @@ class Book:
         """Release everything that a group holds. Finished samples count as regenerated."""
         self.counters.regenerated += len(record.samples)
         self.release(record, record.samples, reason)
-        self.release(record, record.carry, reason)
 
     def drop(self, record: Record, reason: str, cause: str = "") -> None:
         """Release everything that a group holds, and close it as dropped; `cause` is the event's, instead of reason."""
         self.release(record, record.samples, reason)
-        self.release(record, record.carry, reason)
         self.settle(record, "dropped", reason, cause)
 
     def train(self, record: Record) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Ledger"]
 LEGAL: dict[State, tuple[str, ...]] = {
     "unseen": ("offer", "lease"),
     "pending": ("lease", "sweep"),
-    "leased": ("seal", "park", "fail", "cancel", "expire"),
+    "leased": ("seal", "fail", "cancel", "expire"),
     "sealed": ("claim", "drop", "sweep"),
     "claimed": ("advance", "unclaim", "drop", "commit"),
     "trained": ("commit",),

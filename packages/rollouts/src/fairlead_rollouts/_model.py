@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that pass between a ledger and its callers, and the checks of a configuration."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,7 +54,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished or partial rollout of one sibling.
+    """A finished rollout of one sibling.
 
     Attributes:
         sibling: its number in its group.
@@ -84,7 +83,6 @@ class Lease:
         start_version: the version of the weights that the generator serves.
         prompt: the prompt's reference, a JSON value.
         attempt: 1, plus the leases of this group that failed or expired.
-        carry: partial rollouts to continue, by sibling.
 
     >>> ledger = Ledger(LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0), ["a"])
     >>> [lease] = ledger.lease(1)
@@ -98,7 +96,6 @@ class Lease:
     start_version: int
     prompt: Any
     attempt: int
-    carry: Mapping[int, Sample]
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,12 +127,6 @@ class Machine(RuleBasedStateMachine):
             if data.draw(st.booleans()):
                 self.seal_all_of(lease)
 
-    @rule(lease=leases, sibling=st.integers(0, 2))
-    def park(self, lease, sibling):
-        if sibling < self.config.group_size:
-            owed = self.owes(lease, sibling)
-            assert self.ledger.park(lease, sibling, self.ref()) is owed
-
     @rule(lease=leases, sibling=st.none() | st.integers(0, 2))
     def fail(self, lease, sibling):
         if sibling is None or sibling < self.config.group_size:
@@ -275,7 +269,7 @@ class Machine(RuleBasedStateMachine):
         self.step, self.version, self.steps = checkpoint["step"], checkpoint["version"], {}
         # References that are not durable, or that only the dead process knew, are gone with it.
         records = self.ledger._book.records.values()
-        held = {one.ref.value for record in records for one in (*record.samples.values(), *record.carry.values())}
+        held = {one.ref.value for record in records for one in record.samples.values()}
         assert held <= set(self.alive)
         assert all(self.alive[value].durable for value in held)
         self.alive = {value: self.alive[value] for value in held}
@@ -295,7 +289,7 @@ class Machine(RuleBasedStateMachine):
     def invariants_hold(self):
         self.ledger.check()
         held = self.ledger._book.records.values()
-        refs = {one.ref.value for record in held for one in (*record.samples.values(), *record.carry.values())}
+        refs = {one.ref.value for record in held for one in record.samples.values()}
         assert refs == set(self.alive)
         for ordinal in range(PROMPTS):
             assert self.ledger.state(ordinal) == self.fates.get(ordinal, "unseen")
