@@ -341,13 +341,12 @@ def seams(session: nox.Session) -> None:
     """
     session.install("--no-deps", "-c", "constraints-verl.txt", "verl", env=UV_ENV)
     paths = map(package, [*SIBLINGS["transfer"], "transfer", "rollouts"])
-    needed = "dill", "msgspec", "omegaconf", "ray", "tensordict", "torch", "transferqueue", "transformers"
+    needed = "omegaconf", "pydantic", "ray", "tensordict", "torch", "transformers"
     session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
     given = session.posargs
     source, more = (given[1], given[2:]) if given[:1] == ["--source"] else ("", given)
     env = {"FAIRLEAD_SEAM_SOURCES": str(Path(source).resolve())} if source else {}
-    for name in ("rollouts", "transfer"):  # each imports other parts of verl
-        run_tests(session, package(name, "/tests/seams"), *more, **env)
+    run_tests(session, *(package(name, "/tests/seams") for name in ("rollouts", "transfer")), *more, **env)
 
 
 @nox.session

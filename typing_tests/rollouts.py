@@ -5,30 +5,28 @@ A comment that ignores an error marks a use that type checkers must reject: an i
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_type
 
 import fairlead_rollouts as fr
-from fairlead_rollouts import miles, nemo, slime, verl
-from fairlead_rollouts.metrics import export
+from fairlead_rollouts import miles, slime
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 
 class Last:
-    def select(self, view: fr.View, count: int) -> fr.Selection:
-        return fr.Selection(tuple(group.ordinal for group in view.ready()[-count:]), blocked_by=())
+    def select(self, view: fr.View, count: int) -> tuple[int, ...]:
+        return tuple(group.ordinal for group in view.ready()[-count:])
 
 
 def make(event: fr.Event) -> fr.Ledger:
     policy: fr.Policy
-    for policy in (fr.OldestFirst(), fr.ReadyFirst(), fr.InOrder(groups_per_step=2), fr.WeightFifo(), Last()):
+    for policy in (fr.OldestFirst(), fr.ReadyFirst(), Last()):
         fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, policy=policy)
     completeness = fr.Completeness(min_samples=3, retry="group", max_attempts=2)
     config = fr.LedgerConfig(
-        group_size=4, groups_per_version=8, max_staleness=1, policy=fr.Windowed(), completeness=completeness
+        group_size=4, groups_per_version=8, max_staleness=1, policy=fr.ReadyFirst(), completeness=completeness
     )
-    source: fr.PromptSource = fr.LoaderStream([1, 2], key=str)
+    source: fr.PromptSource = fr.IndexStream(10, seed=0)
     fr.LedgerConfig(4, 8, 1)  # type: ignore[call-arg]
     fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, on_stale="later")  # type: ignore[arg-type]
     assert_type((event.ordinal, event.reason, fr.sample_id(1, 2)), tuple[int, str | None, str])
@@ -41,7 +39,7 @@ def roll_out(ledger: fr.Ledger, lease: fr.Lease) -> None:
     assert_type(ledger.seal(lease, 0, fr.Ref(object()), oldest_version=0, newest_version=1), bool)
     assert_type(ledger.fail(lease, [0], reason="it broke"), bool)
     assert_type((ledger.expire(1.0), ledger.to_abort()), tuple[list[fr.Lease], list[fr.Lease]])
-    assert_type((lease.prompt, lease.carry), tuple[Any, Mapping[int, fr.Sample]])
+    assert_type((lease.prompt, lease.siblings), tuple[Any, tuple[int, ...]])
     ledger.seal(lease, 0, "tokens")  # type: ignore[arg-type]
     ledger.fail(lease)  # type: ignore[call-arg]
     lease.token = 1  # type: ignore[misc]
@@ -60,7 +58,6 @@ def train(ledger: fr.Ledger, config: fr.LedgerConfig, folder: Path) -> None:
     with fr.Journal(folder / "journal", keep_steps=2) as journal:
         assert_type(fr.Ledger.restore(config, ["a"], step=1, version=1, journal=journal), fr.Ledger)
     assert_type((ledger.statistics(), ledger.explain(0)), tuple[fr.Statistics, str])
-    export(ledger)
 
 
 async def wait(ledger: fr.Ledger) -> None:
@@ -70,11 +67,7 @@ async def wait(ledger: fr.Ledger) -> None:
     assert_type(start_ledger(lambda: ledger, name="ledger"), LedgerHandle)
 
 
-async def adapt(args: object, buffer: verl.LedgerReplayBuffer) -> None:
-    assert_type(buffer.sample(1, "train", 8), tuple[Any, dict[str, Any]])
-    sampler = nemo.LedgerSampler(args, groups_per_version=4, policy="windowed", max_staleness_versions=1)
-    selected = await sampler.select(current_train_weight=1, min_prompt_groups=1, max_prompt_groups=4)
-    assert_type(selected, tuple[Any, int])
+async def adapt(args: object) -> None:
     assert_type(slime.LedgerDataSource(args).get_samples(1), list[list[Any]])
     slime.generate_rollout(args, 1, slime.LedgerDataSource(args))
     assert_type(miles.LedgerDataSource(args).ledger, fr.Ledger)

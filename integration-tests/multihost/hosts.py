@@ -45,8 +45,6 @@ class Hosts:
 
     Args:
         auth: whether the cluster requires a token (`RAY_AUTH_MODE`). The file `token_path` contains the token.
-        system_config: Ray's system configuration of the cluster. It is merged over the settings that shorten the time
-            until Ray notices a dead host.
 
         with Hosts() as hosts:
             hosts.start_host(num_cpus=0)
@@ -55,8 +53,7 @@ class Hosts:
             hosts.kill(other)
     """
 
-    def __init__(self, *, auth: bool = True, system_config: Mapping[str, Any] | None = None) -> None:
-        self._config = {**_HEALTH_CHECKS, **(system_config or {})}
+    def __init__(self, *, auth: bool = True) -> None:
         self._hosts: list[Host] = []
         self._drivers = 0
         self._network = Network()
@@ -112,7 +109,7 @@ class Hosts:
         host = Host(space, address, _prefix(space, binds or {}))
         first = not self._hosts
         joining = (
-            ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--system-config={json.dumps(self._config)}"]
+            ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--system-config={json.dumps(_HEALTH_CHECKS)}"]
             if first
             else [f"--address={self.address}"]
         )
@@ -160,10 +157,6 @@ class Hosts:
     def cut(self, host: Host) -> None:
         """Take the host's link down. Packets in both directions are dropped without an error."""
         self._network.link(host.space, "down")
-
-    def block(self, host: Host, other: Host) -> None:
-        """Make connections from one host to another one fail at once."""
-        self._network.block(host.space, other.address)
 
     def restore_link(self, host: Host) -> None:
         """Bring the link up again."""

@@ -77,10 +77,6 @@ class Network:
         """Set the state of a host's link to "down" or "up"."""
         _ip("-n", self._bridge, "link", "set", f"port{space.rpartition('-')[2]}", state)
 
-    def block(self, space: str, address: str) -> None:
-        """Give a host no route to an address."""
-        _ip("-n", space, "route", "add", "prohibit", address)
-
     def close(self) -> None:
         """End every process in the network, and remove the network and its folder."""
         _remove(self.name)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the command lines over hosts: the doctor with injected faults, and a group that hangs."""
+"""Tests of the command line over hosts, with a group that hangs."""
 
 import ctypes
 import json
 import os
-import re
-import signal
-import subprocess
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +14,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, current_worker
 
 from .hosts import Hosts
-from .network import processes
 
 # How far the clocks of a host are ahead.
 AHEAD_S = 5.0
@@ -37,58 +32,6 @@ def shifted(namespaces, tmp_path_factory):
         """)
     )
     return str(folder)
-
-
-@pytest.fixture
-def small_memory(tmp_path):
-    """A file system in memory of 32 MiB."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(folder)], check=True)
-    yield str(folder)
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.nightly
-def test_doctor(namespaces, shifted, small_memory):
-    """The doctor names each host with a fault, and the fault, and finds none on healthy hosts."""
-    # Ray declares a node dead that does not respond for three minutes: later than the doctor has looked.
-    with Hosts(system_config={"health_check_timeout_ms": 60_000}) as hosts:
-        hosts.start_host(num_cpus=0)
-        plain = hosts.start_host()
-        healthy = hosts.run("fairlead_placement", "doctor", "--expect", "2")
-        assert (healthy.returncode, healthy.stderr) == (0, ""), healthy.stdout
-        assert healthy.stdout.endswith("Nothing is wrong.\n")
-
-        early = hosts.start_host(env={"PYTHONPATH": shifted})
-        small = hosts.start_host(binds={"/dev/shm": small_memory})
-        lost = hosts.start_host()
-        hosts.kill(lost)
-        silent = hosts.start_host()  # takes longer than Ray needs to notice the dead one
-        hosts.block(plain, early)
-        stopped = [pid for pid in processes(silent.space) if "raylet" in Path(f"/proc/{pid}/comm").read_text()]
-        os.kill(stopped[0], signal.SIGSTOP)
-        done = hosts.run("fairlead_placement", "doctor", "--expect", "6x2 CPU", "--timeout", "40", "--json")
-    assert done.returncode == 1, done.stderr
-    found = {
-        (check["name"], fault["address"]): fault["what"]
-        for check in json.loads(done.stdout)["checks"]
-        for fault in check["faults"]
-    }
-    assert set(found) == {
-        ("nodes", ""),
-        ("agents", silent.address),
-        ("accelerators", hosts.head.address),
-        ("clocks", early.address),
-        ("shared memory", small.address),
-        ("ports", plain.address),
-        ("ports", early.address),
-    }
-    assert f"not alive: {lost.address} (dead)" in found["nodes", ""]
-    # How exactly a clock is read depends on how long the answer takes.
-    assert re.search(r"a clock that is (4\.[5-9]|5\.[0-5]) s ahead of the others", found["clocks", early.address])
-    assert "32 MiB in /dev/shm" in found["shared memory", small.address]
-    assert f"cannot connect to {early.address}:" in found["ports", plain.address]
 
 
 class Trainer:

@@ -5,8 +5,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from conformance import Step, Work
+
 from fairlead_rollouts import Claim, Completeness, IndexStream, Ledger, LedgerConfig, Ref
-from fairlead_rollouts.conformance import Step, Work
 
 
 class Prompts(IndexStream):
@@ -21,7 +22,6 @@ class Prompts(IndexStream):
 class OverLedger:
     """A framework that keeps its books in a ledger. Payloads are strings, which survive a crash."""
 
-    capabilities = ("prefetch", "durable")
     on_stale = "wait"
     folder = ""
 
@@ -90,7 +90,6 @@ class Buffer:
     Its flaws are switches, and each wrong system below has one.
     """
 
-    capabilities = ("prefetch", "durable")
     keeps_open = True  # the checkpoint lists the prompts that are open
     keeps_claimed = True  # and those that are claimed for a later step
     keeps_buffer = True  # and the finished ones

@@ -7,25 +7,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from ._cluster import RayVirtualCluster
 from ._discovery import TAG
-from ._doctor.examine import ACCELERATORS, Check, Expected, examine_cluster
 from ._model import group_pairs
 from ._nodes.head import read_holders, read_nodes
+from ._ray_private import accelerator_names
 from ._show import ReservationReport, draw_nodes
 from ._terminal import Output, add_command, attach, run_command
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
+ACCELERATORS = tuple(sorted(accelerator_names()))
 _SIZE = re.compile(r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<each>\d+)\s*(?P<kind>[A-Za-z_]+)")
 _EPILOG = """\
 exit status:
-  0  the answer is good: it fits, or nothing is wrong
-  1  it is not: it does not fit now, or the doctor found a fault
+  0  the answer is good: it fits
+  1  it is not: it does not fit now
   2  the arguments are wrong
   3  the cluster cannot be reached, wants another token, or did not answer
   130 after Ctrl-C, 141 if the reader of the output has gone
@@ -48,27 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fairlead_placement",
-        description="Shows what a Ray cluster has, whether a request would fit, and what is wrong with the cluster.",
+        description="Shows what a Ray cluster has, and whether a request would fit.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{nodes,explain,doctor}")
+    commands = parser.add_subparsers(required=True, metavar="{nodes,explain}")
     add = functools.partial(add_command, commands, epilog=_EPILOG)
     nodes = add("nodes", "show what each node has, what is free, and who holds the rest")
     nodes.set_defaults(run=_nodes)
     explain = add("explain", "show whether a reservation would fit now, and else why not")
     explain.add_argument("request", type=_parse_request, help="such as '4x8 GPU' (4 nodes with 8 each), or '2 CPU'")
     explain.set_defaults(run=_explain)
-    doctor = add("doctor", "look for faults of the cluster before a job starts on it")
-    doctor.add_argument(
-        "--expect",
-        type=_parse_expected,
-        default=Expected(),
-        metavar="NODES",
-        help="how many nodes there should be, '64', or also what each should have, '64x8 GPU'",
-    )
-    doctor.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that the nodes may take (60)")
-    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -82,15 +69,6 @@ def _parse_request(text: str) -> RayVirtualCluster:
         return RayVirtualCluster(counts, accelerators={} if kind == "CPU" else {kind: 1})
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-
-def _parse_expected(text: str) -> Expected:
-    if text.strip().isdigit():
-        return Expected(int(text))
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be like '64' or '64x8 GPU', got {text!r}")
-    return Expected(int(found["nodes"] or 1), {_find_kind(found["kind"]): float(found["each"])})
 
 
 def _find_kind(name: str) -> str:
@@ -140,25 +118,3 @@ def _explain(options: argparse.Namespace, output: Output) -> int:
     else:
         output.print(report)
     return 0 if report.verdict == "fits" else 1
-
-
-def _doctor(options: argparse.Namespace, output: Output) -> int:
-    checks = examine_cluster(options.expect, timeout_s=options.timeout)
-    healthy = not any(check.faults for check in checks)
-    if options.json:
-        rows = [{**asdict(check), "ok": not check.faults} for check in checks]
-        output.print_json({"schema": SCHEMA, "ok": healthy, "checks": rows})
-    else:
-        output.print(_draw_checks(checks))
-    return 0 if healthy else 1
-
-
-def _draw_checks(checks: Sequence[Check]) -> RenderableType:
-    table = Table("check", "", "found")
-    for check in checks:
-        verdict = Text("FAULT", style="bold red") if check.faults else Text("ok", style="green")
-        table.add_row(Text(check.name), verdict, Text(check.found))
-    faults = [fault for check in checks for fault in check.faults]
-    lines = [Text(f"{fault.what}. {fault.remedy}") for fault in faults]
-    counted = Text(f"{len(faults)} fault(s)." if faults else "Nothing is wrong.", style="bold")
-    return Group(table, *lines, counted)

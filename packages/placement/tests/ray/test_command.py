@@ -56,27 +56,6 @@ def test_explain(address):
     assert [entry["logical_node"] for entry in read["plan"]] == [0, 1]
 
 
-def test_doctor(address):
-    """`doctor` names a node that has fewer GPUs than expected, and nodes that are missing, and ends with 1."""
-    done = run("doctor", "--expect", "3x2 GPU", "--address", address)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "2 nodes are alive, 3 were expected" in done.stdout
-    assert "has 1 GPU instead of 2" in done.stdout
-    read = json.loads(run("doctor", "--address", address, "--json").stdout)
-    assert [check["name"] for check in read["checks"]] == [
-        "nodes",
-        "agents",
-        "accelerators",
-        "versions",
-        "clocks",
-        "shared memory",
-        "ports",
-        "head",
-    ]
-    assert {check["name"]: check["found"] for check in read["checks"]}["ports"] == "2 of 2 pairs of nodes connect"
-    assert set(read["checks"][0]) == {"name", "found", "ok", "faults"}
-
-
 def test_no_cluster():
     """Without a cluster the error says what to do; there is no traceback, and no cluster is started."""
     done = run("nodes", "--address", "127.0.0.1:1")
@@ -127,7 +106,7 @@ def test_token(start_script, tmp_path):
 
 def test_interrupt(address):
     """Ctrl-C ends a command with 130 and without a traceback."""
-    command = [sys.executable, "-m", "fairlead_placement", "doctor", "--address", address]
+    command = [sys.executable, "-m", "fairlead_placement", "nodes", "--address", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     jobs = len(ray._private.state.jobs())
     while len(ray._private.state.jobs()) == jobs and process.poll() is None:

@@ -2,18 +2,14 @@
 """The command line, as far as it needs no cluster."""
 
 import argparse
-import errno
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from fairlead_placement import PlacementError
-from fairlead_placement._cli import _parse_expected, _parse_request, main
-from fairlead_placement._doctor.examine import Expected
-from fairlead_placement._doctor.probe import listen, try_to_connect
+from fairlead_placement._cli import _parse_request, main
 from fairlead_placement._terminal import Output, run_command
 
 
@@ -29,16 +25,7 @@ def test_request():
             _parse_request(wrong)
 
 
-def test_expected():
-    """Expected are nodes, or nodes with accelerators by their usual name."""
-    assert _parse_expected("64") == Expected(64)
-    assert _parse_expected("64x8 gpu") == Expected(64, {"GPU": 8.0})
-    assert _parse_expected("2x3 spare") == Expected(2, {"spare": 3.0})
-    with pytest.raises(argparse.ArgumentTypeError, match="'many'"):
-        _parse_expected("many")
-
-
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["explain"], ["explain", "8"], ["doctor", "--expect", "x"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["explain"], ["explain", "8"]])
 def test_usage(arguments, capsys):
     """Wrong arguments end with status 2, before anything is attached to."""
     with pytest.raises(SystemExit) as ended:
@@ -47,7 +34,7 @@ def test_usage(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "nodes", "explain", "doctor"])
+@pytest.mark.parametrize("command", ["", "nodes", "explain"])
 def test_help(command, capsys):
     """Help names the exit statuses."""
     with pytest.raises(SystemExit) as ended:
@@ -90,13 +77,3 @@ def test_json(capsys):
     """JSON is printed with a line for each field."""
     Output().print_json({"schema": 1})
     assert capsys.readouterr().out == '{\n  "schema": 1\n}\n'
-
-
-def test_connections(unused_port):
-    """A node connects to the ports that listen, and says of each other one why it could not."""
-    listen(unused_port, 5.0)
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # does not listen
-        errors = try_to_connect([("127.0.0.1", unused_port), ("127.0.0.1", bound.getsockname()[1])], 3.0)
-    assert errors[0] == ""
-    assert os.strerror(errno.ECONNREFUSED) in errors[1]

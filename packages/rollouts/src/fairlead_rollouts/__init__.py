@@ -20,8 +20,8 @@ from ._admission import room_for
 from ._async import AsyncLedger
 from ._ledger import Ledger
 from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref, Sample, Shortage, sample_id
-from ._policies import InOrder, OldestFirst, OpenGroup, Policy, ReadyFirst, Selection, View, WeightFifo, Windowed
-from ._sources import IndexStream, LoaderStream, PromptSource
+from ._policies import OldestFirst, OpenGroup, Policy, ReadyFirst, View
+from ._sources import IndexStream, PromptSource
 from ._statistics import Statistics
 from ._store.journal import Journal
 from .exceptions import (
@@ -43,7 +43,6 @@ __all__ = [
     "Event",
     "Group",
     "IllegalTransitionError",
-    "InOrder",
     "IndexStream",
     "InvariantError",
     "Journal",
@@ -52,7 +51,6 @@ __all__ = [
     "Lease",
     "Ledger",
     "LedgerConfig",
-    "LoaderStream",
     "OldWeightsError",
     "OldestFirst",
     "OpenGroup",
@@ -62,13 +60,10 @@ __all__ = [
     "Ref",
     "RolloutError",
     "Sample",
-    "Selection",
     "Shortage",
     "SnapshotError",
     "Statistics",
     "View",
-    "WeightFifo",
-    "Windowed",
     "__version__",
     "room_for",
     "sample_id",

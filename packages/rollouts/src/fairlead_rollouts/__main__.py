@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fairlead_rollouts`: shows snapshots and journals, and what a resume from one of them would repeat."""
+"""`python -m fairlead_rollouts`: shows snapshots and journals."""
 
 import argparse
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from ._show import Picture, as_rows
 from ._store.journal import read_steps
 from ._store.schema import read_meta, read_prompts, read_samples
-from ._store.snapshot import NAME, Snapshot, read_snapshot
+from ._store.snapshot import NAME, read_snapshot
 from .exceptions import SnapshotError
 
 
@@ -38,7 +38,7 @@ def draw_journal(path: Path) -> Picture:
     except sqlite3.Error as error:
         remedy = "A process that uses a journal locks it. Otherwise the file is damaged, or it is neither a snapshot "
         raise SnapshotError(str(path), str(error), f"{remedy}nor a journal.") from None
-    versions = sorted(Counter(row[4] for row in samples).items())
+    versions = sorted(Counter(row[3] for row in samples).items())
     sections = (
         ("groups", (("open", len(prompts)),)),
         ("samples by newest version", as_rows(dict(versions))),
@@ -52,54 +52,15 @@ def is_journal(path: Path) -> bool:
     return path.is_file() and path.stat().st_size % 512 == 0
 
 
-def draw_difference(older: Snapshot, newer: Snapshot) -> Picture:
-    """Return what a resume from one snapshot instead of another would repeat."""
-    repeated = [
-        (ordinal, "dropped" if newer.settled.is_dropped(ordinal) else "applied")
-        for ordinal in range(older.settled.frontier, newer.next)
-        if newer.settled.is_settled(ordinal) and not older.settled.is_settled(ordinal)
-    ]
-    title = f"A resume from step {older.step} instead of step {newer.step} would repeat"
-    counts = Counter(fate for _, fate in repeated)
-    rows = as_rows({fate: counts[fate] for fate in ("applied", "dropped")})
-    kept = {row[:2] for row in older.samples} & {row[:2] for row in newer.samples}
-    lines = (
-        f"Their prompts are {as_ranges(ordinal for ordinal, _ in repeated) or 'none'}.",
-        f"Of {len(newer.samples)} durable samples of open groups, {len(kept)} are listed in both.",
-    )
-    return Picture(title, (("groups", rows),), lines)
-
-
-def as_ranges(ordinals: Iterable[int]) -> str:
-    """Return ascending ordinals as text, with runs of them shortened.
-
-    >>> as_ranges([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for ordinal in ordinals:
-        if runs and ordinal == runs[-1][1] + 1:
-            runs[-1][1] = ordinal
-        else:
-            runs.append([ordinal, ordinal])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fairlead_rollouts", description=(__doc__ or "").split(": ", 1)[1])
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="show a snapshot or a journal")
     show.add_argument("path", type=Path, help=f"a journal, a {NAME}, or the folder of a checkpoint")
-    diff = commands.add_parser("diff", help="show what a resume from one checkpoint instead of another would repeat")
-    for name in ("older", "newer"):
-        diff.add_argument(name, type=Path, help=f"a {NAME}, or the folder of a checkpoint")
     given = parser.parse_args(arguments)
     try:
-        if given.command == "diff":
-            picture = draw_difference(*map(read_snapshot, (given.older, given.newer)))
-        else:
-            picture = (draw_journal if is_journal(given.path) else draw_snapshot)(given.path)
+        picture = (draw_journal if is_journal(given.path) else draw_snapshot)(given.path)
     except SnapshotError as error:
         sys.stderr.write(f"{error.path}: {error.found}. {error.remedy}\n")
         return 1

@@ -87,10 +87,10 @@ def _check_totals(book: Book, records: list[Record], run: int) -> Iterator[tuple
     tokens = [one.lease.token for one in records if one.lease is not None]
     yield "I4", "leases share a token", len(set(tokens)) != len(tokens)
     yield "I4", "tokens belong to another run", any(token >> 32 != run for token in tokens)
-    held = sum(len(one.samples) + len(one.carry) for one in records)
+    held = sum(len(one.samples) for one in records)
     counted = f"{counters.accepted} references were accepted, {counters.released} released, {held} are held"
     yield "I6", counted, counters.accepted != counters.released + held
-    holding = sum(one.state == "pending" and bool(one.samples or one.carry) for one in records)
+    holding = sum(one.state == "pending" and bool(one.samples) for one in records)
     yield "I7", f"{holding} pending groups hold samples, {book.held} are counted", holding != book.held
 
 
@@ -100,7 +100,7 @@ def explain_group(book: Book, ordinal: int, state: State, at: int) -> str:
     if record is None:
         return f"Ordinal {ordinal} is {state}."
     parts = [f"Ordinal {ordinal} is {state}, attempt {record.attempt} of {book.config.completeness.max_attempts}."]
-    parts.append(f"{len(record.samples)} of {size} siblings are finished, {len(record.carry)} are parked.")
+    parts.append(f"{len(record.samples)} of {size} siblings are finished.")
     if record.failure:
         parts.append(f"A sibling has failed: {record.failure}.")
     if record.lease is not None:

@@ -27,7 +27,7 @@ class SampleJournal(Protocol):
 
     def keep(self, snapshot: Any) -> None: ...
     def make_room(self) -> None: ...
-    def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None: ...
+    def put(self, record: Record, samples: Iterable[Sample]) -> None: ...
     def remove(self, ordinal: int, sibling: int) -> None: ...
     def settle(self, ordinal: int) -> None: ...
     def flush(self) -> None: ...
@@ -58,7 +58,6 @@ class Book:
         # Pending groups with and without samples, lowest ordinal first. An entry may be out of date.
         self._pending_held: list[int] = []
         self._pending_empty: list[int] = []
-        self._targets: dict[int, int] = {}
         self._on_release, self._on_event = on_release, on_event
         self._calls: deque[Callable[[], object]] = deque()
         # Releases of payloads that the journal may still list, and whether some are new since the last flush.
@@ -126,14 +125,13 @@ class Book:
         self._report(record, "unseen", "pending", None)
         return record
 
-    def fill(self, record: Record, samples: dict[int, Sample], carry: dict[int, Sample]) -> None:
+    def fill(self, record: Record, samples: dict[int, Sample]) -> None:
         """Give samples of an earlier process to a pending group that holds nothing."""
-        record.samples, record.carry = samples, carry
+        record.samples = samples
         oldest = record.find_oldest()
         if len(samples) == self.config.group_size:
             self.move(record, "sealed", "restored")
             record.oldest, record.ready_version = oldest, self.version
-            self.assign(record)
         else:
             record.oldest = oldest
             self._put_pending(record)
@@ -181,7 +179,6 @@ class Book:
             self.held += 1
             heapq.heappush(self._pending_held, record.ordinal)
         else:
-            self.unassign(record)
             heapq.heappush(self._pending_empty, record.ordinal)
 
     def list_held(self) -> list[Record]:
@@ -198,13 +195,10 @@ class Book:
         """Release everything that a group holds. Finished samples count as regenerated."""
         self.counters.regenerated += len(record.samples)
         self.release(record, record.samples, reason)
-        self.release(record, record.carry, reason)
 
     def drop(self, record: Record, reason: str, cause: str = "") -> None:
         """Release everything that a group holds, and close it as dropped; `cause` is the event's, instead of reason."""
         self.release(record, record.samples, reason)
-        self.release(record, record.carry, reason)
-        self.unassign(record)
         self.settle(record, "dropped", reason, cause)
 
     def train(self, record: Record) -> None:
@@ -287,26 +281,3 @@ class Book:
             self.consumed[version] = self.consumed.get(version, 0) + change
             if not self.consumed[version]:
                 del self.consumed[version]
-
-    # Target steps, for the policy that assigns them.
-
-    def assign(self, record: Record) -> None:
-        """Assign the first step that has a place left, if the policy wants it."""
-        size = getattr(self.config.policy, "groups_per_step", None)
-        if size is None or record.target_step is not None:
-            return
-        step = getattr(self.config.policy, "first_step", 1) if self.last_trained is None else self.last_trained + 1
-        while self._targets.get(step, 0) >= size:
-            step += 1
-        self._targets[step] = self._targets.get(step, 0) + 1
-        record.target_step = step
-
-    def unassign(self, record: Record) -> None:
-        """Free the place of a group in its target step."""
-        if record.target_step is not None and record.target_step in self._targets:
-            self._targets[record.target_step] -= 1
-        record.target_step = None
-
-    def forget_targets(self, step: int) -> None:
-        """Forget the steps up to one that has been trained."""
-        self._targets = {one: count for one, count in self._targets.items() if one > step}

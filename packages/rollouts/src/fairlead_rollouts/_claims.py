@@ -25,33 +25,26 @@ class Claims:
     def claim(self, step: int, count: int, least: int, *, exhausted: bool) -> Claim | Shortage:
         """Take between `least` and `count` groups, if the policy and the bound allow it."""
         at, left = self.next_place()
-        self.sweep(at, step)
+        self.sweep(at)
         book, config = self._book, self._config
         open_records = [*book.by_state["sealed"].values(), *book.by_state["leased"].values(), *book.list_held()]
-        view = View(step, at, config.max_staleness, tuple([record.as_open() for record in open_records]))
-        selection = config.policy.select(view, count)
-        chosen, blocked_by = selection.ordinals, selection.blocked_by
+        view = View(at, config.max_staleness, tuple([record.as_open() for record in open_records]))
+        chosen = config.policy.select(view, count)
         have = len(chosen)
-        if have >= least:
-            if config.on_stale == "wait":
-                # Fewer groups are never harder to take, because each of them takes a place.
-                for size in range(have, least - 1, -1):
-                    chosen = selection.ordinals[:size]
-                    blocked_by = find_blockers(view, chosen, left - size, config.groups_per_version)
-                    if not blocked_by:
-                        return self._take(step, at, chosen)
-                return self._refuse(have, least, blocked_by)
+        if have < least:
+            ends = exhausted and len(book.by_state["pending"]) + len(open_records) - book.held < least
+            return Shortage("exhausted" if ends else "not_enough", have, least)
+        if config.on_stale != "wait":
             return self._take(step, at, chosen)
-        if exhausted and len(book.by_state["pending"]) + len(open_records) - book.held < least:
-            return Shortage("exhausted", have, least)
-        return self._refuse(have, least, blocked_by)
-
-    def _refuse(self, have: int, need: int, blocked_by: tuple[int, ...]) -> Shortage:
-        if not blocked_by:
-            return Shortage("not_enough", have, need)
-        self._book.counters.waits += 1
-        self._book.counters.blocked_by = blocked_by
-        return Shortage("wait", have, need, blocked_by)
+        blocked_by: tuple[int, ...] = ()
+        # Fewer groups are never harder to take, because each of them takes a place.
+        for size in range(have, least - 1, -1):
+            blocked_by = find_blockers(view, chosen[:size], left - size, config.groups_per_version)
+            if not blocked_by:
+                return self._take(step, at, chosen[:size])
+        book.counters.waits += 1
+        book.counters.blocked_by = blocked_by
+        return Shortage("wait", have, least, blocked_by)
 
     def _take(self, step: int, at: int, ordinals: tuple[int, ...]) -> Claim:
         book, counters = self._book, self._book.counters
@@ -73,12 +66,11 @@ class Claims:
         if state is not None:
             self._book.move(record, state, "unclaimed")
 
-    def sweep(self, at: int, step: int | None) -> int:
-        """Requeue or drop groups that are too old for version `at`, or whose target step has passed."""
+    def sweep(self, at: int) -> int:
+        """Requeue or drop groups that are too old for version `at`."""
         bound, book = self._config.max_staleness, self._book
-        limit, first = -1 if bound is None else at - bound, -1 if step is None else step
-        held = [*book.by_state["sealed"].values(), *book.list_held()]
-        stale = [one for one in held if one.oldest < limit or (one.target_step is not None and one.target_step < first)]
+        limit = -1 if bound is None else at - bound
+        stale = [one for one in [*book.by_state["sealed"].values(), *book.list_held()] if one.oldest < limit]
         for record in stale:
             if self._config.on_stale == "drop":
                 book.drop(record, "stale")

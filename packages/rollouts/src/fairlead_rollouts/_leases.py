@@ -32,14 +32,12 @@ class Leases:
         """Lease a pending group."""
         self._sequence += 1
         self._book.move(record, "leased")
-        self._book.assign(record)
         siblings = self.siblings
         if record.samples:
             siblings = tuple([one for one in siblings if one not in record.samples])
         token = self.run << 32 | self._sequence
-        given = record.ordinal, siblings, token, start_version, record.prompt, record.attempt, record.target_step
-        record.lease, record.deadline = Lease(*given, dict(record.carry)), deadline
-        record.failed = record.cancelled = False
+        record.lease = Lease(record.ordinal, siblings, token, start_version, record.prompt, record.attempt)
+        record.deadline, record.failed = deadline, False
         record.waiting = sum([1 << one for one in siblings])
         record.oldest = min(record.oldest, start_version)
         return record.lease
@@ -49,53 +47,40 @@ class Leases:
         record = self._book.records.get(lease.ordinal)
         return record if record and record.lease and record.lease.token == lease.token else None
 
-    def accept(self, lease: Lease, sample: Sample, *, partial: bool = False) -> bool:
-        """Store a sealed or parked sibling, or release its reference if the lease does not owe it any more."""
+    def accept(self, lease: Lease, sample: Sample) -> bool:
+        """Store a sealed sibling, or release its reference if the lease does not owe it any more."""
         book, sibling = self._book, sample.sibling
         book.counters.accepted += 1
         record = self.find(lease)
         if record is None or not record.waiting >> sibling & 1:
             book.counters.fenced += 1
             record = book.records.get(lease.ordinal)
-            held = record and (record.samples.get(sibling) or record.carry.get(sibling))
+            held = record and record.samples.get(sibling)
             if held and is_same(held.ref, sample.ref):  # the same call again
                 book.counters.released += 1
             else:
                 book.release_ref(sample.ref, "fenced")
             return False
-        if record.carry:
-            self._release_carry(record, sibling, "continued", sample.ref)
-        (record.carry if partial else record.samples)[sibling] = sample
+        record.samples[sibling] = sample
         if book.journal is not None and sample.ref.durable:
-            book.journal.put(record, (sample,), partial=partial)
+            book.journal.put(record, (sample,))
         record.oldest = min(record.oldest, sample.oldest_version)
         record.waiting &= ~(1 << sibling)
         if not record.waiting:
             self._end(record)
         return True
 
-    def _release_carry(self, record: Record, sibling: int, reason: str, after: Ref | None = None) -> None:
-        """Release a parked rollout, unless its continuation `after` is the same payload."""
-        parked = record.carry.pop(sibling, None)
-        if parked is None:
-            return
-        if after and is_same(parked.ref, after):
-            self._book.counters.released += 1
-        else:
-            self._book.release(record, {sibling: parked}, reason)
-
     def give_up(self, record: Record, siblings: Iterable[int], reason: str) -> None:
         """Let siblings of a lease fail."""
         for sibling in siblings:
             record.waiting &= ~(1 << sibling)
-            self._release_carry(record, sibling, "failed")
         record.failed, record.failure = True, reason
         if not record.waiting:
             self._end(record)
 
     def cancel(self, record: Record) -> None:
         """End a lease without a failure."""
-        record.waiting, record.cancelled = 0, True
+        record.waiting = 0
         self._end(record)
 
     def owed(self, record: Record) -> list[int]:
@@ -114,11 +99,9 @@ class Leases:
                 return
             else:
                 complete = True
-                book.release(record, record.carry, "failed")
         if complete:
             book.seal(record)
             return
-        if completeness.retry == "group" and (record.failed or record.cancelled):
+        if completeness.retry == "group":
             book.discard(record, "retried")
-        reason = record.failure if record.failed else "cancelled" if record.cancelled else "parked"
-        book.return_to_pending(record, reason)
+        book.return_to_pending(record, record.failure if record.failed else "cancelled")

@@ -25,7 +25,7 @@ __all__ = ["Ledger"]
 LEGAL: dict[State, tuple[str, ...]] = {
     "unseen": ("offer", "lease"),
     "pending": ("lease", "sweep"),
-    "leased": ("seal", "park", "fail", "cancel", "expire"),
+    "leased": ("seal", "fail", "cancel", "expire"),
     "sealed": ("claim", "drop", "sweep"),
     "claimed": ("advance", "unclaim", "drop", "commit"),
     "trained": ("commit",),
@@ -114,7 +114,6 @@ class Ledger(RolloutSide):
                 if record.state == "claimed":
                     book.train(record)
         book.last_trained = step if book.last_trained is None else max(step, book.last_trained)
-        book.forget_targets(book.last_trained)
         if not self._checkpoints:
             book.apply(step)
         journal = book.journal
@@ -187,7 +186,7 @@ class Ledger(RolloutSide):
         Returns:
             The number of groups.
         """
-        found = self._claims.sweep(self._claims.next_place()[0], None)
+        found = self._claims.sweep(self._claims.next_place()[0])
         self._book.run_callbacks()
         return found
 
@@ -319,7 +318,7 @@ class Ledger(RolloutSide):
         return explain_group(self._book, ordinal, self.state(ordinal), self._claims.next_place()[0])
 
     def statistics(self) -> Statistics:
-        """Return the state of the ledger in numbers. An exporter of metrics may call it from another thread."""
+        """Return the state of the ledger in numbers. Another thread may call it, such as an exporter of metrics."""
         book = self._book
         # A list, because a dictionary that changes in the thread of the ledger cannot be iterated.
         oldest = min([record.oldest for record in list(book.records.values())], default=book.version)
@@ -339,15 +338,12 @@ class Ledger(RolloutSide):
     def show(self) -> None:
         """Print the groups in each state, the staleness of claims and the three oldest groups.
 
-        It uses rich if rich is installed. A notebook displays a ledger in the same way.
+        It uses rich if rich is installed.
         """
         self._draw().print()
 
     def __rich__(self) -> Picture:
         return self._draw()
-
-    def _repr_html_(self) -> str:
-        return self._draw()._repr_html_()
 
     def _draw(self) -> Picture:
         return draw_ledger(self._book, self.statistics(), self._claims.next_place()[0])

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that pass between a ledger and its callers, and the checks of a configuration."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ._policies import InOrder, OldestFirst, Policy, WeightFifo
+from ._policies import OldestFirst, Policy
 
 __all__ = [
     "Claim",
@@ -55,7 +54,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished or partial rollout of one sibling.
+    """A finished rollout of one sibling.
 
     Attributes:
         sibling: its number in its group.
@@ -84,8 +83,6 @@ class Lease:
         start_version: the version of the weights that the generator serves.
         prompt: the prompt's reference, a JSON value.
         attempt: 1, plus the leases of this group that failed or expired.
-        target_step: the step that `InOrder` has assigned, or None.
-        carry: partial rollouts to continue, by sibling.
 
     >>> ledger = Ledger(LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0), ["a"])
     >>> [lease] = ledger.lease(1)
@@ -99,8 +96,6 @@ class Lease:
     start_version: int
     prompt: Any
     attempt: int
-    target_step: int | None
-    carry: Mapping[int, Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +279,9 @@ class LedgerConfig:
         policy = type(self.policy).__name__
         if self.max_staleness is None:
             raise ValueError('on_stale="wait" needs a bound, and max_staleness is None. Set it, or another on_stale.')
-        if not isinstance(self.policy, (OldestFirst, InOrder, WeightFifo)):
+        if not isinstance(self.policy, OldestFirst):
             raise ValueError(
-                f'on_stale="wait" needs the policy OldestFirst, InOrder or WeightFifo, not {policy}. '
+                f'on_stale="wait" needs the policy OldestFirst, not {policy}. '
                 'With this policy use on_stale="requeue" or "drop".'
             )
         if self.gate is None or self.gate > self.max_staleness:

@@ -22,23 +22,19 @@ class Record:
     attempt: int
     state: State = "pending"
     samples: dict[int, Sample] = field(default_factory=dict)  # sealed siblings
-    carry: dict[int, Sample] = field(default_factory=dict)  # parked siblings
     lease: Lease | None = None
     waiting: int = 0  # a bit for each sibling that the lease owes
     deadline: float | None = None  # of the lease
     failed: bool = False  # whether a sibling of the lease has failed
     failure: str = ""  # why a sibling has failed last
-    cancelled: bool = False
     oldest: int = NEVER  # the oldest version of anything that the group holds
     ready_version: int = 0  # the trainer's version when it was sealed
     step: int | None = None  # the step that has claimed it
     version: int = 0  # the version that trains this step
-    target_step: int | None = None  # the step that the policy has assigned
 
     def find_oldest(self) -> int:
-        """Return the oldest version of the sealed and parked siblings, or `NEVER`."""
-        held = [*self.samples.values(), *self.carry.values()]
-        return min([sample.oldest_version for sample in held], default=NEVER)
+        """Return the oldest version of the sealed siblings, or `NEVER`."""
+        return min([sample.oldest_version for sample in self.samples.values()], default=NEVER)
 
     def as_group(self) -> Group:
         """Return the sealed group as a value."""
@@ -48,4 +44,4 @@ class Record:
 
     def as_open(self) -> OpenGroup:
         """Return the group as a policy sees it."""
-        return OpenGroup(self.ordinal, self.state == "sealed", self.oldest, self.target_step)
+        return OpenGroup(self.ordinal, self.state == "sealed", self.oldest)

@@ -137,8 +137,7 @@ class RolloutSide:
             lease: the lease under which it was generated.
             sibling: its number.
             ref: its payload.
-            oldest_version: the oldest weights of tokens that carry loss; by default that of the partial rollout that
-                was continued, or else the start version of the lease.
+            oldest_version: the oldest weights of tokens that carry loss; by default the start version of the lease.
             newest_version: the newest weights; by default the trainer's version.
 
         Returns:
@@ -180,8 +179,7 @@ class RolloutSide:
             raise ValueError(f"sibling is {sibling}; a group has {self._config.group_size} siblings, counted from 0.")
         version = self._book.version
         newest = version if newest is None else newest
-        if oldest is None:
-            oldest = lease.carry[sibling].oldest_version if sibling in lease.carry else lease.start_version
+        oldest = lease.start_version if oldest is None else oldest
         # A late result may be of versions that a restore has erased; it is refused for its token.
         if not 0 <= oldest <= newest <= version and self._leases.find(lease) is not None:
             raise ValueError(
@@ -189,33 +187,6 @@ class RolloutSide:
                 f"to the trainer's version, which is {version}."
             )
         return Sample(sibling, ref, oldest, newest)
-
-    def park(
-        self,
-        lease: Lease,
-        sibling: int,
-        ref: Ref,
-        *,
-        oldest_version: int | None = None,
-        newest_version: int | None = None,
-    ) -> bool:
-        """Keep the partial rollout of one sibling, which the next lease of the group continues.
-
-        Args:
-            lease: the lease under which it was generated.
-            sibling: its number.
-            ref: the payload so far.
-            oldest_version: as in `seal`.
-            newest_version: as in `seal`.
-
-        Returns:
-            False if the lease or this sibling has ended. Then `ref` is released.
-        """
-        sample = self._make_sample(lease, sibling, ref, oldest_version, newest_version)
-        self._make_room()
-        parked = self._leases.accept(lease, sample, partial=True)
-        self._book.run_callbacks()
-        return parked
 
     def fail(self, lease: Lease, siblings: Iterable[int] | None = None, *, reason: str) -> bool:
         """Give up siblings of a lease; a failure never becomes a sample.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a ledger as text and HTML for people. It uses rich if rich is installed."""
+"""The state of a ledger as text for people. It uses rich if rich is installed."""
 
-import html
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,9 +34,6 @@ class Picture:
         for name, rows in self.sections:
             parts += [name, *(f"  {label:9} {count:9,} {bar}".rstrip() for label, count, bar in _scale(rows))]
         return "\n".join([*parts, *self.lines])
-
-    def _repr_html_(self) -> str:
-        return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'
 
     def __rich__(self) -> "Group":
         from rich.console import Group

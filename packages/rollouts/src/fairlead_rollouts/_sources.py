@@ -2,11 +2,10 @@
 """Where prompts come from: the reference of a prompt for each ordinal."""
 
 import hashlib
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["IndexStream", "LoaderStream", "PromptSource", "SequenceStream"]
+__all__ = ["IndexStream", "PromptSource", "SequenceStream"]
 
 
 class PromptSource(Protocol):
@@ -95,57 +94,3 @@ class IndexStream:
 
     def restore(self, state: bytes, ordinal: int) -> None:
         """Do nothing: the ordinal suffices."""
-
-
-class LoaderStream:
-    """Read prompts from a data loader, which may have a `state_dict` of its own.
-
-    Args:
-        loader: an iterable, which is read once. If it has `state_dict` and `load_state_dict`, its state is saved with
-            the ledger, and otherwise a restored stream reads it again from its beginning.
-        key: returns the reference of an item, a JSON value such as an index, from which the caller finds the item.
-
-    >>> stream = LoaderStream([{"id": "a", "text": "1+1="}, {"id": "b", "text": "2*3="}], key=lambda item: item["id"])
-    >>> stream.get(0), stream.get(1)
-    ('a', 'b')
-    """
-
-    def __init__(self, loader: Iterable[Any], *, key: Callable[[Any], Any]) -> None:
-        self._loader, self._key = loader, key
-        self._items: Iterator[Any] | None = None
-        self._next = 0
-        self._last: Any = None
-        self._ended = False
-
-    def get(self, ordinal: int) -> Any:
-        """Return the reference of the item at an ordinal, which is the next one or the last one again."""
-        if ordinal == self._next - 1:
-            return self._last
-        if ordinal != self._next:
-            raise ValueError(f"Ordinal {ordinal} was requested, and the loader is at {self._next}. Use restore().")
-        if self._items is None:
-            # The next epoch of a loader that has ended is not part of the stream.
-            self._items = iter(() if self._ended else self._loader)
-        try:
-            item = next(self._items)
-        except StopIteration:
-            self._ended = True
-            raise IndexError(f"The loader ends after {self._next} items.") from None
-        self._last = self._key(item)
-        self._next += 1
-        return self._last
-
-    def state(self) -> bytes:
-        """Return the position, pickled with the `state_dict` of the loader if it has one."""
-        own = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
-        return pickle.dumps((own, self._next, self._last, self._ended))
-
-    def restore(self, state: bytes, ordinal: int) -> None:
-        """Load the state of the loader, or skip the items before `ordinal`."""
-        own, after, last, ended = pickle.loads(state) if state else (None, 0, None, False)
-        self._items, self._next, self._ended = None, 0, False
-        if own is not None:
-            self._loader.load_state_dict(own)  # type: ignore[attr-defined]
-            self._next, self._last, self._ended = after, last, ended
-        for skipped in range(self._next, ordinal):
-            self.get(skipped)

@@ -1,48 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ledger in a Ray actor, for generators and a trainer in different processes. It needs the extra `ray`."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
-from ray.util.metrics import Gauge
 
 from ._async import AsyncLedger
 from ._ledger import Ledger
 from ._model import Lease, Ref
-from .metrics import COUNTERS, GAUGES, PREFIX, read_values
 
 __all__ = ["LedgerHandle", "start_ledger"]
-
-# Seconds from a call to the update of the gauges.
-PUBLISH_S = 5.0
 
 
 class LedgerHost:
     """The object in the actor. Its methods run on one event loop, one after the other between their waits."""
 
-    def __init__(self, make: Callable[[], Ledger], name: str | None) -> None:
+    def __init__(self, make: Callable[[], Ledger]) -> None:
         self._waiting = AsyncLedger(make())
-        self._tags = {"ledger": name or ray.get_runtime_context().get_actor_id()[:8]}
-        self._gauges = [
-            (name, attribute, Gauge((PREFIX + name).replace(".", "_"), text, ("ledger", *filter(None, [attribute]))))
-            for name, attribute, text in (*GAUGES, *COUNTERS)
-        ]
-        self._is_publishing = False
-
-    def _publish(self) -> None:
-        self._is_publishing = False
-        numbers = self._waiting.ledger.statistics()
-        for name, attribute, gauge in self._gauges:
-            for part, count in read_values(numbers, name).items():
-                gauge.set(count, self._tags | ({attribute: str(part)} if attribute else {}))
 
     async def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call a method of the ledger; `lease` and `claim` may wait."""
-        if not self._is_publishing:
-            self._is_publishing = True
-            asyncio.get_running_loop().call_later(PUBLISH_S, self._publish)
         target = self._waiting if method in ("lease", "claim") else self._waiting.ledger
         found = getattr(target, method)(*arguments, **options)
         return await found if target is self._waiting else found
@@ -98,8 +76,7 @@ def start_ledger(make: Callable[[], Ledger], *, name: str | None = None) -> Ledg
     """Start an actor with a ledger and return its handle.
 
     The actor needs no CPU, ends with the job, and is not restarted: after a crash, start another one whose `make` calls
-    `Ledger.restore`. Ray's gauges `fairlead_rollouts_*` have the values of `statistics`, at most 5 s old. Their tag
-    `ledger` is the name of the actor, or the first eight digits of its id.
+    `Ledger.restore`.
 
     Args:
         make: makes the ledger, in the actor.
@@ -109,4 +86,4 @@ def start_ledger(make: Callable[[], Ledger], *, name: str | None = None) -> Ledg
         A handle, before the ledger is made; the first call waits for it.
     """
     actor_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=10_000)(LedgerHost)
-    return LedgerHandle(actor_class.options(name=name).remote(make, name))
+    return LedgerHandle(actor_class.options(name=name).remote(make))

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 # Libraries and modules that seams import and do not call.
-STUBS = ("PIL", "datasets", "miles.utils.chat_template_utils", "pyarrow", "requests", "sglang", "sglang_router")
+STUBS = ("PIL", "miles.utils.chat_template_utils", "pyarrow", "sglang", "sglang_router")
 
 
 class Stub(ModuleType):
@@ -57,25 +57,8 @@ def import_seam(root, module):
 
 
 @pytest.fixture(scope="session")
-def verl_buffer():
-    """The real module of verl's replay buffer, as installed."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None:
-        pytest.skip("verl is not installed: `nox -s seams` installs it")
-    for needed in ("transfer_queue", "tensordict", "omegaconf"):
-        pytest.importorskip(needed)
-    return import_seam(Path(spec.origin).parent.parent, "verl.trainer.ppo.v1.replay_buffer")
-
-
-@pytest.fixture(scope="session")
-def nemo_samplers():
-    """The module of NeMo RL's samplers, from the folder of `nox -s seams -- --source FOLDER`."""
-    return import_source("nemo_rl", "nemo_rl.algorithms.async_utils.staleness_sampler")
-
-
-@pytest.fixture(scope="session")
 def slime_source():
-    """The module of slime's data source, from the same folder."""
+    """The module of slime's data source, from the folder of `nox -s seams -- --source FOLDER`."""
     return import_source("slime", "slime.rollout.data_source")
 
 

@@ -31,7 +31,7 @@ def test_room(options, room):
 
 
 def view(groups, *, version=5, bound=1):
-    return View(step=1, version=version, max_staleness=bound, groups=tuple(OpenGroup(*one) for one in groups))
+    return View(version=version, max_staleness=bound, groups=tuple(OpenGroup(*one) for one in groups))
 
 
 @pytest.mark.parametrize(

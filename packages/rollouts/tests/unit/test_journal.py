@@ -108,7 +108,7 @@ def test_ctrl_c_in_a_flush(make_ledger, monkeypatch, tmp_path):
             with pytest.raises(KeyboardInterrupt):
                 ledger.flush()
         ledger.flush()
-        assert read_samples(journal._database) == [(0, 0, 0, 0, 0, "a")]
+        assert read_samples(journal._database) == [(0, 0, 0, 0, "a")]
 
 
 def test_a_step_on_a_full_disk(make_ledger, finish, tmp_path):

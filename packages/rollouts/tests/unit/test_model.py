@@ -12,14 +12,12 @@ from fairlead_rollouts import (
     Completeness,
     Group,
     IllegalTransitionError,
-    InOrder,
     InvariantError,
     LedgerConfig,
     ReadyFirst,
     Ref,
     Sample,
     Shortage,
-    Windowed,
     sample_id,
 )
 
@@ -43,7 +41,6 @@ GOOD = {"group_size": 4, "groups_per_version": 2, "max_staleness": 1}
         ({"completeness": Completeness(min_samples=5)}, "min_samples is 5"),
         ({"max_staleness": None}, "max_staleness is None"),
         ({"policy": ReadyFirst()}, "not ReadyFirst"),
-        ({"policy": Windowed()}, "not Windowed"),
         ({"lookahead": None}, "from 0 to max_staleness, which is 1, not None"),
         ({"lookahead": 2}, "which is 1, not 2"),
     ],
@@ -81,12 +78,6 @@ def test_durable_references_are_strings():
         Ref(7, durable=True)
     with pytest.raises(ValueError, match="is not valid UTF-8"):
         Ref(os.fsdecode(b"/data/\xff"), durable=True)
-
-
-def test_in_order_needs_groups():
-    """A step has at least one group."""
-    with pytest.raises(ValueError, match="groups_per_step is 0"):
-        InOrder(groups_per_step=0)
 
 
 SAMPLE = Sample(0, Ref("a"), 1, 2)

@@ -7,18 +7,14 @@ from pathlib import Path
 
 import fairlead_rollouts
 
-HEAVY = {"numpy", "opentelemetry", "ray", "rich", "torch"}
+HEAVY = {"numpy", "ray", "rich", "torch"}
 # Functions of `os` and `signal`, and modules, that some systems lack.
 UNIX = {"fork", "forkpty", "kill", "killpg", "mkfifo", "sched_getaffinity", "pidfd_open", "eventfd", "sendfile"}
 OPTIONAL = {
     "ray.py": {"ray"},
     "_show.py": {"rich"},
-    "metrics.py": {"opentelemetry"},
-    "verl.py": {"verl"},
     "slime.py": {"slime"},
     "miles.py": {"miles"},
-    "plugin.py": {"pytest"},
-    "suite.py": {"pytest"},
 }
 USE = """
     import sys
@@ -28,7 +24,7 @@ USE = """
         ledger.seal(lease, 0, Ref("a"))
     ledger.claim(1, 2)
     ledger.advance(1, trained=1)
-    print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "opentelemetry", "ray", "rich", "torch"}))
+    print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "ray", "rich", "torch"}))
 """
 
 

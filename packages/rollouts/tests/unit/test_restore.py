@@ -7,16 +7,31 @@ import pytest
 
 from fairlead_rollouts import (
     IllegalTransitionError,
-    InOrder,
     Journal,
     Ledger,
     LedgerConfig,
-    LoaderStream,
     Ref,
     SnapshotError,
 )
 
 PROMPTS = [f"prompt {number}" for number in range(20)]
+
+
+class Loader:
+    """A source with a state of its own, which is its position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def get(self, ordinal):
+        self.position += 1
+        return PROMPTS[self.position - 1]
+
+    def state(self):
+        return str(self.position).encode()
+
+    def restore(self, state, ordinal):
+        self.position = int(state)
 
 
 def restore(ledger, directory, *, step=1, version=1, **options):
@@ -146,7 +161,7 @@ def test_the_journal_keeps_the_last_steps(make_ledger, finish, tmp_path, release
     """Without a place in the trainer's checkpoint the journal has the snapshots: of the last steps, and of step 0."""
     path = tmp_path / "journal"
     with Journal(path, keep_steps=3) as journal:
-        ledger = make_ledger(LoaderStream(PROMPTS, key=str), journal=journal, max_staleness=2)
+        ledger = make_ledger(Loader(), journal=journal, max_staleness=2)
         for step in (1, 2, 3, 4):
             finish(ledger, ledger.lease(4))
             ordinals = [group.ordinal for group in ledger.claim(step, 2).groups]
@@ -159,8 +174,7 @@ def test_the_journal_keeps_the_last_steps(make_ledger, finish, tmp_path, release
         found = r"no snapshot of step 1; the journal holds steps 2, 3, 4\. Pass a step"
         with pytest.raises(SnapshotError, match=found):
             restore(ledger, None, step=1, version=1, journal=journal)
-        source = LoaderStream(PROMPTS, key=str)
-        later = Ledger.restore(config, source, step=3, version=3, journal=journal, **places)
+        later = Ledger.restore(config, Loader(), step=3, version=3, journal=journal, **places)
         later.check()
         assert [later.state(one) for one in range(6)] == [*["applied"] * 4, "dropped", "applied"]
         # Step 4 was applied at once, so its payloads are gone, and its prompts are generated again.
@@ -254,23 +268,11 @@ def test_payloads_that_are_gone(ledger, tmp_path):
 
 def test_the_source_continues(make_ledger, finish, tmp_path):
     """The state of a loader is in the snapshot, so the next lease has the next item."""
-    ledger = make_ledger(LoaderStream(PROMPTS, key=str), checkpoints=True)
+    ledger = make_ledger(Loader(), checkpoints=True)
     finish(ledger, ledger.lease(3))
     ledger.prepare(0, tmp_path)
-    later = restore(ledger, tmp_path, step=0, version=0, source=LoaderStream(PROMPTS, key=str))
+    later = restore(ledger, tmp_path, step=0, version=0, source=Loader())
     assert [lease.prompt for lease in later.lease(1)] == ["prompt 3"]
-
-
-def test_target_steps_after_a_restore(make_ledger, finish, tmp_path):
-    """With `InOrder` the open groups get the steps after the checkpoint, in their order."""
-    ledger = make_ledger(PROMPTS, policy=InOrder(groups_per_step=2), checkpoints=True, max_staleness=2)
-    finish(ledger, ledger.lease(5))
-    ledger.claim(1, 2)
-    ledger.advance(1, trained=1)
-    ledger.prepare(1, tmp_path)
-    later = restore(ledger, tmp_path)
-    assert [group.ordinal for group in later.claim(2, 2).groups] == [2, 3]
-    assert [lease.target_step for lease in later.lease(2)] == [3, 4]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])

@@ -14,7 +14,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from fairlead_rollouts import (
     Claim,
     Completeness,
-    InOrder,
     Journal,
     Ledger,
     LedgerConfig,
@@ -22,8 +21,6 @@ from fairlead_rollouts import (
     ReadyFirst,
     Ref,
     Shortage,
-    WeightFifo,
-    Windowed,
 )
 
 PROMPTS = 30
@@ -36,9 +33,7 @@ EXAMPLES = int(os.environ.get("FAIRLEAD_EXAMPLES", "150"))
 def configs(draw):
     size, places, bound = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 2))
     on_stale = draw(st.sampled_from(["wait", "wait", "requeue", "drop"]))
-    policies = [OldestFirst(), WeightFifo(), InOrder(groups_per_step=places)]
-    if on_stale != "wait":
-        policies += [ReadyFirst(), Windowed(freshest_first=draw(st.booleans()))]
+    policies = [OldestFirst()] if on_stale == "wait" else [OldestFirst(), ReadyFirst()]
     unbounded = on_stale != "wait" and draw(st.booleans())
     return LedgerConfig(
         group_size=size,
@@ -131,12 +126,6 @@ class Machine(RuleBasedStateMachine):
         for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
             if data.draw(st.booleans()):
                 self.seal_all_of(lease)
-
-    @rule(lease=leases, sibling=st.integers(0, 2))
-    def park(self, lease, sibling):
-        if sibling < self.config.group_size:
-            owed = self.owes(lease, sibling)
-            assert self.ledger.park(lease, sibling, self.ref()) is owed
 
     @rule(lease=leases, sibling=st.none() | st.integers(0, 2))
     def fail(self, lease, sibling):
@@ -280,7 +269,7 @@ class Machine(RuleBasedStateMachine):
         self.step, self.version, self.steps = checkpoint["step"], checkpoint["version"], {}
         # References that are not durable, or that only the dead process knew, are gone with it.
         records = self.ledger._book.records.values()
-        held = {one.ref.value for record in records for one in (*record.samples.values(), *record.carry.values())}
+        held = {one.ref.value for record in records for one in record.samples.values()}
         assert held <= set(self.alive)
         assert all(self.alive[value].durable for value in held)
         self.alive = {value: self.alive[value] for value in held}
@@ -300,7 +289,7 @@ class Machine(RuleBasedStateMachine):
     def invariants_hold(self):
         self.ledger.check()
         held = self.ledger._book.records.values()
-        refs = {one.ref.value for record in held for one in (*record.samples.values(), *record.carry.values())}
+        refs = {one.ref.value for record in held for one in record.samples.values()}
         assert refs == set(self.alive)
         for ordinal in range(PROMPTS):
             assert self.ledger.state(ordinal) == self.fates.get(ordinal, "unseen")

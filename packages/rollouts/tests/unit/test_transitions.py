@@ -7,12 +7,9 @@ from fairlead_rollouts import (
     Claim,
     Completeness,
     IllegalTransitionError,
-    InOrder,
     InvariantError,
     Ref,
-    Selection,
     Shortage,
-    WeightFifo,
 )
 
 
@@ -58,7 +55,7 @@ def test_lease(make_ledger):
     ledger = make_ledger()
     first, second = ledger.lease(2)
     assert (first.ordinal, first.siblings, first.prompt, first.start_version) == (0, (0, 1), "prompt 0", 0)
-    assert (first.attempt, first.target_step, first.carry) == (1, None, {})
+    assert first.attempt == 1
     assert first.token >> 32 == second.token >> 32 == 7
     assert first.token != second.token
     assert ledger.room() == 2
@@ -107,12 +104,11 @@ def test_the_same_call_again(make_ledger, releases):
     """A result that is reported twice is not released: its payload is that of the sample."""
     ledger = make_ledger()
     [lease] = ledger.lease(1)
-    for sibling, report in enumerate((ledger.seal, ledger.park)):
-        assert report(lease, sibling, Ref("a", durable=True))
-        assert not ledger.seal(lease, sibling, Ref("a", durable=True))
-        assert not ledger.seal(lease, sibling, Ref("b", durable=True))
+    assert ledger.seal(lease, 0, Ref("a", durable=True))
+    assert not ledger.seal(lease, 0, Ref("a", durable=True))
+    assert not ledger.seal(lease, 0, Ref("b", durable=True))
     assert list(releases.reasons()) == ["b"]
-    assert len(releases) == 2
+    assert len(releases) == 1
     ledger.check()
 
 
@@ -135,7 +131,7 @@ def test_late_results_are_fenced(make_ledger, finish, releases, late):
         ledger.drop([0], "no_signal") if late == "dropped" else ledger.advance(1, trained=1)
     before = ledger.state(0)
     assert not ledger.seal(lease, 0, Ref("late"))
-    assert not ledger.park(lease, 0, Ref("later"))
+    assert not ledger.seal(lease, 0, Ref("later"))
     assert not ledger.fail(lease, reason="late")
     if before != "leased":
         assert not ledger.cancel(lease)
@@ -159,7 +155,6 @@ def test_wrong_versions(make_ledger, versions, message):
     ledger.advance(2)
     [lease] = ledger.lease(1)
     refuses(ledger, lambda: ledger.seal(lease, 0, Ref("a"), **versions), message)
-    refuses(ledger, lambda: ledger.park(lease, 0, Ref("a"), **versions), message)
 
 
 def test_a_failed_sibling_is_generated_again(make_ledger, releases):
@@ -245,49 +240,6 @@ def test_expire(make_ledger):
     assert ledger.expire(5.0) == [first]
     assert [ledger.state(ordinal) for ordinal in range(3)] == ["pending", "leased", "leased"]
     assert ledger.expire(9.0) == [second]
-
-
-def test_park(make_ledger, releases):
-    """A parked rollout is continued, keeps its oldest version, and its reference is released with the whole one."""
-    ledger = make_ledger(max_staleness=2, groups_per_version=1)
-    [lease] = ledger.lease(1)
-    assert ledger.park(lease, 0, Ref("half"))
-    ledger.seal(lease, 1, Ref("b"))
-    assert ledger.state(0) == "pending"
-    ledger.advance(1)
-    [again] = ledger.lease(1)
-    assert (again.siblings, again.attempt, again.start_version) == ((0,), 1, 1)
-    assert again.carry[0].ref.value == "half"
-    ledger.seal(again, 0, Ref("whole"))
-    assert releases.reasons() == {"half": "continued"}
-    sample = ledger.claim(1, 1).groups[0].samples[0]
-    assert (sample.oldest_version, sample.newest_version) == (0, 1)
-
-
-def test_a_continued_payload_is_not_released(make_ledger, releases):
-    """If the continuation is the same payload, it stays."""
-    ledger = make_ledger(group_size=1)
-    tokens = object()
-    [lease] = ledger.lease(1)
-    ledger.park(lease, 0, Ref(tokens))
-    [lease] = ledger.lease(1)
-    ledger.seal(lease, 0, Ref(tokens))
-    assert releases == []
-    ledger.check()
-
-
-def test_a_failed_continuation_begins_again(make_ledger, releases):
-    """A sibling that fails loses its partial rollout; a cancelled one keeps it."""
-    ledger = make_ledger(group_size=1)
-    [lease] = ledger.lease(1)
-    ledger.park(lease, 0, Ref("half"))
-    [lease] = ledger.lease(1)
-    ledger.cancel(lease)
-    [lease] = ledger.lease(1)
-    assert 0 in lease.carry
-    ledger.fail(lease, reason="it broke")
-    assert releases.reasons() == {"half": "failed"}
-    assert ledger.lease(1)[0].carry == {}
 
 
 def test_claim(make_ledger, finish):
@@ -437,40 +389,6 @@ def test_to_abort(make_ledger):
     assert unbounded.to_abort() == []
 
 
-def test_in_order(make_ledger, finish):
-    """With `InOrder` each step trains what was leased for it, and a dropped group is replaced for the same step."""
-    ledger = make_ledger(policy=InOrder(groups_per_step=2))
-    leases = ledger.lease(4)
-    assert [lease.target_step for lease in leases] == [1, 1, 2, 2]
-    finish(ledger, leases[1:])
-    assert ledger.claim(1, 2) == Shortage("wait", have=1, need=2, blocked_by=(0,))
-    finish(ledger, leases[:1])
-    assert [group.ordinal for group in ledger.claim(1, 2).groups] == [0, 1]
-    ledger.drop([1], "no_signal")
-    assert [lease.target_step for lease in ledger.lease(1)] == [1]
-    ledger.advance(1, trained=1)
-    assert [lease.target_step for lease in ledger.lease(1)] == [3]
-
-
-def test_passed_targets_are_stale(make_ledger, finish):
-    """A group whose step has passed is requeued, and gets a later step."""
-    ledger = make_ledger(policy=InOrder(groups_per_step=2), max_staleness=3)
-    finish(ledger, ledger.lease(4))
-    assert len(ledger.claim(2, 2).groups) == 2
-    assert ledger.state(0) == ledger.state(1) == "pending"
-    ledger.advance(1, trained=2)
-    assert ledger.lease(1)[0].target_step == 3
-
-
-def test_weight_fifo(make_ledger, finish):
-    """With `WeightFifo` newer groups wait for the oldest version."""
-    ledger = make_ledger(policy=WeightFifo(), groups_per_version=1)
-    [old] = ledger.lease(1)
-    ledger.advance(1)
-    finish(ledger, ledger.lease(1))
-    assert ledger.claim(1, 1) == Shortage("wait", have=0, need=1, blocked_by=(old.ordinal,))
-
-
 # Refusals.
 
 
@@ -595,7 +513,7 @@ def test_explain(make_ledger, finish):
     leases = ledger.lease(2)
     ledger.seal(leases[0], 1, Ref("b"))
     assert ledger.explain(0) == (
-        "Ordinal 0 is leased, attempt 1 of 3. 1 of 2 siblings are finished, 0 are parked. "
+        "Ordinal 0 is leased, attempt 1 of 3. 1 of 2 siblings are finished. "
         "Its lease started at version 0 and owes siblings [0]. "
         "Its oldest version is 0, and the next claim trains at 0; 1 is the last version that may train it."
     )
@@ -634,7 +552,7 @@ def test_own_policy(make_ledger, finish):
 
     class LastFirst:
         def select(self, view, count):
-            return Selection(tuple(group.ordinal for group in view.ready()[::-1][:count]))
+            return tuple(group.ordinal for group in view.ready()[::-1][:count])
 
     ledger = make_ledger(policy=LastFirst(), on_stale="requeue")
     finish(ledger, ledger.lease(3))

@@ -62,7 +62,7 @@ class Journal:
 
     A ledger works without a journal: then a restart generates every sample again that the checkpoint does not list.
     One process uses a journal at a time, and none that it forks. A damaged file, that of another job, or one that the
-    process of the checkpoint has not used is moved aside with a warning. If the disk is full, `seal`, `park`, `flush`,
+    process of the checkpoint has not used is moved aside with a warning. If the disk is full, `seal`, `flush`,
     `prepare` and, with `keep_steps`, `advance` and `commit` raise `JournalError`, and can be called again. Until then
     rows stay in memory, and no durable payload is released. A ledger calls the methods that take its records; you call
     `flush` and `close`.
@@ -176,15 +176,14 @@ class Journal:
         """Replace the content by what a ledger holds now, and forget the snapshots of steps after `last_step`."""
         self._changed, self._prompts, self._known = {}, {}, set()
         for record in records:
-            self.put(record, record.samples.values(), partial=False)
-            self.put(record, record.carry.values(), partial=True)
+            self.put(record, record.samples.values())
         with self._transaction() as database:
             database.execute("delete from sample")
             database.execute("delete from prompt")
             database.execute("delete from step where step > ?", (last_step,))
             write_meta(database, {"schema": SCHEMA, "ledger": ledger, "runs": json.dumps(runs)})
 
-    def put(self, record: Record, samples: Iterable[Sample], *, partial: bool) -> None:
+    def put(self, record: Record, samples: Iterable[Sample]) -> None:
         """Store the durable ones among the samples of a group, with the next flush."""
         for sample in samples:
             if not sample.ref.durable:
@@ -192,7 +191,7 @@ class Journal:
             if record.ordinal not in self._known:
                 self._known.add(record.ordinal)
                 self._prompts[record.ordinal] = record.ordinal, record.attempt, json.dumps(record.prompt)
-            self._changed[record.ordinal, sample.sibling] = store_sample(record.ordinal, sample, partial)
+            self._changed[record.ordinal, sample.sibling] = store_sample(record.ordinal, sample)
 
     def make_room(self) -> None:
         """Flush if many samples wait, before a ledger changes anything."""

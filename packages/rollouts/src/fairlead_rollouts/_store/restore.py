@@ -19,24 +19,24 @@ class Salvage:
     """Samples of ordinals after the snapshot, which wait until their prompts have been read again."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, dict[int, Sample], dict[int, Sample]]] = {}
+        self._found: dict[int, tuple[Any, dict[int, Sample]]] = {}
 
     @property
     def last(self) -> int:
         """The last ordinal that has samples, or -1."""
         return max(self._found, default=-1)
 
-    def add(self, ordinal: int, prompt: Any, sample: Sample, *, partial: bool) -> None:
+    def add(self, ordinal: int, prompt: Any, sample: Sample) -> None:
         """Keep a sample."""
-        self._found.setdefault(ordinal, (prompt, {}, {}))[1 + partial][sample.sibling] = sample
+        self._found.setdefault(ordinal, (prompt, {}))[1][sample.sibling] = sample
 
     def attach(self, book: Book, record: Record) -> None:
         """Give a new record the samples of its ordinal, if its prompt is the same as before."""
-        prompt, samples, carry = self._found.pop(record.ordinal, (None, {}, {}))
-        if samples or carry:
-            book.counters.accepted += len(samples) + len(carry)
+        prompt, samples = self._found.pop(record.ordinal, (None, {}))
+        if samples:
+            book.counters.accepted += len(samples)
             if prompt == record.prompt:
-                book.fill(record, samples, carry)
+                book.fill(record, samples)
                 return
             warnings.warn(
                 f"Prompt {record.ordinal} is {record.prompt!r}, and the journal has samples of {prompt!r}. They are "
@@ -44,7 +44,6 @@ class Salvage:
                 stacklevel=2,
             )
             book.release(record, samples, "lost")
-            book.release(record, carry, "lost")
 
 
 def restore_book(
@@ -74,11 +73,11 @@ def restore_book(
         book.reopen(ordinal, prompt, attempt)
     stored = journal.load(snapshot.ledger, snapshot.runs) if journal is not None else None
     prompts, rows = (dict(snapshot.prompts), snapshot.samples) if stored is None else stored
-    held: dict[int, tuple[dict[int, Sample], dict[int, Sample]]] = {}
+    held: dict[int, dict[int, Sample]] = {}
     salvage = Salvage()
     for row in rows:
-        sample, record = load_sample(row), book.records.get(row[0])
-        ordinal, partial = row[0], bool(row[2])
+        ordinal, sample = row[0], load_sample(row)
+        record = book.records.get(ordinal)
         kept = record is not None or ordinal >= snapshot.next
         if not kept or sample.newest_version > version:
             # A step that the checkpoint covers has trained it, or weights that no longer exist have generated it.
@@ -86,10 +85,10 @@ def restore_book(
             book.release_ref(sample.ref, "lost" if kept else "applied")
         elif exists is None or exists(sample.ref):
             if record is not None:
-                held.setdefault(ordinal, ({}, {}))[partial][sample.sibling] = sample
+                held.setdefault(ordinal, {})[sample.sibling] = sample
             elif ordinal in prompts:
-                salvage.add(ordinal, prompts[ordinal][1], sample, partial=partial)
-    for ordinal, (samples, carry) in held.items():
-        book.counters.accepted += len(samples) + len(carry)
-        book.fill(book.records[ordinal], samples, carry)
+                salvage.add(ordinal, prompts[ordinal][1], sample)
+    for ordinal, samples in held.items():
+        book.counters.accepted += len(samples)
+        book.fill(book.records[ordinal], samples)
     return salvage

@@ -27,25 +27,24 @@ TABLES = """
 create table if not exists meta (key text primary key, value) without rowid;
 create table if not exists prompt (ordinal integer primary key, attempt integer not null, json text not null);
 create table if not exists sample (
-    ordinal integer, sibling integer, partial integer not null, oldest integer not null, newest integer not null,
-    ref text not null, primary key (ordinal, sibling)
+    ordinal integer, sibling integer, oldest integer not null, newest integer not null, ref text not null,
+    primary key (ordinal, sibling)
 ) without rowid;
 """
 
 
-# A durable sample of an open group: its ordinal, its sibling, whether it is partial, its oldest and newest version, and
-# its reference.
-StoredSample = tuple[int, int, bool, int, int, str]
+# A durable sample of an open group: its ordinal, its sibling, its oldest and newest version, and its reference.
+StoredSample = tuple[int, int, int, int, str]
 
 
-def store_sample(ordinal: int, sample: Sample, partial: bool) -> StoredSample:
+def store_sample(ordinal: int, sample: Sample) -> StoredSample:
     """Return the row of a sample."""
-    return ordinal, sample.sibling, partial, sample.oldest_version, sample.newest_version, sample.ref.value
+    return ordinal, sample.sibling, sample.oldest_version, sample.newest_version, sample.ref.value
 
 
 def load_sample(row: StoredSample) -> Sample:
     """Return the sample of a row."""
-    _, sibling, _, oldest, newest, ref = row
+    _, sibling, oldest, newest, ref = row
     return Sample(sibling, Ref(ref, durable=True), oldest, newest)
 
 
@@ -54,7 +53,7 @@ def insert(
 ) -> None:
     """Add or replace rows. A prompt is an ordinal, its attempt and its JSON."""
     database.executemany("insert or replace into prompt values (?, ?, ?)", prompts)
-    database.executemany("insert or replace into sample values (?, ?, ?, ?, ?, ?)", samples)
+    database.executemany("insert or replace into sample values (?, ?, ?, ?, ?)", samples)
 
 
 def write_meta(database: sqlite3.Connection, values: Mapping[str, Any]) -> None:
@@ -80,5 +79,5 @@ def read_prompts(database: sqlite3.Connection) -> dict[int, tuple[int, Any]]:
 
 def read_samples(database: sqlite3.Connection) -> list[StoredSample]:
     """Return all samples, by ordinal and sibling."""
-    rows = database.execute("select ordinal, sibling, partial, oldest, newest, ref from sample order by 1, 2")
+    rows = database.execute("select ordinal, sibling, oldest, newest, ref from sample order by 1, 2")
     return list(rows)

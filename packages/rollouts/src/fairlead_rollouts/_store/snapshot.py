@@ -75,10 +75,9 @@ def take_snapshot(book: Book, ledger: str, runs: tuple[int, ...], step: int, sou
         if record.step is not None:
             consumed[record.version] -= 1
     samples = [
-        store_sample(record.ordinal, sample, partial)
+        store_sample(record.ordinal, sample)
         for record in records
-        for partial, held in ((False, record.samples), (True, record.carry))
-        for sample in held.values()
+        for sample in record.samples.values()
         if sample.ref.durable
     ]
     prompts = {record.ordinal: (record.attempt, record.prompt) for record in records}
