@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from fairlead_workergroup.spi import Reply, wait_for_turn
+from fairlead_workergroup.spi import wait_for_turn
 
 from ._descriptions import check_replicas, one_sided
 from ._orders import CommitOptions
@@ -171,7 +171,7 @@ class Attempt:
         if releases and not self.in_place:
             self.source.release(self.epoch, late=self.states.reading)
         try:
-            replies = self._wait_for_commits(requests)
+            replies = self.target.wait(requests, self._left(), all_of_them=True)
         finally:
             if releases and self.in_place:
                 self.source.release(self.epoch, late=self.states.reading)
@@ -190,9 +190,6 @@ class Attempt:
             raise self._error("commit", "target", failures, text) from first_error(replies)
         if self._verified and self._route is not None:
             self.router.note_verified(self._route)
-
-    def _wait_for_commits(self, requests: Requests) -> dict[int, Reply]:
-        return self.target.wait(requests, self._left(), all_of_them=True)
 
     def staged(self) -> Staged | None:
         """Return what the source ranks keep."""
@@ -241,7 +238,7 @@ class Attempt:
 
     def _move(self, lost: Mapping[int, str]) -> Route:
         self._replies = {}
-        self._describe(lost, stage=self.router.exchange is None)
+        self._describe(lost, stage=True)
         try:
             self._route = route = (None if lost else self.router.kept) or self.router.make(lost)
         except LayoutMismatchError as error:
@@ -329,15 +326,14 @@ class Attempt:
         check_replicas(self._replies)
         self._wait_for_fetches(route, fetches)
 
-    def _ask_to_stage(self, route: Route, board: Any = None) -> Requests:
-        """Have source ranks stage all of a version, or offer it in buckets on a board."""
+    def _ask_to_stage(self, route: Route) -> Requests:
+        """Have source ranks stage a version."""
         orders, ends, fresh = route.orders, self.source.ends, self._fresh()
 
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            offer = None if board is None else (board, rank, self._left_alone())
-            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self.delta, offer
+            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self.delta
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
@@ -370,7 +366,7 @@ class Attempt:
         mine, number = route.orders.target[rank], route.orders.number
         replies = {source: staged[source] for source in mine["sources"]}
         sent = None if self.target.ends[rank].order_id == number else mine
-        return sent, number, replies, self._verified, self._left_alone(), None
+        return sent, number, replies, self._verified, self._left_alone()
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)

@@ -18,8 +18,6 @@ from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup.spi import Need, add_state, check_calls, record_span
 
 from ._attempt import Attempt
-from ._bounded import BoundedAttempt
-from ._buckets import LEAST, Exchange
 from ._descriptions import make_selection
 from ._orders import CommitOptions
 from ._remote.entry import check_version
@@ -56,11 +54,7 @@ class Link:
             works between these two, and NIXL first between GPUs of one node.
         commit: "staged" holds a second copy of the tensors in each target process, or in the memory of its sources, so
             that a failed transfer leaves all targets as they were. "in_place" holds none: after the decision, NIXL
-            reads into the tensors of the target, and a rank whose transfer fails is torn. With `max_bytes_in_flight`,
-            all transports do that.
-        max_bytes_in_flight: the most bytes that a source process stages at a time, and that a target process maps or
-            buffers. A larger version travels in buckets, and is committed as one. With "staged", each target process
-            holds the second copy in addition, in memory of its own. None stages all of a version at a time.
+            reads into the tensors of the target, and a rank whose transfer fails is torn.
         verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
             "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
@@ -88,7 +82,6 @@ class Link:
         exclude: Iterable[str] = (),
         transport: Transport = "auto",
         commit: Commit = "staged",
-        max_bytes_in_flight: int | None = None,
         verify: Verify = "first",
         before_commit: str | None = None,
         pauses: bool = False,
@@ -101,28 +94,11 @@ class Link:
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
         in_place = commit == "in_place"
-        bounded = max_bytes_in_flight is not None
-        if in_place and (apply is not None or (transport not in ("auto", "nixl") and not bounded)):
+        if in_place and (apply is not None or transport not in ("auto", "nixl")):
             raise ValueError(
                 f"commit='in_place' needs target= and transport='nixl', got target={target!r} and "
-                f"transport={transport!r}; with max_bytes_in_flight= all transports work, and with commit='staged' "
-                "all transports and apply="
+                f"transport={transport!r}; with commit='staged', all transports and apply= work"
             )
-        if max_bytes_in_flight is not None:
-            if (
-                isinstance(max_bytes_in_flight, bool)
-                or not isinstance(max_bytes_in_flight, int)
-                or max_bytes_in_flight < LEAST
-            ):
-                raise ValueError(
-                    f"max_bytes_in_flight must be a whole number of at least {LEAST:,} bytes, got "
-                    f"{max_bytes_in_flight!r}; a bound of 64 MiB or more costs little time"
-                )
-            if source_group is target_group:
-                raise ValueError(
-                    f"max_bytes_in_flight={max_bytes_in_flight:,} needs two groups, and {source_group!r} is both: its "
-                    "workers cannot offer buckets and read them at the same time; leave max_bytes_in_flight out"
-                )
         if pauses and before_commit is None:
             raise ValueError("pauses=True needs before_commit=, the method that makes the worker quiet")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -140,9 +116,8 @@ class Link:
             self._source,
             self._target,
             selection,
-            "nixl" if in_place and not bounded else transport,
+            "nixl" if in_place else transport,
             in_place=in_place,
-            exchange=None if max_bytes_in_flight is None else Exchange(max_bytes_in_flight),
         )
         self._states = States(self._target)
         self._commit = CommitOptions(before_commit, pauses, after_commit, apply, chunk_bytes)
@@ -204,11 +179,6 @@ class Link:
             raise ValueError(f"delta must be True, False or 'blocks', got {delta!r}")
         if delta and (self._in_place or self._commit.apply is not None):
             raise ValueError("delta= changes the tensors of the target: it needs target= and commit='staged'")
-        if delta and self._router.exchange is not None:
-            raise ValueError(
-                f"delta={delta!r} keeps more in each source rank than this link allows, max_bytes_in_flight="
-                f"{self._router.exchange.most:,}: send without delta=, or make a link without the bound"
-            )
         with self._turn(timeout, version) as deadline, self._span(version):
             if not again and self._version is not None and version <= self._version:
                 raise ValueError(
@@ -338,8 +308,6 @@ class Link:
             for end_guard in self._guards:
                 end_guard()
             self._staged = None
-            if self._router.exchange is not None:
-                self._router.exchange.close()
             _release(self._source, self._target)
 
     def __enter__(self) -> "Link":
@@ -356,7 +324,7 @@ class Link:
         delta: tuple[int, bool, bool] | None = None,
         stale: Mapping[int, State] | None = None,
     ) -> Attempt:
-        return (Attempt if self._router.exchange is None else BoundedAttempt)(
+        return Attempt(
             source,
             self._target,
             self._router,

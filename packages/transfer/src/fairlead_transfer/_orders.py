@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._buckets import ALIGNED, bucket_bytes, split_pieces
 from ._descriptions import Tensors
 from ._layout import Layout
 from ._plan import TransferPlan
 
+# Blocks begin at multiples of this.
+ALIGNED = 64
 # In the order of their channels.
 KINDS = "shared_memory", "nixl", "object_store"
 
@@ -77,12 +78,10 @@ def make_orders(
     transport: Callable[[int, int], str],
     *,
     relays: bool = True,
-    most: int | None = None,
 ) -> Orders:
     """Return the orders that carry a plan out.
 
-    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node. With `most`,
-    each channel is a bucket of at most so many bytes, and a source rank stages them one after the other.
+    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node.
     """
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
@@ -91,7 +90,7 @@ def make_orders(
     fetches: dict[int, list[tuple[_Piece, tuple[int, ...]]]] = {}
     local: dict[int, list[Any]] = {}
     for same in plan.tensor_sets:
-        pieces = same.pieces if most is None else split_pieces(same.pieces, same.source.itemsize, most)
+        pieces = same.pieces
         receivers = pieces.receivers.tolist()
         starts = list(map(tuple, pieces.starts.tolist()))
         sizes = list(map(tuple, pieces.sizes.tolist()))
@@ -114,13 +113,12 @@ def make_orders(
     channels: dict[int, list[dict[str, Any]]] = {}
     place: dict[_Piece, tuple[int, int, _Block]] = {}
     current: dict[tuple[int, str, frozenset[int]], int] = {}
-    whole = _find_whole(readers if most is None else (), [source.layouts[name] for name in names])
+    whole = _find_whole(readers, [source.layouts[name] for name in names])
     whole_blocks: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = {}
 
     def find_order(piece: _Piece) -> tuple[int, list[int]]:
         # What the same ranks read by NIXL is next to each other, so that it is one read where it is packed.
-        together = piece.kind == "nixl" and most is None
-        return KINDS.index(piece.kind), sorted(readers[piece]) if together else []
+        return KINDS.index(piece.kind), sorted(readers[piece]) if piece.kind == "nixl" else []
 
     for piece in sorted(readers, key=find_order):
         kind, sender, at, start, size = piece
@@ -128,10 +126,7 @@ def make_orders(
         nodes = plan.target_nodes[list(readers[piece])].tolist() if kind == "object_store" else ()
         key = sender, kind, frozenset(nodes)
         last = current.get(key)
-        is_full = most is not None and (
-            last is not None and mine[last]["size"] + _aligned(size, layout) > bucket_bytes(kind, most)
-        )
-        if last is None or is_full:
+        if last is None:
             last = current[key] = len(mine)
             mine.append({"kind": kind, "blocks": [], "pieces": [], "size": 0})
         channel = mine[last]
@@ -146,11 +141,6 @@ def make_orders(
             block = *_add_block(channel, at, box, size, layout), None
         place[piece] = last, len(channel["pieces"]), block
         channel["pieces"].append((at, box))
-    if most is not None:
-        for mine in channels.values():
-            largest = max(channel["size"] for channel in mine)
-            for channel in mine:  # they share the memory of the largest
-                channel.update(size=largest, readers=[])
 
     source_orders = {
         rank: {
@@ -172,8 +162,6 @@ def make_orders(
         for piece, begin in fetches.get(rank, ()):
             channel_at, index, block = place[piece]
             ordered = sources.setdefault(piece.sender, {}).setdefault(channel_at, [])
-            if most is not None and not ordered:
-                channels[piece.sender][channel_at]["readers"].append(rank)
             ordered.append((piece.at, _box(begin, piece.size), index, block))
             size_bytes = math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
             length += size_bytes
@@ -255,13 +243,8 @@ def _add_block(
     """Add a block to a channel; return its number, offset and sizes."""
     added = len(channel["blocks"]), channel["size"], size
     channel["blocks"].append((at, box, size, channel["size"]))
-    channel["size"] += _aligned(size, layout)
+    channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
     return added
-
-
-def _aligned(size: tuple[int, ...], layout: Layout) -> int:
-    """Return the bytes that a block takes in a channel."""
-    return -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
 
 
 def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._buckets import Exchange
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
 from ._orders import Orders, make_orders
@@ -60,7 +59,7 @@ class Router:
     """Makes the routes of a link, and keeps the last one.
 
     Attributes:
-        selection, transport, exchange: as given; with an exchange, orders are in buckets.
+        selection, transport: as given.
     """
 
     def __init__(
@@ -71,13 +70,11 @@ class Router:
         transport: Transport,
         *,
         in_place: bool = False,
-        exchange: Exchange | None = None,
     ) -> None:
         self._source = source
         self._target = target
         self.selection = selection
         self.transport: Transport = transport
-        self.exchange = exchange
         self._in_place = in_place
         self._numbers = 0
         # By the process that sends, the one that receives, and transport: why they cannot use it.
@@ -85,8 +82,8 @@ class Router:
         # The last route, and the processes and tensors that it was made for.
         self._kept: Route | None = None
         self._made_for: Any = None
-        # In place each rank reads during its own commit, so none has anything to relay before; buckets come in turn.
-        self._relays = not in_place and exchange is None
+        # In place each rank reads during its own commit, so none has anything to relay before.
+        self._relays = not in_place
         # The route by which digests were compared last.
         self._verified: Route | None = None
 
@@ -213,7 +210,6 @@ class Router:
             cast=not self._in_place,
             same_processes=source.name == "source" and source.group is self._target.group,
             relays=self._relays,
-            most=None if self.exchange is None else self.exchange.most,
         )
         return Route(plan, orders, frozenset(sources), frozenset(targets))
 
@@ -229,12 +225,10 @@ def plan_orders(
     cast: bool = True,
     same_processes: bool = False,
     relays: bool = False,
-    most: int | None = None,
 ) -> tuple[TransferPlan, Orders]:
     """Return the plan from the nodes of the source to those of the target, and the orders with this number.
 
-    `choose` returns the transport of a pair of ranks; `cast` says whether the target can cast what travels. `most` is
-    as for `make_orders`.
+    `choose` returns the transport of a pair of ranks; `cast` says whether the target can cast what travels.
     """
     if wrong := check_dtypes(held, wanted, selection, cast=cast):
         others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
@@ -243,7 +237,7 @@ def plan_orders(
         held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
     )
     dtypes = {name: selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-    return plan, make_orders(number, plan, held, wanted, dtypes, choose, relays=relays, most=most)
+    return plan, make_orders(number, plan, held, wanted, dtypes, choose, relays=relays)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:

@@ -17,9 +17,9 @@ from .exceptions import TransferError
 __all__ = ["fail_at"]
 
 Side = Literal["source", "target"]
-Phase = Literal["collect", "stage", "feed", "move", "verify", "commit", "committing"]
+Phase = Literal["collect", "stage", "move", "verify", "commit", "committing"]
 PHASES: dict[str, tuple[Phase, ...]] = {
-    "source": ("collect", "stage", "feed"),
+    "source": ("collect", "stage"),
     "target": ("collect", "move", "verify", "commit", "committing"),
 }
 
@@ -39,9 +39,8 @@ def fail_at(
         group: the worker's.
         rank: its number in the group.
         side: whether it counts as a source or a target: it may be both.
-        phase: of a source, "collect" or "stage", and with `max_bytes_in_flight` "feed", which is when targets have read
-            its first bucket; of a target, "collect", "move", "verify", "commit" or "committing", which is after the
-            first tensor has been overwritten. "verify" is reached only when digests are compared.
+        phase: of a source, "collect" or "stage"; of a target, "collect", "move", "verify", "commit" or "committing",
+            which is after the first tensor has been overwritten. "verify" is reached only when digests are compared.
         how: "kill" (SIGKILL) or "stop" (SIGSTOP).
         timeout_s: seconds to wait until the worker has finished what it is doing.
 

@@ -160,23 +160,6 @@ def test_tied_targets(pair, delta):
         assert [norm.tolist() for norm in server.call("get_norm").result()] == [[1, 2, 0, 0, 0]] * 4
 
 
-def test_tied_targets_in_place(pair):
-    """So it is without a second copy, but for what the targets hold after the error: it says that they are torn."""
-    trainer, server = pair
-    options = {"commit": "in_place", "max_bytes_in_flight": 1 << 20, "transport": "shared_memory"}
-    with Link(trainer, server, source="untied", target="tied", **options) as link:
-        trainer.call("set_norm", [1, 2, 0, 0, 0]).result()
-        assert link.send(1, timeout=60).version == 1
-        assert [norm.tolist() for norm in server.call("get_norm").result()] == [[1, 2, 0, 0, 0]] * 4
-        trainer.call("set_norm", [1, 2, 3, 0, 0]).result()
-        with pytest.raises(TransferError, match="in the memory of 'first', and they differ in the source") as caught:
-            link.send(2, timeout=60)
-        assert caught.value.phase == "commit"
-        assert link.versions() == dict.fromkeys(range(4), "torn")
-        trainer.call("set_norm", [1, 2, 0, 0, 0]).result()
-        assert link.send(3, timeout=60).version == 3
-
-
 def test_restarted_ranks(slots):
     """A rank without the last version gets whole tensors; after `sync`, patches are enough again."""
     sources, targets = NamedSharding.from_shape(dp=1, tp=2), NamedSharding.from_shape(replica=2, tp=1)

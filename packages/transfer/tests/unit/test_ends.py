@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._remote import segment
 from fairlead_transfer._remote.entry import note_weights
 from fairlead_transfer._remote.segment import NAME, Mapping, Segment
-from fairlead_transfer._remote.tensors import library
+from fairlead_transfer._remote.tensors import SLAB_BYTES, digest, library
 from fairlead_transfer._remote.transport import fetch_value
 from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
@@ -459,6 +460,14 @@ def test_methods_may_be_async():
     target = Async({"a": np.zeros(4)})
     Ends([Async({"a": np.ones(4)})], [target]).send(1)
     assert target.tensors["a"].all()
+
+
+@pytest.mark.parametrize("shape", [(3, SLAB_BYTES // 8 + 5), (700, 701), (2, 2, SLAB_BYTES // 8 + 1), (), (0, 4)])
+def test_digest_of_slabs(shape):
+    """A tensor that is not in one piece has the digest of its bytes in order, and so has one that is cast."""
+    tools, value = library("numpy"), np.asfortranarray(np.random.default_rng(0).standard_normal(shape))
+    assert digest(tools, value, "float64") == zlib.crc32(value.tobytes())
+    assert digest(tools, value, "float32") == zlib.crc32(value.astype("float32").tobytes())
 
 
 def selection(**changed):

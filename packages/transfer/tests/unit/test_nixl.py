@@ -472,7 +472,7 @@ def make_ends():
 def commit_in_place(ends, version=1):
     """Read into the tensors of the target; return the reply of rank 0."""
     staged = ends.stage()
-    reading = ends.orders.target[0], ends.orders.number, staged, True, 30.0, None
+    reading = ends.orders.target[0], ends.orders.number, staged, True, 30.0
     return ends.ask("target", 0, "commit", ends.epoch, version, None, None, None, 1 << 30, reading)
 
 

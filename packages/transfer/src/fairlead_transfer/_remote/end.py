@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from .buckets import Place, Reader, offer_buckets
 from .collection import Collection, call
 from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
 from .entry import find_shared, note_weights
@@ -41,7 +40,6 @@ class StageOptions(NamedTuple):
     verify: bool  # whether digests are compared
     fresh: bool  # whether a target may still use what was staged before
     delta: tuple[int, bool, bool] | None = None  # as for `Base.follow`
-    offer: tuple[Any, int, float] | None = None  # the board, the rank and the seconds for a transfer in buckets
 
 
 class Intake(NamedTuple):
@@ -52,7 +50,6 @@ class Intake(NamedTuple):
     staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
     verify: bool  # whether digests are compared
     deadline: float  # when to give up, in `time.monotonic`
-    take: tuple[Any, int, bool] | None  # the board, the rank, and whether nothing is copied before the commit
 
 
 class End:
@@ -128,8 +125,8 @@ class End:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
-        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. A transfer in
-        buckets ends when the targets have read them. The options are those of `StageOptions`.
+        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. The options are
+        those of `StageOptions`.
         """
         began, how = time.monotonic(), StageOptions(*options)
         if (late := self._enter(epoch)) is not None:
@@ -141,9 +138,7 @@ class End:
         if orders is not None:
             self._orders = orders
             for kind, transport in self._transports.items():
-                kinds = [one["kind"] for one in orders["channels"]]
-                used = [at for at, one in enumerate(kinds) if one == kind]
-                transport.keep_only(used if how.offer is None else [0] * (kind in kinds))
+                transport.keep_only([at for at, one in enumerate(orders["channels"]) if one["kind"] == kind])
         there = order_id and self._orders.get("id") == order_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
@@ -175,7 +170,6 @@ class End:
         staged: Mapping[int, Any],
         verify: bool,
         within_s: float,
-        take: tuple[Any, int, bool] | None = None,
     ) -> dict[str, Any]:
         """Map what the orders say, or get it from Ray's object store, and compare digests.
 
@@ -185,33 +179,17 @@ class End:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-        return self._note_late(await self._in_thread(self._fetch_all if take is None else self._take_all, intake))
+        intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s)
+        return self._note_late(await self._in_thread(self._fetch_all, intake))
 
     def _note_late(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Say in the reply to a read whether an earlier one may still go on."""
         return {**reply, "late": self._nixl.is_writing()} if "bytes" in reply else reply
 
-    def _take_all(self, intake: Intake) -> dict[str, Any]:
-        """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
-        self._staged, reader = None, self._make_reader(intake)
-        if intake.take is not None and intake.take[2]:
-            return reader.look()
-        pieces: list[tuple[int, Any, Any]] = []
-        reply = reader.read(lambda: None, pieces)
-        if "bytes" in reply:
-            self._keep(intake, pieces, [])
-        return reply
-
     def _keep(self, intake: Intake, pieces: list[tuple[int, Any, Any]], changes: list[Change]) -> None:
         """Keep what was fetched for the commit, unless a later attempt has begun."""
         if intake.epoch == self._epoch:
             self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
-
-    def _make_reader(self, intake: Intake) -> Reader:
-        board, rank, _ = intake.take or (None, 0, False)
-        place = Place(board, intake.epoch, rank)
-        return Reader(place, self._context(), intake.staged, intake.verify, intake.deadline)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
@@ -219,16 +197,7 @@ class End:
             self._prepared = True
             await call(worker, method)
 
-    async def _commit(self, worker: Any, epoch: int, version: int, *args: Any) -> dict[str, Any]:
-        """Put the version into place; then no source rank waits for this one any more."""
-        try:
-            return self._note_late(await self._put_version(worker, epoch, version, *args))
-        finally:
-            if (reading := args[-1]) is not None and reading[-1] is not None:
-                board, rank, _ = reading[-1]
-                board.leave.remote(epoch, rank)
-
-    async def _put_version(
+    async def _commit(
         self,
         worker: Any,
         epoch: int,
@@ -278,9 +247,10 @@ class End:
                 begin()
                 await self._put(apply, worker, chunk_bytes)
             else:
-                *_, staged, verify, within_s, take = reading
-                intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-                reply |= await self._in_thread(self._read_in_place, intake, begin)
+                *_, staged, verify, within_s = reading
+                intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s)
+                begin()
+                reply |= self._note_late(await self._in_thread(self._read_in_place, intake))
             finish(self._collection.values.values())
             self._writing = False
             self._torn, self._committed = False, (epoch, version)
@@ -322,10 +292,6 @@ class End:
         context, orders, verify = self._context(), self._orders, how.verify
         finish(self._collection.values.values())
         held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
-        if how.offer is not None:
-            board, rank, within_s = how.offer
-            place, deadline = Place(board, epoch, rank), time.monotonic() + within_s
-            return {"channels": offer_buckets(place, context, held, verify, deadline)}
         reason, channels = self._base.follow(context, epoch, how.delta, verify)
         if channels:
             for transport in self._transports.values():
@@ -356,14 +322,10 @@ class End:
         self._orders = {**orders, "sources": sources}
         return bool(orders["id"] == order_id)
 
-    def _read_in_place(self, intake: Intake, begin: Callable[[], None]) -> dict[str, Any]:
-        """Read what the orders say into the tensors of the target, and call `begin` before some are overwritten."""
+    def _read_in_place(self, intake: Intake) -> dict[str, Any]:
+        """Read what the orders say into the tensors of the target."""
         context = self._context()
-        if intake.take is None:
-            begin()
-            reply = self._fetch_all(intake, in_place=True)
-        else:
-            reply = self._make_reader(intake).read(begin, None)
+        reply = self._fetch_all(intake, in_place=True)
         if "bytes" not in reply:
             raise RuntimeError(explain_failure(reply))
         copy_all(context.tools, ((context.part(at, box), value) for at, box, value in self._local))
