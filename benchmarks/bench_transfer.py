@@ -42,11 +42,7 @@ def rows() -> list[Row]:
     init_ray(address="local", num_cpus=8)
     try:
         with RayVirtualCluster([8], use_gpus=False) as cluster:
-            results += [
-                row
-                for part in (_large_rows, _contiguous_rows, _delta_rows, _small_rows)
-                for row in part(cluster.slots())
-            ]
+            results += [row for part in (_large_rows, _contiguous_rows, _small_rows) for row in part(cluster.slots())]
     finally:
         ray.shutdown()
     return results
@@ -101,10 +97,6 @@ class Worker:
 
     def weights(self) -> dict[str, LocalTensor]:
         return {name: LocalTensor(value, self.shape, self.offsets) for name, value in self.tensors.items()}
-
-    def second(self) -> dict[str, LocalTensor]:
-        """Return other tensors of the same shapes."""
-        return {name: LocalTensor(value, self.shape, self.offsets) for name, value in self.copies.items()}
 
     def copy(self) -> None:
         """Copy everything once, at the same time as the other ranks do."""
@@ -170,26 +162,6 @@ def _large_rows(slots: Any) -> Iterator[Row]:
     # place makes two copies.
     yield from _nixl_rows(stored, read)
     yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
-
-
-def _delta_rows(slots: Any) -> Iterator[Row]:
-    """Measure sends of tensors that have not changed, and of the same tensors as a whole."""
-    source, target = _groups(slots, 8, (4096, 4096))
-    version = itertools.count()
-    with source, target, contextlib.ExitStack() as links:
-        store, shared = _links(links, source, target, "object_store", "shared_memory")
-        # Another link that overwrote the same tensors would make this one send all of them.
-        patched = links.enter_context(Link(source, target, source="weights", target="second"))
-        stored, mapped, unchanged = interleaved(
-            lambda: store.send(next(version)),
-            lambda: shared.send(next(version)),
-            lambda: patched.send(next(version), delta=True),
-            repeats=15,
-        )
-    ratio, other = unchanged.median / stored.median, unchanged.median / mapped.median
-    yield Row("512 MiB that have not changed, delta=True, 4 to 4 ranks", str(unchanged), "", True)
-    yield Row("  against a whole send through the object store", f"{ratio:.2f}x", "", True)
-    yield Row("  against a whole send through shared memory", f"{other:.2f}x", "", True)
 
 
 def _contiguous_rows(slots: Any) -> Iterator[Row]:

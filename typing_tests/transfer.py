@@ -27,7 +27,6 @@ def plan(mesh: NamedSharding) -> None:
 def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
     with ft.Link(policy, generation, source="weights", target="weights", dtype="bfloat16", verify="always") as link:
         assert_type(link.send(1, timeout=60), ft.TransferReport)
-        assert_type(link.send(2, delta="blocks").delta, ft.DeltaReport | None)
         assert_type(link.sync([0, 1], timeout=60), ft.TransferReport | None)
         assert_type(link.versions(), dict[int, int | Literal["torn", "committing"] | None])
         assert_type(link.guard("generate"), Callable[[], None])

@@ -23,13 +23,12 @@ from ._link import Link
 from ._local import LocalTensor
 from ._pieces import PieceTable
 from ._plan import TensorSet, TransferPlan, reshard
-from ._report import DeltaReport, TransferExplanation, TransferReport
+from ._report import TransferExplanation, TransferReport
 from .exceptions import LayoutMismatchError, Mismatch, RankFailure, StaleWeightsError, TransferError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeltaReport",
     "Endpoint",
     "EndpointDescription",
     "EndpointOrders",

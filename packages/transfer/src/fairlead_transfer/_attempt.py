@@ -16,7 +16,7 @@ from ._report import Costs, TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
-from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
+from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
@@ -45,8 +45,7 @@ class _Repeat(Exception):
 class Attempt:
     """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
 
-    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs. `delta` is as for
-    `Base.follow`, with the epoch -1 if some targets hold another version than the last one; `stale` has these.
+    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs.
     """
 
     source: Side
@@ -59,19 +58,13 @@ class Attempt:
     verify: str
     in_place: bool
     in_order: bool
-    delta: tuple[int, bool, bool] | None
-    stale: Mapping[int, State]
     _verified: bool = False
     _route: Route | None = None
     _replies: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.epoch = self.next_epoch()
-        whole = [
-            f"target rank {rank}: it holds {'nothing' if state is None else state}"
-            for rank, state in self.stale.items()
-        ]
-        self._costs = Costs(whole=whole)
+        self._costs = Costs()
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
@@ -85,7 +78,6 @@ class Attempt:
             except _Repeat as repeat:
                 lost |= repeat.lost
             self.epoch = self.next_epoch()
-            self.delta = self.delta and (-1, *self.delta[1:])
             self._look()
             try:
                 return self._move(lost).targets
@@ -131,7 +123,7 @@ class Attempt:
                 text = f"No rank holds version {self.version} any more. {SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
             self.source.look()
-            arguments = (self.epoch, self.source.method, 0, None, 0, False, False, None)
+            arguments = (self.epoch, self.source.method, 0, None, 0, False, False)
             requests = self.source.ask(good, "source", lambda rank: arguments)
             self._costs.rounds += 1
             for rank, value in self._values("collect", self.source, requests).items():
@@ -216,15 +208,7 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self._route is not None
-        return self._costs.report(
-            self.version,
-            self._route.orders,
-            {rank: reply["staged"] for rank, reply in self._replies.items()},
-            (self.source.nodes, self.target.nodes),
-            total_s,
-            verified=self._verified,
-            delta=self.delta is not None,
-        )
+        return self._costs.report(self.version, self._route.orders, total_s, verified=self._verified)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -267,7 +251,7 @@ class Attempt:
         number = kept.orders.number if kept is not None and stage else 0
         self._verified = self.router.needs_digests(kept, self.verify)
         sources = [one.rank for one in self.source.members if one.rank not in lost]
-        arguments = self.source.method, number, self._verified, self._fresh(), self.delta
+        arguments = self.source.method, number, self._verified, self._fresh()
         requests = self.source.ask(
             sources,
             "source",
@@ -333,7 +317,7 @@ class Attempt:
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self.delta
+            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
@@ -371,9 +355,6 @@ class Attempt:
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)
         self._refuse(self.target, values)
-        if unpatched := {rank: value["unpatched"] for rank, value in values.items() if "unpatched" in value}:
-            self._costs.whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
-            raise _Repeat(unpatched, lost=False)
         blocked = [
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]

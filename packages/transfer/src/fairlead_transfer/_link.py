@@ -125,7 +125,6 @@ class Link:
         self._in_place = in_place
         self._epochs = itertools.count(1)
         self._version: int | None = None
-        self._sent = -1  # the epoch of that version, if the sources keep what they have sent
         self._staged: Staged | None = None
         self._closed = False
         self._guards: list[Callable[[], None]] = []
@@ -145,9 +144,7 @@ class Link:
         """The last version that was decided; None if there is none yet."""
         return self._version
 
-    def send(
-        self, version: int, timeout: float = 600.0, *, again: bool = False, delta: bool | Literal["blocks"] = False
-    ) -> TransferReport:
+    def send(self, version: int, timeout: float = 600.0, *, again: bool = False) -> TransferReport:
         """Bring the tensors that the source workers hold now to all target workers.
 
         All targets stage and verify the tensors first. Then this process decides. A failure before the decision leaves
@@ -159,9 +156,6 @@ class Link:
             version: a number that is larger than the last one.
             timeout: seconds for all of it.
             again: allow a version that is not larger.
-            delta: move only the elements that have changed since the last send. Each source rank keeps a copy of what
-                it has sent, or with "blocks" 16 bytes for each 1,024 elements, and then blocks travel. A target whose
-                tensors are not those of the last version gets whole tensors, in the same send.
 
         Returns:
             A report of the transfer.
@@ -175,26 +169,16 @@ class Link:
         """
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise ValueError(f"version must be a whole number of at least 0, got {version!r}")
-        if delta not in (False, True, "blocks"):
-            raise ValueError(f"delta must be True, False or 'blocks', got {delta!r}")
-        if delta and (self._in_place or self._commit.apply is not None):
-            raise ValueError("delta= changes the tensors of the target: it needs target= and commit='staged'")
         with self._turn(timeout, version) as deadline, self._span(version):
             if not again and self._version is not None and version <= self._version:
                 raise ValueError(
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
                 )
             began = time.monotonic()
-            if delta:
-                self._router.forbid_relays()
-            stale = {rank: one for rank, one in self._states.read().items() if one != self._version} if delta else {}
-            # A method of the user's may change any tensor before the commit, so all are compared once more after it.
-            check_all = self._commit.before is not None
-            compare = (-1 if stale else self._sent, delta == "blocks", check_all) if delta else None
-            attempt = self._attempt(self._source, version, deadline, compare, stale)
+            attempt = self._attempt(self._source, version, deadline)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
-            self._version, self._staged, self._sent = version, attempt.staged(), attempt.epoch if delta else -1
+            self._version, self._staged = version, attempt.staged()
             attempt.commit(ranks, self._commit)
             return attempt.report(time.monotonic() - began)
 
@@ -316,14 +300,7 @@ class Link:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _attempt(
-        self,
-        source: Side,
-        version: int,
-        deadline: float,
-        delta: tuple[int, bool, bool] | None = None,
-        stale: Mapping[int, State] | None = None,
-    ) -> Attempt:
+    def _attempt(self, source: Side, version: int, deadline: float) -> Attempt:
         return Attempt(
             source,
             self._target,
@@ -335,8 +312,6 @@ class Link:
             verify=self._verify,
             in_place=self._in_place,
             in_order=bool(self._guards),
-            delta=delta,
-            stale=stale or {},
         )
 
     def _span(self, version: int) -> contextlib.AbstractContextManager[None]:

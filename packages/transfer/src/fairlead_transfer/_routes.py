@@ -49,10 +49,9 @@ class Staged:
             return False
         needed = {one for rank in ranks for one in orders[rank]["sources"] if one >= 0}
         same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
-        # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
+        # What NIXL reads is not kept, but what the source holds at that time.
         read = {kind for (_, rank), kind in self.route.orders.transports.items() if rank in ranks}
-        patched = any(one["kind"] == "patch" for reply in self.replies.values() for one in reply["staged"]["channels"])
-        return same and not patched and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
+        return same and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
 
 
 class Router:
@@ -98,11 +97,6 @@ class Router:
             [(rank, end.process, end.described) for rank, end in side.ends.items()]
             for side in (self._source, self._target)
         ]
-
-    def forbid_relays(self) -> None:
-        """Have no rank relay what others of its node read by NIXL, from now on: patches are not relayed."""
-        if self._relays:
-            self._relays, self._kept = False, None
 
     def needs_digests(self, route: Route | None, verify: str) -> bool:
         """Return whether digests are to be compared in a transfer by a route, as the link's `verify` says."""

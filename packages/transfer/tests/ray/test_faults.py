@@ -34,32 +34,6 @@ def test_faults(groups, how):
     print(f"\n{len(took)} faults on one host; reported after {min(took):.2f} to {max(took):.2f} s")  # noqa: T201
 
 
-@pytest.mark.nightly
-def test_faults_in_a_delta(groups):
-    """The same holds where only what has changed moves; whole tensors follow after a fault."""
-    version = itertools.count(1)
-    with Link(*groups, source="weights", target="weights") as link:
-        sent = []
-
-        class Patching:
-            """The link, with patches in every send."""
-
-            versions, sync = link.versions, link.sync
-
-            @property
-            def version(self):
-                return link.version
-
-            def send(self, *args, **options):
-                sent.append(link.send(*args, **options, delta=True).delta)
-
-        for side, phase in [case for case in CASES if case[1] != "verify"] * REPEATS:
-            check_fault(*groups, Patching(), side, phase, "kill", version)
-            del sent[:]
-        Patching().send(next(version), timeout=60)
-        assert not sent[0].whole
-
-
 def test_dead_source_with_a_replica(groups, slots):
     """If another source rank holds what a dead one held, it sends it."""
     _, target = groups

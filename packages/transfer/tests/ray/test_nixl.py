@@ -134,25 +134,6 @@ def test_send(groups, commit):
     assert (count_sockets(source), count_sockets(target)) == before
 
 
-def test_delta(groups):
-    """Whole tensors are read by NIXL, and what has changed since does not need it; a restarted rank reads again."""
-    source, target = groups
-    with Link(source, target, source="weights", target="weights", transport="nixl") as link:
-        source.call("fill", 2.0).result()
-        whole = link.send(0, timeout=60, delta=True).bytes_moved
-        assert link.send(1, timeout=60, delta=True).bytes_moved == 0
-        source.call("fill", 3.0).result()
-        report = link.send(2, timeout=60, delta=True)
-        assert (report.delta.whole, report.delta.density) == ((), pytest.approx(1, abs=0.001))  # but for zeros
-        assert target.call("holds").result() == [3.0] * 2
-        kill(target, 1)
-        target.restart_failed_workers()
-        source.call("fill", 4.0).result()
-        report = link.send(3, timeout=60, delta=True)
-        assert (report.delta.whole, report.bytes_moved) == (("target rank 1: it holds nothing",), whole)
-        assert target.call("holds").result() == [4.0] * 2
-
-
 @pytest.mark.parametrize("commit", ["staged", "in_place"])
 def test_memory_that_moves(slots, commit):
     """A tensor that was resized in place, or freed and allocated again, is registered again where that is needed."""

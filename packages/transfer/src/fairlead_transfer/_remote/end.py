@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from .collection import Collection, call
-from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
 from .entry import find_shared, note_weights
 from .faults import commit_fault
 from .nixl import Nixl
@@ -39,7 +38,6 @@ class StageOptions(NamedTuple):
 
     verify: bool  # whether digests are compared
     fresh: bool  # whether a target may still use what was staged before
-    delta: tuple[int, bool, bool] | None = None  # as for `Base.follow`
 
 
 class Intake(NamedTuple):
@@ -72,10 +70,6 @@ class End:
         }
         self._pieces: list[tuple[int, Any, Any]] = []
         self._local: list[tuple[int, Any, Any]] = []
-        self._base = Base()
-        self._changes: list[Change] = []
-        # A method of the user's has run since the patches were compared with the tensors that they are for.
-        self._prepared = False
         self._staged: tuple[int, int] | None = None
         self._torn = False
         self._writing = False
@@ -143,7 +137,7 @@ class End:
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, epoch, how)
+            reply["staged"] = await self._in_thread(self._stage, how)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
@@ -186,15 +180,9 @@ class End:
         """Say in the reply to a read whether an earlier one may still go on."""
         return {**reply, "late": self._nixl.is_writing()} if "bytes" in reply else reply
 
-    def _keep(self, intake: Intake, pieces: list[tuple[int, Any, Any]], changes: list[Change]) -> None:
-        """Keep what was fetched for the commit, unless a later attempt has begun."""
-        if intake.epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
-
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
         if epoch >= self._epoch:  # otherwise nothing will be committed
-            self._prepared = True
             await call(worker, method)
 
     async def _commit(
@@ -241,8 +229,6 @@ class End:
                 values = await call(worker, self._method)
                 self._collection.note_again(values, self._method, self._orders["names"])
             finish(self._collection.values.values())
-            if self._prepared or before is not None:
-                check_changes(self._context(), self._changes)
             if reading is None:
                 begin()
                 await self._put(apply, worker, chunk_bytes)
@@ -274,7 +260,7 @@ class End:
 
     def _drop(self) -> None:
         self._collection.values = {}
-        self._pieces, self._local, self._changes, self._prepared = [], [], [], False
+        self._pieces, self._local = [], []
         for transport in self._transports.values():
             transport.release()
 
@@ -287,21 +273,16 @@ class End:
         """Run what blocks: in a thread where other methods may run beside it."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
-    def _stage(self, epoch: int, how: StageOptions) -> dict[str, Any]:
-        """Make what others need available to them: whole tensors, or what has changed in them."""
+    def _stage(self, how: StageOptions) -> dict[str, Any]:
+        """Make what others need available to them."""
         context, orders, verify = self._context(), self._orders, how.verify
         finish(self._collection.values.values())
         held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
-        reason, channels = self._base.follow(context, epoch, how.delta, verify)
-        if channels:
-            for transport in self._transports.values():
-                transport.keep_only(())
-        else:
-            channels = [
-                stage_channel(context, number, channel, orders["id"], verify, how.fresh)
-                for number, channel in enumerate(orders["channels"])
-            ]
-        reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}
+        channels = [
+            stage_channel(context, number, channel, orders["id"], verify, how.fresh)
+            for number, channel in enumerate(orders["channels"])
+        ]
+        reply = {"channels": channels}
         return {**reply, "held": held} if verify else reply
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
@@ -334,7 +315,7 @@ class End:
     def _fetch_all(self, intake: Intake, *, in_place: bool = False) -> dict[str, Any]:
         began, verify, deadline = time.monotonic(), intake.verify, intake.deadline
         context, orders = self._context(), self._orders
-        self._staged, self._changes = None, []
+        self._staged = None
         for transport in self._transports.values():
             transport.release()
         self._local, ties = self._copy_local(context), Ties(context)
@@ -344,9 +325,8 @@ class End:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
         wrong: list[tuple[str, int]] = []
-        verify_s, saved = 0.0, 0
+        verify_s = 0.0
         fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
-        changes: list[Change] = []
         sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
         for kind, transport in self._transports.items():
             transport.forget_others(
@@ -356,12 +336,6 @@ class End:
             for number, ordered in channels.items():
                 channel = sent[source][number]
                 try:
-                    if channel["kind"] == "patch":
-                        if self._torn or self._committed is None or self._committed[0] < channel["since"]:
-                            return {"unpatched": "it does not hold the last version"}
-                        less, whole, found = fetch_patches(context, channel, ordered, deadline)
-                        saved, pieces, changes = saved + less, pieces + whole, changes + found
-                        continue
                     places = [ties.place(at, box) for at, box, _, _ in ordered] if in_place else None
                     wanted = [one for *_, one in ordered]
                     found = fetch_channel(context, source, number, channel, wanted, deadline, places)
@@ -370,8 +344,6 @@ class End:
                     continue
                 except (Late, Lost, Overwritten) as error:
                     return explain(source, channel, error)
-                except Unpatched as error:
-                    return {"unpatched": str(error)}
                 if in_place:
                     commit_fault(self._key[1], "committing")
                 fetched[source, number] = found, channel, ordered
@@ -385,12 +357,13 @@ class End:
         commit_fault(self._key[1], "move")
         if wrong:
             return {"differing": wrong}
-        ties.note(pieces, changes)
+        ties.note(pieces)
         if clashing := ties.find_clashing():
-            return {"unpatched": clashing[0][1]} if changes else {"refused": clashing}
-        self._keep(intake, pieces, changes)
+            return {"refused": clashing}
+        if intake.epoch == self._epoch:  # otherwise a later attempt has begun
+            self._pieces, self._staged = pieces, intake[:2]
         move_s = time.monotonic() - began - verify_s
-        reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
+        reply: dict[str, Any] = {"bytes": orders["bytes"], "move_s": move_s}
         if orders["relays"]:
             relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
             found = [views[at] for views, _, _, at in relayed]
@@ -444,6 +417,5 @@ class End:
             copy_all(context.tools, itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
             copy_all(context.tools, pairs)
-            apply_changes(context, self._changes)
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

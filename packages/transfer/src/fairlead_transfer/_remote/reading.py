@@ -4,7 +4,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .delta import Change
 from .faults import commit_fault
 from .staging import Context
 from .tensors import digest, nbytes
@@ -68,10 +67,8 @@ class Ties:
         dtype, shape = orders["dtypes"][at], tuple(place.shape)
         return tools.view(tools.buffer(nbytes(tools, shape, dtype), orders["device"]), dtype, 0, shape)
 
-    def note(self, pieces: Iterable[tuple[int, Any, Any]], changes: Iterable[Change] = ()) -> None:
-        """Note what pieces get: values, or changes of what they have."""
-        for at, box, where, values, _ in changes:
-            self._gets[at, str(box)] = where.tobytes(), bytes(values)
+    def note(self, pieces: Iterable[tuple[int, Any, Any]]) -> None:
+        """Note the values that pieces get."""
         for at, box, value in pieces:
             if (at, str(box)) in self._first:
                 dtype = self._context.orders["dtypes"][at]

@@ -53,11 +53,6 @@ class NumpyLibrary:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         to[...] = value
 
-    def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
-        """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
-        at = (where,) if to.flags.c_contiguous else self._numpy.unravel_index(where, to.shape)
-        (to.reshape(-1) if to.flags.c_contiguous else to)[at] = self.view(values, dtype, 0, where.shape)
-
     def memory(self, value: Any) -> Run:
         """Return where a tensor is."""
         return Run("cpu", value.__array_interface__["data"][0], value.strides)
@@ -114,19 +109,6 @@ class TorchLibrary:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
             to.copy_(value)
-
-    def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
-        """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
-        new = self.view(values, dtype, 0, where.shape).to(to.device, to.dtype)
-        at = self.view(where, "int64", 0, where.shape).to(to.device)
-        if to.element_size() in (1, 2, 4, 8):  # as whole numbers: not every dtype can be indexed
-            bits = self.dtype(f"int{8 * to.element_size()}")
-            to, new = to.view(bits), new.view(bits)
-        with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
-            if to.is_contiguous():
-                to.view(-1).index_copy_(0, at, new)
-            else:
-                to[self._torch.unravel_index(at, to.shape)] = new
 
     def memory(self, value: Any) -> Run:
         """Return where a tensor is."""
