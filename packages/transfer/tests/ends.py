@@ -102,17 +102,15 @@ class Ends:
 
     def fetch(self, staged, version, verify=True):
         """Return the replies of the target ranks."""
-        staged, replies = dict(staged), []
-        for rank, orders in self.orders.target.items():
-            args = self.epoch, version, orders, self.orders.number, staged, verify, 10.0
-            replies.append(self.ask("target", rank, "fetch", *args))
-            staged[-1 - rank] = replies[-1]  # it may relay what it has fetched
-        return replies
+        return [
+            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, verify, 10.0)
+            for rank, orders in self.orders.target.items()
+        ]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
         """Return the replies of the target ranks."""
         return [
-            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes, None)
+            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes)
             for rank in range(len(self.workers["target"]))
         ]
 

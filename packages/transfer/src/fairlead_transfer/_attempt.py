@@ -22,10 +22,6 @@ RESTART = "Start lost workers again with `restart_failed_workers()` of their gro
 MORE_TIME = (
     "See what the late ranks do with `detect_stuck_workers(0)` of their group; if they make progress, give more time."
 )
-TORN = (
-    "Wait until that transfer has ended, which it does when its source continues or is dead, or kill the torn workers "
-    "and start them again with `restart_failed_workers()` of their group."
-)
 FIX = "Fix the method that failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
 
@@ -43,7 +39,7 @@ class _Repeat(Exception):
 
 @dataclass
 class Attempt:
-    """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
+    """One attempt to bring a version to target ranks.
 
     `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs.
     """
@@ -56,7 +52,6 @@ class Attempt:
     version: int
     deadline: float
     verify: str
-    in_place: bool
     in_order: bool
     _verified: bool = False
     _route: Route | None = None
@@ -97,7 +92,7 @@ class Attempt:
     def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
         """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
         self._look(ranks)
-        if self.in_place or staged is None or staged.version != self.version or not staged.is_kept(self.source, ranks):
+        if staged is None or staged.version != self.version or not staged.is_kept(self.source, ranks):
             return False
         with self._releasing(ranks):
             self._collect_targets(ranks)
@@ -117,8 +112,6 @@ class Attempt:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
         with self._releasing(ranks):
-            if self.in_place:  # a late transfer is what to report first
-                self._collect_targets(ranks, counts=False)
             if self.source.method is None or not good:
                 text = f"No rank holds version {self.version} any more. {SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
@@ -148,25 +141,17 @@ class Attempt:
             raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            reading = self._reading(self._route, self._replies, rank) if self.in_place and self._route else None
-            return self.epoch, self.version, *options.as_arguments(), reading
+            return self.epoch, self.version, *options.as_arguments()
 
         within_s = None if options.pauses else self._left_alone()
         first = ("prepare", self.epoch, options.before) if options.prepares else None
         requests = self.target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
         self._costs.rounds += 1
         for rank, (_, ref) in requests.items():
-            # In place a late rank still reads from the sources, which may change from now on: that is no version.
-            ends[rank].unconfirmed = None if self.in_place else ref
-            ends[rank].is_reading |= self.in_place
-        releases = self.source.name == "source"
-        if releases and not self.in_place:
-            self.source.release(self.epoch, late=self.states.reading)
-        try:
-            replies = self.target.wait(requests, self._left(), all_of_them=True)
-        finally:
-            if releases and self.in_place:
-                self.source.release(self.epoch, late=self.states.reading)
+            ends[rank].unconfirmed = ref
+        if self.source.name == "source":
+            self.source.release(self.epoch)
+        replies = self.target.wait(requests, self._left(), all_of_them=True)
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
             if not reply.late:
@@ -174,7 +159,7 @@ class Attempt:
             if reply.is_good:
                 if (reason := self.states.note(rank, ends[rank], reply.value)) is not None:
                     failures[rank] = reason
-                self._costs.note(rank, reply.value, "commit", "move", "verify")
+                self._costs.note(rank, reply.value, "commit")
             else:
                 failures[rank] = describe_reply(reply)
         if failures:
@@ -193,7 +178,7 @@ class Attempt:
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
-        self.source.release(self.epoch, late=self.states.reading)
+        self.source.release(self.epoch)
         self.target.release(self.epoch, ranks)
 
     @contextlib.contextmanager
@@ -208,7 +193,7 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self._route is not None
-        return self._costs.report(self.version, self._route.orders, total_s, verified=self._verified)
+        return self._costs.report(self.version, self._route.plan, self._route.orders, total_s, verified=self._verified)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -230,17 +215,12 @@ class Attempt:
                 raise
             text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
             raise self._error("collect", "source", lost, text) from None
-        self._check_agents(route)
         if self._replies:
             check_replicas(self._replies)
-            if not self.in_place:
-                self._fetch(route, route.targets, self._replies)
+            self._fetch(route, route.targets, self._replies)
         else:
             self._verified = self.router.needs_digests(route, self.verify)
             self._stage_and_fetch(route)
-        channels = ((rank, one) for rank, value in self._replies.items() for one in value["staged"]["channels"])
-        if self.in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
-            raise self._error("stage", "source", reasons, "commit='in_place' needs NIXL.")
         return route
 
     def _describe(self, lost: Collection[int], *, stage: bool) -> None:
@@ -251,7 +231,7 @@ class Attempt:
         number = kept.orders.number if kept is not None and stage else 0
         self._verified = self.router.needs_digests(kept, self.verify)
         sources = [one.rank for one in self.source.members if one.rank not in lost]
-        arguments = self.source.method, number, self._verified, self._fresh()
+        arguments = self.source.method, number, self._verified, self.states.unconfirmed
         requests = self.source.ask(
             sources,
             "source",
@@ -260,11 +240,9 @@ class Attempt:
         )
         targets = self._ask_targets(range(len(self.target.members)))
         self._costs.rounds += 1
-        # A torn target refuses at once, also while the source is stopped that it waits for.
-        first = self._values("collect", self.target, targets) if self.in_place else None
         values = self._values("collect", self.source, requests, targets)
         self._note(self.source, values)
-        self._note(self.target, first or self._values("collect", self.target, targets))
+        self._note(self.target, self._values("collect", self.target, targets))
         if number and self.router.kept is kept and all("staged" in value for value in values.values()):
             self._replies = values
             for rank, value in values.items():
@@ -302,7 +280,7 @@ class Attempt:
         """Have source ranks stage and target ranks fetch at once: a target waits for the replies of its sources."""
         requests = self._ask_to_stage(route)
         staged = {rank: ref for rank, (_, ref) in requests.items()}
-        fetches = {} if self.in_place else self._ask_to_fetch(route, route.targets, staged)
+        fetches = self._ask_to_fetch(route, route.targets, staged)
         self._costs.rounds += 1
         self._replies = self._values("stage", self.source, requests, fetches)
         for rank, value in self._replies.items():
@@ -312,7 +290,7 @@ class Attempt:
 
     def _ask_to_stage(self, route: Route) -> Requests:
         """Have source ranks stage a version."""
-        orders, ends, fresh = route.orders, self.source.ends, self._fresh()
+        orders, ends, fresh = route.orders, self.source.ends, self.states.unconfirmed
 
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
@@ -321,10 +299,6 @@ class Attempt:
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
-
-    def _fresh(self) -> bool:
-        """Return whether target ranks may still use what was staged before."""
-        return self.states.unconfirmed or self.states.reading
 
     def _note_staged(self, route: Route, rank: int, value: Mapping[str, Any]) -> None:
         self.source.ends[rank].order_id = route.orders.number
@@ -335,22 +309,13 @@ class Attempt:
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
-        arguments: dict[int, tuple[Any, ...]] = {}
-        requests: Requests = {}
-        for rank in sorted(ranks):
-            # A rank that relays is a source too; it is lower than those that it relays to.
-            here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
-            arguments[rank] = self.epoch, self.version, *self._reading(route, here, rank)
-            requests |= self.target.ask([rank], "fetch", arguments.__getitem__)
-            self.target.ends[rank].is_reading = True
-        return requests
+        def arguments(rank: int) -> tuple[Any, ...]:
+            mine, number = route.orders.target[rank], route.orders.number
+            replies = {source: staged[source] for source in mine["sources"]}
+            sent = None if self.target.ends[rank].order_id == number else mine
+            return self.epoch, self.version, sent, number, replies, self._verified, self._left_alone()
 
-    def _reading(self, route: Route, staged: Mapping[int, Any], rank: int) -> tuple[Any, ...]:
-        """Return what a target rank needs to fetch its tensors."""
-        mine, number = route.orders.target[rank], route.orders.number
-        replies = {source: staged[source] for source in mine["sources"]}
-        sent = None if self.target.ends[rank].order_id == number else mine
-        return sent, number, replies, self._verified, self._left_alone()
+        return self.target.ask(sorted(ranks), "fetch", arguments)
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)
@@ -359,7 +324,7 @@ class Attempt:
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            if not all(self.router.block(self.source, route, *one) for one in blocked):
+            if not all(self.router.block(self.source, *one) for one in blocked):
                 reasons = {
                     rank: f"it cannot read from source rank {source} by {kind}: {why}"
                     for source, rank, kind, why in blocked
@@ -379,11 +344,6 @@ class Attempt:
     def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
         """Raise the error of a target rank that did not get what a source rank has staged."""
         self.source.look()
-        relay = next((-1 - one for key in ("lost", "unstaged") if (one := value.get(key, 0)) < 0), None)
-        relay = next((-1 - one for one in value.get("waiting", ()) if one < 0), relay)
-        if relay is not None:
-            text = f"what it relays to target rank {rank} did not arrive: {value.get('reason', 'it was late')}"
-            raise self._error("move", "target", {relay: text}, MORE_TIME)
         source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
         if source is not None and (source in self.source.lost or "lost" in value):
             why = f"target rank {rank} could not read from it: {value.get('reason', 'it was lost')}"
@@ -395,16 +355,6 @@ class Attempt:
             raise self._error("move", "source", reasons, MORE_TIME)
         blamed: tuple[Blamed, int] = ("target", rank) if source is None else ("source", source)
         raise self._error("move", blamed[0], {blamed[1]: explain_failure(value)}, "Send again.")
-
-    def _check_agents(self, route: Route) -> None:
-        """Refuse a link by NIXL alone if a rank lacks it, before anything moves."""
-        if self.router.transport != "nixl":
-            return
-        for side, ranks in ((self.source, route.sources), (self.target, route.targets)):
-            if reasons := {rank: why for rank in ranks if (why := side.ends[rank].lacks.get("nixl", ""))}:
-                name: Blamed = "target" if side is self.target else "source"
-                text = "With transport='auto', these ranks use another transport; commit='in_place' needs NIXL."
-                raise self._error("collect", name, reasons, text)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
@@ -421,8 +371,7 @@ class Attempt:
         replies = side.wait(requests, self._left())
         bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
         superseded = [rank for rank, reply in replies.items() if reply.is_good and "superseded" in reply.value]
-        torn = [rank for rank, reply in replies.items() if reply.is_good and "torn" in reply.value]
-        if not bad and not superseded and not torn:
+        if not bad and not superseded:
             return {rank: reply.value for rank, reply in replies.items()}
         side.cancel(requests, replies)
         self.target.cancel(others or {}, {})
@@ -432,9 +381,8 @@ class Attempt:
             raise _Repeat(lost, lost=True)
         reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
-        reasons.update(dict.fromkeys(torn, "it is torn, and a transfer that was late may still write into its tensors"))
         late = any(reply.late is not None for reply in bad.values())
-        remedy = TORN if torn else RESTART if lost else MORE_TIME if late else FIX
+        remedy = RESTART if lost else MORE_TIME if late else FIX
         raise self._error(phase, name, reasons, remedy) from first_error(bad)
 
     def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:

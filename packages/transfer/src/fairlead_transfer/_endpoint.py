@@ -30,7 +30,7 @@ class EndpointDescription:
 
     Attributes:
         node: the processes that can share memory: host, user and namespace. Also the node of this endpoint in errors.
-        tensors: name, library, dtype, item size, global shape, offsets, sizes and device of each tensor.
+        tensors: name, library, dtype, item size, global shape, offsets and sizes of each tensor.
         token: a random number that only this endpoint and the plan know.
     """
 
@@ -359,7 +359,7 @@ class Endpoint:
             raise ValueError("Nothing has been fetched: call fetch() before each commit().")
         orders, version = self._fetched
         self._fetched = None
-        reply = self._ask("commit", version, None, None, None, 0, None)
+        reply = self._ask("commit", version, None, None, None, 0)
         if "committed" in reply:
             return version
         gone = "a source has staged again or was closed, or this endpoint has described or staged its tensors since"
@@ -398,7 +398,7 @@ class Endpoint:
         try:
             yield
         finally:
-            self._ask("release", False)
+            self._ask("release")
 
     def _ask(self, operation: str, *args: Any) -> dict[str, Any]:
         if self._end is None:

@@ -28,7 +28,6 @@ from ._states import States
 from .exceptions import StaleWeightsError, State, TransferError
 
 Verify = Literal["first", "always", "never"]
-Commit = Literal["staged", "in_place"]
 
 
 class Link:
@@ -50,11 +49,8 @@ class Link:
         rename: the names in the target by the names in the source, or a function; other names stay.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
         exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
-        transport: "shared_memory", "nixl" or "object_store"; "auto" takes for each pair of ranks the first of them that
-            works between these two, and NIXL first between GPUs of one node.
-        commit: "staged" holds a second copy of the tensors in each target process, or in the memory of its sources, so
-            that a failed transfer leaves all targets as they were. "in_place" holds none: after the decision, NIXL
-            reads into the tensors of the target, and a rank whose transfer fails is torn.
+        transport: "shared_memory" or "object_store"; "auto" takes for each pair of ranks the first of them that works
+            between these two.
         verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
             "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
@@ -81,7 +77,6 @@ class Link:
         dtype: str | None = None,
         exclude: Iterable[str] = (),
         transport: Transport = "auto",
-        commit: Commit = "staged",
         verify: Verify = "first",
         before_commit: str | None = None,
         pauses: bool = False,
@@ -89,16 +84,10 @@ class Link:
     ) -> None:
         if (target is None) == (apply is None):
             raise ValueError(f"give either target= or apply=, got target={target!r} and apply={apply!r}")
-        choices = ("transport", transport, Transport), ("commit", commit, Commit), ("verify", verify, Verify)
+        choices = ("transport", transport, Transport), ("verify", verify, Verify)
         for name, value, kind in choices:
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        in_place = commit == "in_place"
-        if in_place and (apply is not None or transport not in ("auto", "nixl")):
-            raise ValueError(
-                f"commit='in_place' needs target= and transport='nixl', got target={target!r} and "
-                f"transport={transport!r}; with commit='staged', all transports and apply= work"
-            )
         if pauses and before_commit is None:
             raise ValueError("pauses=True needs before_commit=, the method that makes the worker quiet")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -112,17 +101,10 @@ class Link:
         self._id = uuid.uuid4().hex
         self._source = Side("source", source_group, self._id, source)
         self._target = Side("target", target_group, self._id, target)
-        self._router = Router(
-            self._source,
-            self._target,
-            selection,
-            "nixl" if in_place else transport,
-            in_place=in_place,
-        )
+        self._router = Router(self._source, self._target, selection, transport)
         self._states = States(self._target)
         self._commit = CommitOptions(before_commit, pauses, after_commit, apply, chunk_bytes)
         self._verify: Verify = verify
-        self._in_place = in_place
         self._epochs = itertools.count(1)
         self._version: int | None = None
         self._staged: Staged | None = None
@@ -220,7 +202,7 @@ class Link:
                 attempt = self._attempt(replicas, version, deadline)
                 try:
                     attempt.move_from_replicas(chosen, good)
-                    attempt.commit(chosen, self._commit)  # in place, it reads from the replicas
+                    attempt.commit(chosen, self._commit)
                 finally:
                     replicas.close()
             return attempt.report(time.monotonic() - began)
@@ -310,7 +292,6 @@ class Link:
             version=version,
             deadline=deadline,
             verify=self._verify,
-            in_place=self._in_place,
             in_order=bool(self._guards),
         )
 

@@ -18,7 +18,7 @@ from ._plan import TransferPlan
 # Blocks begin at multiples of this.
 ALIGNED = 64
 # In the order of their channels.
-KINDS = "shared_memory", "nixl", "object_store"
+KINDS = "shared_memory", "object_store"
 
 
 class CommitOptions(NamedTuple):
@@ -49,14 +49,12 @@ class Orders:
         source: for each source rank.
         target: for each target rank.
         transports: the transport of each pair of ranks that exchange pieces.
-        bytes_between_nodes: what they move from one node to another.
     """
 
     number: int
     source: dict[int, dict[str, Any]]
     target: dict[int, dict[str, Any]]
     transports: dict[tuple[int, int], str] = field(default_factory=dict)
-    bytes_between_nodes: int = 0
 
 
 class _Piece(NamedTuple):
@@ -76,13 +74,8 @@ def make_orders(
     target: Tensors,
     dtypes: Mapping[str, str],
     transport: Callable[[int, int], str],
-    *,
-    relays: bool = True,
 ) -> Orders:
-    """Return the orders that carry a plan out.
-
-    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node.
-    """
+    """Return the orders that carry a plan out."""
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
     transports: dict[tuple[int, int], str] = {}
@@ -116,11 +109,7 @@ def make_orders(
     whole = _find_whole(readers, [source.layouts[name] for name in names])
     whole_blocks: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = {}
 
-    def find_order(piece: _Piece) -> tuple[int, list[int]]:
-        # What the same ranks read by NIXL is next to each other, so that it is one read where it is packed.
-        return KINDS.index(piece.kind), sorted(readers[piece]) if piece.kind == "nixl" else []
-
-    for piece in sorted(readers, key=find_order):
+    for piece in sorted(readers, key=lambda piece: KINDS.index(piece.kind)):
         kind, sender, at, start, size = piece
         mine, layout = channels.setdefault(sender, []), source.layouts[names[at]]
         nodes = plan.target_nodes[list(readers[piece])].tolist() if kind == "object_store" else ()
@@ -155,7 +144,6 @@ def make_orders(
     }
     _add_replicas(source_orders, plan, at_of)
     target_orders = {}
-    crossing = 0
     for rank in range(len(plan.target_nodes)):
         sources: dict[int, dict[int, list[Any]]] = {}
         length = 0
@@ -163,9 +151,7 @@ def make_orders(
             channel_at, index, block = place[piece]
             ordered = sources.setdefault(piece.sender, {}).setdefault(channel_at, [])
             ordered.append((piece.at, _box(begin, piece.size), index, block))
-            size_bytes = math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
-            length += size_bytes
-            crossing += size_bytes * bool(plan.source_nodes[piece.sender] != plan.target_nodes[rank])
+            length += math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
         target_orders[rank] = {
@@ -178,51 +164,8 @@ def make_orders(
             "sources": {sender: sources[sender] for sender in order},
             "local": local.get(rank, []),
             "bytes": length,
-            "device": target.devices.get(rank, "cpu"),
-            "relays": [],
         }
-    if relays:
-        _add_relays(target_orders, plan, transports)
-        crossing = plan.bytes_between_nodes
-    return Orders(number, source_orders, target_orders, transports, crossing)
-
-
-def _add_relays(
-    orders: Mapping[int, dict[str, Any]], plan: TransferPlan, transports: Mapping[tuple[int, int], str]
-) -> None:
-    """Have what several ranks of a node read by NIXL from another node cross once: the lowest of them relays it.
-
-    A rank waits only for lower ranks. In its orders, the relaying rank `r` is source `-1 - r`, and has one channel.
-    """
-    first: dict[tuple[int, int, int, Any], tuple[int, int]] = {}
-    relayed: dict[tuple[int, int, int, Any], int] = {}
-    for rank, mine in sorted(orders.items()):
-        node = plan.target_nodes[rank]
-        for sender, channels in list(mine["sources"].items()):
-            if transports[sender, rank] != "nixl" or plan.source_nodes[sender] == node:
-                continue
-            for number, ordered in list(channels.items()):
-                kept: list[Any] = []
-                for one in ordered:
-                    at, box, piece, (_, _, sizes, _) = one
-                    key = sender, number, piece, node
-                    if key not in first:
-                        first[key] = rank, len(kept)
-                        kept.append(one)
-                        continue
-                    relay, position = first[key]
-                    if key not in relayed:
-                        relayed[key] = len(orders[relay]["relays"])
-                        orders[relay]["relays"].append((sender, number, position))
-                    index = relayed[key]
-                    mine["sources"].setdefault(-1 - relay, {}).setdefault(0, []).append(
-                        (at, box, index, (index, 0, sizes, None))
-                    )
-                channels[number] = kept
-                if not kept:
-                    del channels[number]
-            if not channels:
-                del mine["sources"][sender]
+    return Orders(number, source_orders, target_orders, transports)
 
 
 # The number of a block in its channel, where it begins, its sizes, and the part of it that is meant.

@@ -71,7 +71,7 @@ class TransferPlan:
 
     @cached_property
     def bytes_by_sender(self) -> npt.NDArray[np.int64]:
-        """The bytes that each source rank sends to other processes; relayed pieces count once."""
+        """The bytes that each source rank sends to other processes; what crosses to a node for several counts once."""
         sent = np.zeros(len(self.source_nodes))
         for same in self.tensor_sets:
             pieces = same.pieces

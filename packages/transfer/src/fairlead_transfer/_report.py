@@ -104,7 +104,9 @@ class Costs:
         self._measured += [(phase, reply[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in reply]
         self.bytes_moved += reply.get("bytes", 0)
 
-    def report(self, version: int, orders: Orders, total_s: float, *, verified: bool) -> TransferReport:
+    def report(
+        self, version: int, plan: TransferPlan, orders: Orders, total_s: float, *, verified: bool
+    ) -> TransferReport:
         """Return the report of a transfer."""
         seconds: dict[str, float] = {}
         slowest: dict[str, int] = {}
@@ -114,7 +116,7 @@ class Costs:
         return TransferReport(
             version,
             self.bytes_moved,
-            orders.bytes_between_nodes,
+            plan.bytes_between_nodes,
             seconds,
             slowest,
             total_s,

@@ -227,7 +227,7 @@ def test_boxes_of_dtensors(as_rank):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             tensor = distribute_tensor(value, mesh, placements, src_data_rank=None)
             assert isinstance(tensor, DTensor)
-            _, dtype, _, shape, offsets, sizes, _ = describe(tensor)
+            _, dtype, _, shape, offsets, sizes = describe(tensor)
             assert (dtype, shape) == ("float32", (8, 6))
             box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
             assert torch.equal(value[box], tensor.to_local())
@@ -274,7 +274,7 @@ def test_boxes_of_uneven_shards_over_tensor_parallelism(as_rank, expected):
         local = torch.ones(expected[rank][1], 3)
         placements = _StridedShard(0, split_factor=2), Shard(0)
         tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(3, 1))
-        _, _, _, _, offsets, sizes, _ = describe(tensor)
+        _, _, _, _, offsets, sizes = describe(tensor)
         boxes.append((offsets[0], sizes[0]))
     assert boxes == expected
 

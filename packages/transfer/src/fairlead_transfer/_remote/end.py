@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 from .collection import Collection, call
 from .entry import find_shared, note_weights
 from .faults import commit_fault
-from .nixl import Nixl
 from .reading import Ties, explain, fetch_channel, find_differing
 from .segment import SharedMemory
 from .staging import Context, stage_channel
@@ -29,7 +28,6 @@ from .transport import (
     Wanted,
     await_replies,
     describe_error,
-    explain_failure,
 )
 
 
@@ -62,14 +60,8 @@ class End:
         self._committed: tuple[int, int] | None = None
         # The memory of the committed version, until another link overwrites it.
         self._claimed: list[tuple[str, int, int]] = []
-        self._nixl = Nixl()
-        self._transports: dict[str, Transport] = {
-            "shared_memory": SharedMemory(),
-            "object_store": ObjectStore(),
-            "nixl": self._nixl,
-        }
+        self._transports: dict[str, Transport] = {"shared_memory": SharedMemory(), "object_store": ObjectStore()}
         self._pieces: list[tuple[int, Any, Any]] = []
-        self._local: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
         self._torn = False
         self._writing = False
@@ -142,12 +134,10 @@ class End:
         return reply
 
     async def _target(self, worker: Any, epoch: int, method: str, known: int) -> dict[str, Any]:
-        """Describe the tensors of the target, unless a late transfer may still write into them."""
+        """Describe the tensors of the target."""
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
             return late
-        if self._nixl.is_torn():
-            return {"number": 0, "torn": True}
         self._method = method
         reply = await self._collect(worker, epoch, method, known)
         if "tensors" in reply and (refused := check_writable(self._collection.values)):
@@ -174,11 +164,7 @@ class End:
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
         intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s)
-        return self._note_late(await self._in_thread(self._fetch_all, intake))
-
-    def _note_late(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Say in the reply to a read whether an earlier one may still go on."""
-        return {**reply, "late": self._nixl.is_writing()} if "bytes" in reply else reply
+        return await self._in_thread(self._fetch_all, intake)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
@@ -194,12 +180,8 @@ class End:
         after: str | None,
         apply: str | None,
         chunk_bytes: int,
-        reading: tuple[Any, ...] | None,
     ) -> dict[str, Any]:
         """Put the staged tensors into place, while no method of the worker runs or those that run have paused.
-
-        `reading` is None for what `_fetch` has staged, and otherwise has its last arguments: nothing has been staged,
-        and the tensors of the target are read into.
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
@@ -209,19 +191,9 @@ class End:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
-        if reading is None:
-            there = self._staged == (epoch, version) and all(one.is_unchanged() for one in self._transports.values())
-        else:
-            there = self._collection.is_complete and self._has_orders(*reading[:2])
-        if not there:
+        if self._staged != (epoch, version) or not all(one.is_unchanged() for one in self._transports.values()):
             return {"missing": True}
         began, self._writing, reply = time.monotonic(), False, dict[str, Any]()
-
-        def begin() -> None:
-            if not self._writing:
-                self._writing, self._committed = True, None
-                reply["overwritten"] = self._claim(apply)
-
         try:
             commit_fault(self._key[1], "commit")
             await call(worker, before)
@@ -229,14 +201,9 @@ class End:
                 values = await call(worker, self._method)
                 self._collection.note_again(values, self._method, self._orders["names"])
             finish(self._collection.values.values())
-            if reading is None:
-                begin()
-                await self._put(apply, worker, chunk_bytes)
-            else:
-                *_, staged, verify, within_s = reading
-                intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s)
-                begin()
-                reply |= self._note_late(await self._in_thread(self._read_in_place, intake))
+            self._writing, self._committed = True, None
+            reply["overwritten"] = self._claim(apply)
+            await self._put(apply, worker, chunk_bytes)
             finish(self._collection.values.values())
             self._writing = False
             self._torn, self._committed = False, (epoch, version)
@@ -251,16 +218,15 @@ class End:
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
 
-    async def _release(self, worker: Any, epoch: int, late: bool) -> None:
-        """Drop the tensors of an attempt, which were kept alive until its end, unless late targets may read them."""
+    async def _release(self, worker: Any, epoch: int) -> None:
+        """Drop the tensors of an attempt, which were kept alive until its end."""
         if epoch >= self._epoch:
-            self._nixl.keep_read(late=late)
             self._drop()
             self._staged = None
 
     def _drop(self) -> None:
         self._collection.values = {}
-        self._pieces, self._local = [], []
+        self._pieces = []
         for transport in self._transports.values():
             transport.release()
 
@@ -289,11 +255,11 @@ class End:
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
         if orders is None:
             return bool(self._orders.get("id") == order_id)
-        dtypes, device = orders["dtypes"], orders["device"]
+        dtypes = orders["dtypes"]
         sources = {
             source: {
                 number: [
-                    (at, box, piece, Wanted(block, offset, sizes, dtypes[at], inside, device))
+                    (at, box, piece, Wanted(block, offset, sizes, dtypes[at], inside))
                     for at, box, piece, (block, offset, sizes, inside) in ordered
                 ]
                 for number, ordered in channels.items()
@@ -303,30 +269,19 @@ class End:
         self._orders = {**orders, "sources": sources}
         return bool(orders["id"] == order_id)
 
-    def _read_in_place(self, intake: Intake) -> dict[str, Any]:
-        """Read what the orders say into the tensors of the target."""
-        context = self._context()
-        reply = self._fetch_all(intake, in_place=True)
-        if "bytes" not in reply:
-            raise RuntimeError(explain_failure(reply))
-        copy_all(context.tools, ((context.part(at, box), value) for at, box, value in self._local))
-        return reply
-
-    def _fetch_all(self, intake: Intake, *, in_place: bool = False) -> dict[str, Any]:
+    def _fetch_all(self, intake: Intake) -> dict[str, Any]:
         began, verify, deadline = time.monotonic(), intake.verify, intake.deadline
         context, orders = self._context(), self._orders
         self._staged = None
         for transport in self._transports.values():
             transport.release()
-        self._local, ties = self._copy_local(context), Ties(context)
-        pieces = list(self._local)
+        pieces, ties = self._copy_local(context), Ties(context)
         replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
         wrong: list[tuple[str, int]] = []
         verify_s = 0.0
-        fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
         sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
         for kind, transport in self._transports.items():
             transport.forget_others(
@@ -336,17 +291,13 @@ class End:
             for number, ordered in channels.items():
                 channel = sent[source][number]
                 try:
-                    places = [ties.place(at, box) for at, box, _, _ in ordered] if in_place else None
                     wanted = [one for *_, one in ordered]
-                    found = fetch_channel(context, source, number, channel, wanted, deadline, places)
+                    found = fetch_channel(context, source, number, channel, wanted, deadline)
                 except Blocked as error:
                     blocked |= explain(source, channel, error)["blocked"]
                     continue
                 except (Late, Lost, Overwritten) as error:
                     return explain(source, channel, error)
-                if in_place:
-                    commit_fault(self._key[1], "committing")
-                fetched[source, number] = found, channel, ordered
                 pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
                 if verify:
                     started = time.monotonic()
@@ -364,13 +315,6 @@ class End:
             self._pieces, self._staged = pieces, intake[:2]
         move_s = time.monotonic() - began - verify_s
         reply: dict[str, Any] = {"bytes": orders["bytes"], "move_s": move_s}
-        if orders["relays"]:
-            relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
-            found = [views[at] for views, _, _, at in relayed]
-            channel = {"kind": "nixl", "staged": self._nixl.relay(context.tools, found)}
-            if verify:
-                channel["digests"] = [sent["digests"][ordered[at][2]] for _, sent, ordered, at in relayed]
-            reply["staged"] = {"channels": [channel]}
         return {**reply, "verify_s": verify_s} if verify else reply
 
     def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .faults import commit_fault
 from .staging import Context
-from .tensors import digest, nbytes
+from .tensors import digest
 from .transport import Blocked, Late, Lost, Read, Wanted
 
 # The number of a tensor in the orders, and a box of it as text.
@@ -20,14 +20,13 @@ def fetch_channel(
     channel: Mapping[str, Any],
     wanted: Sequence[Wanted],
     deadline: float,
-    into: Sequence[Any] | None,
 ) -> list[Any]:
-    """Return the wanted parts of a channel, by NIXL in tensors of the target if these are given; see `Transport`."""
+    """Return the wanted parts of a channel; see `Transport`."""
     if "blocked" in channel:
         raise Blocked(channel["blocked"])
     transport = context.transports[channel["kind"]]
     order = context.orders["id"], number, len(wanted)
-    return transport.fetch(Read(context.tools, source, number, channel["staged"], wanted, order, deadline, into))
+    return transport.fetch(Read(context.tools, source, channel["staged"], wanted, order, deadline))
 
 
 def find_differing(
@@ -57,15 +56,6 @@ class Ties:
         # Of each piece that shares its memory, the first one there.
         self._first = {key: keys[0] for keys in places.values() if len(keys) > 1 for key in keys}
         self._gets: dict[_Key, object] = {}
-
-    def place(self, at: int, box: Any) -> Any:
-        """Return the memory to read a piece into: its place, or new memory if the piece of another name has that."""
-        key, place = (at, str(box)), self._context.part(at, box)
-        if self._first.get(key, key) == key:
-            return place
-        orders, tools = self._context.orders, self._context.tools
-        dtype, shape = orders["dtypes"][at], tuple(place.shape)
-        return tools.view(tools.buffer(nbytes(tools, shape, dtype), orders["device"]), dtype, 0, shape)
 
     def note(self, pieces: Iterable[tuple[int, Any, Any]]) -> None:
         """Note the values that pieces get."""

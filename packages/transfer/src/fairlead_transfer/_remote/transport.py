@@ -38,7 +38,6 @@ class Wanted(NamedTuple):
     sizes: tuple[int, ...]  # of the block
     dtype: str  # in which it travels
     inside: tuple[slice, ...] | None  # the part of the block; None for all of it
-    device: str  # of the tensor that it is for, or "cpu"
 
 
 class Blocked(Exception):
@@ -62,12 +61,10 @@ class Read(NamedTuple):
 
     tools: Any  # the library of the tensors
     source: int  # the source rank
-    number: int  # of the channel
     staged: Any  # what `stage` returned there
     wanted: Sequence[Wanted]  # the parts
     order: Any  # what identifies the orders and the channel; with the same, the same is wanted
     deadline: float  # when to give up, in `time.monotonic`
-    into: Sequence[Any] | None = None  # tensors that NIXL reads into; None for memory of its own
 
 
 class Transport:
