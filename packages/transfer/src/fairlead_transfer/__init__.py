@@ -10,14 +10,6 @@
 (True, 1048576)
 """
 
-from ._endpoint import (
-    Endpoint,
-    EndpointDescription,
-    EndpointOrders,
-    EndpointPlan,
-    StagedPieces,
-    plan_endpoints,
-)
 from ._layout import Layout
 from ._link import Link
 from ._local import LocalTensor
@@ -29,10 +21,6 @@ from .exceptions import LayoutMismatchError, Mismatch, RankFailure, StaleWeights
 __version__ = "0.1.0"
 
 __all__ = [
-    "Endpoint",
-    "EndpointDescription",
-    "EndpointOrders",
-    "EndpointPlan",
     "Layout",
     "LayoutMismatchError",
     "Link",
@@ -40,13 +28,11 @@ __all__ = [
     "Mismatch",
     "PieceTable",
     "RankFailure",
-    "StagedPieces",
     "StaleWeightsError",
     "TensorSet",
     "TransferError",
     "TransferExplanation",
     "TransferPlan",
     "TransferReport",
-    "plan_endpoints",
     "reshard",
 ]
