@@ -7,11 +7,10 @@ import pytest
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, TransferError
-from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
 from fairlead_workergroup.testing import hang, kill
 
-from ..faults import CASES, REPEATS, check_fault, send_and_time
+from ..faults import CASES, REPEATS, check_fault, fail_at, send_and_time
 from ..holders import Holder, two_groups
 
 SLOTS = 6
@@ -110,14 +109,3 @@ def test_stopped_worker_that_continues_late_changes_nothing(groups):
         hang(target, 1, "stop").close()
         assert target.call("holds").result() == [1.0, 1.0]
         assert link.versions() == {0: 0, 1: 0}
-
-
-def test_bad_faults(groups):
-    """Phases, sides and ranks that do not exist are refused."""
-    source, _ = groups
-    with pytest.raises(ValueError, match="has the phases collect, stage"):
-        fail_at(source, 0, "source", "commit")
-    with pytest.raises(ValueError, match="does not exist"):
-        fail_at(source, 9, "source", "stage")
-    with pytest.raises(ValueError, match="'kill' or 'stop'"):
-        fail_at(source, 0, "source", "stage", "tickle")
