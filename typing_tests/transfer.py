@@ -24,7 +24,7 @@ def plan(mesh: NamedSharding) -> None:
 
 
 def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
-    with ft.Link(policy, generation, source="weights", target="weights", dtype="bfloat16", verify="always") as link:
+    with ft.Link(policy, generation, source="weights", target="weights", check_replicas="always") as link:
         assert_type(link.send(1, timeout=60), ft.TransferReport)
         assert_type(link.sync([0, 1], timeout=60), ft.TransferReport | None)
         assert_type(link.versions(), dict[int, int | Literal["torn", "committing"] | None])
@@ -53,7 +53,7 @@ def read_errors(error: Exception) -> None:
         case ft.LayoutMismatchError():
             assert_type(error.mismatches, tuple[ft.Mismatch, ...])
         case ft.TransferError():
-            assert_type(error.phase, Literal["collect", "stage", "move", "verify", "commit"])
+            assert_type(error.phase, Literal["collect", "stage", "move", "commit"])
             assert_type(error.failures, tuple[ft.RankFailure, ...])
         case ft.StaleWeightsError():
             assert_type((error.method, error.needed), tuple[str, int | None])

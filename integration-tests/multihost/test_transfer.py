@@ -80,7 +80,7 @@ def test_faults_across_hosts(hosts, how):
             with (
                 source,
                 target,
-                Link(source, target, source="weights", target="weights", verify="always") as link,
+                Link(source, target, source="weights", target="weights") as link,
             ):
                 took = [check_fault(source, target, link, *case, how, version, TIMEOUT_S) for case in cases]
                 assert set(link.explain().transports.values()) == {"object_store"}

@@ -82,7 +82,7 @@ class Ends:
         self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
         return plan
 
-    def stage(self, verify=True, fresh=False):
+    def stage(self, compares=True, fresh=False):
         """Return the replies of the source ranks."""
         return {
             rank: self.ask(
@@ -94,16 +94,16 @@ class Ends:
                 self.numbers[rank]["number"],
                 orders,
                 self.orders.number,
-                verify,
+                compares,
                 fresh,
             )
             for rank, orders in self.orders.source.items()
         }
 
-    def fetch(self, staged, version, verify=True):
+    def fetch(self, staged, version):
         """Return the replies of the target ranks."""
         return [
-            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, verify, 10.0)
+            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, 10.0)
             for rank, orders in self.orders.target.items()
         ]
 
@@ -114,10 +114,10 @@ class Ends:
             for rank in range(len(self.workers["target"]))
         ]
 
-    def send(self, version, verify=True, **options):
+    def send(self, version, **options):
         """Do all of it; return the bytes that were fetched."""
         self.plan()
-        fetched = self.fetch(self.stage(verify), version, verify)
+        fetched = self.fetch(self.stage(), version)
         assert all("bytes" in reply for reply in fetched), fetched
         committed = self.commit(version, **options)
         assert [reply["committed"] for reply in committed] == [version] * len(committed)

@@ -15,7 +15,7 @@ from fairlead_workergroup.testing import hang
 # `nox -s nightly` repeats each case 20 times.
 REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
 CASES = [("source", "collect"), ("source", "stage")]
-CASES += [("target", phase) for phase in ("collect", "move", "verify", "commit", "committing")]
+CASES += [("target", phase) for phase in ("collect", "move", "commit", "committing")]
 
 
 def fail_at(group, rank, side, phase, how):
@@ -54,7 +54,7 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
     Args:
         source: a group of two ranks that hold different parts.
         target: a group of two replicas.
-        link: from the one to the other, with `verify="always"`.
+        link: from the one to the other.
         side, phase, how: as of `fail_at`.
         version: an iterator of versions.
         timeout_s: of a send in which the worker is stopped, so that only the deadline ends it; see `send_and_time`.

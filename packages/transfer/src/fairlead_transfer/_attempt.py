@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from fairlead_workergroup.spi import wait_for_turn
 
-from ._descriptions import check_replicas, one_sided
+from ._descriptions import compare_replicas, one_sided
 from ._orders import CommitOptions
 from ._remote.transport import explain_failure
 from ._report import Costs, TransferReport
@@ -51,9 +51,9 @@ class Attempt:
     next_epoch: Callable[[], int]
     version: int
     deadline: float
-    verify: str
+    check_replicas: str
     in_order: bool
-    _verified: bool = False
+    _compares: bool = False
     _route: Route | None = None
     _replies: dict[int, Any] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class Attempt:
     # -- what a link does ----------------------------------------------------------------------------------------------
 
     def move_all(self) -> frozenset[int]:
-        """Describe, stage, move and verify, so that all target ranks have the version staged; return the ranks."""
+        """Describe, stage and move, so that all target ranks have the version staged; return the ranks."""
         self._look()
         lost = self.source.lost
         with self._releasing():
@@ -99,9 +99,7 @@ class Attempt:
             if any(self.target.ends[rank].described != staged.described.get(rank) for rank in ranks):
                 return False
             self._route, self._replies = staged.route, dict(staged.replies)
-            self._verified = all(
-                "digests" in one for reply in self._replies.values() for one in reply["staged"]["channels"]
-            )
+            self._compares = all("held" in reply["staged"] for reply in self._replies.values())
             try:
                 replies = self._fetch(staged.route, ranks, self._replies)
             except _Repeat:
@@ -127,7 +125,7 @@ class Attempt:
             except LayoutMismatchError as error:
                 text = f"No rank holds this version of some tensors any more:\n{error}\n{SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
-            self._verified = True
+            self._compares = True
             try:
                 self._stage_and_fetch(self._route)
             except _Repeat as repeat:
@@ -165,8 +163,8 @@ class Attempt:
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._verified and self._route is not None:
-            self.router.note_verified(self._route)
+        if self._compares and self._route is not None:
+            self.router.note_compared(self._route)
 
     def staged(self) -> Staged | None:
         """Return what the source ranks keep."""
@@ -193,7 +191,7 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self._route is not None
-        return self._costs.report(self.version, self._route.plan, self._route.orders, total_s, verified=self._verified)
+        return self._costs.report(self.version, self._route.plan, self._route.orders, total_s, compared=self._compares)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -216,10 +214,10 @@ class Attempt:
             text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
             raise self._error("collect", "source", lost, text) from None
         if self._replies:
-            check_replicas(self._replies)
+            compare_replicas(self._replies)
             self._fetch(route, route.targets, self._replies)
         else:
-            self._verified = self.router.needs_digests(route, self.verify)
+            self._compares = self.router.needs_digests(route, self.check_replicas)
             self._stage_and_fetch(route)
         return route
 
@@ -229,9 +227,9 @@ class Attempt:
         if kept is not None and any(self.source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
             kept = None
         number = kept.orders.number if kept is not None and stage else 0
-        self._verified = self.router.needs_digests(kept, self.verify)
+        self._compares = self.router.needs_digests(kept, self.check_replicas)
         sources = [one.rank for one in self.source.members if one.rank not in lost]
-        arguments = self.source.method, number, self._verified, self.states.unconfirmed
+        arguments = self.source.method, number, self._compares, self.states.unconfirmed
         requests = self.source.ask(
             sources,
             "source",
@@ -285,7 +283,7 @@ class Attempt:
         self._replies = self._values("stage", self.source, requests, fetches)
         for rank, value in self._replies.items():
             self._note_staged(route, rank, value)
-        check_replicas(self._replies)
+        compare_replicas(self._replies)
         self._wait_for_fetches(route, fetches)
 
     def _ask_to_stage(self, route: Route) -> Requests:
@@ -295,7 +293,7 @@ class Attempt:
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh
+            return self.epoch, None, ends[rank].number, mine, orders.number, self._compares, fresh
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
@@ -313,7 +311,7 @@ class Attempt:
             mine, number = route.orders.target[rank], route.orders.number
             replies = {source: staged[source] for source in mine["sources"]}
             sent = None if self.target.ends[rank].order_id == number else mine
-            return self.epoch, self.version, sent, number, replies, self._verified, self._left_alone()
+            return self.epoch, self.version, sent, number, replies, self._left_alone()
 
         return self.target.ask(sorted(ranks), "fetch", arguments)
 
@@ -332,13 +330,10 @@ class Attempt:
                 raise self._error("move", "target", reasons, "Use transport='auto' or 'object_store'.")
             raise _Repeat({one[0]: f"it could not be read by {one[2]}: {one[3]}" for one in blocked}, lost=False)
         for rank, value in values.items():
-            if "differing" in value:
-                text = "Send again; look at the memory of both nodes."
-                raise self._error("verify", "target", {rank: explain_failure(value)}, text)
             if "bytes" not in value:
                 self._fail_for_source(rank, value)
             self.target.ends[rank].order_id = route.orders.number
-            self._costs.note(rank, value, "move", "verify")
+            self._costs.note(rank, value, "move")
         return values
 
     def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:

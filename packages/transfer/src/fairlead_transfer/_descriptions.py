@@ -144,7 +144,7 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict
     return wrong
 
 
-def check_replicas(replies: Mapping[int, Any]) -> None:
+def compare_replicas(replies: Mapping[int, Any]) -> None:
     """Refuse source ranks that hold the same box with other bytes, by a LayoutMismatchError with these tensors."""
     seen: dict[Any, tuple[int, int]] = {}
     wrong: dict[str, Mismatch] = {}

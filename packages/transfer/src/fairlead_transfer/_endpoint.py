@@ -189,7 +189,7 @@ class Endpoint:
         self._refuse("target", reply.get("refused", ()))
         self._expect(orders, tuple(map(tuple, reply["tensors"])))
         replies = {rank: {"staged": {"channels": one.channels}} for rank, one in pieces.items()}
-        reply = self._ask("fetch", version, *self._give(orders), replies, False, timeout)
+        reply = self._ask("fetch", version, *self._give(orders), replies, timeout)
         self._orders = orders
         self._refuse("target", reply.get("refused", ()))
         if "blocked" in reply:

@@ -27,7 +27,7 @@ from ._side import Side, pickled
 from ._states import States
 from .exceptions import StaleWeightsError, State, TransferError
 
-Verify = Literal["first", "always", "never"]
+CheckReplicas = Literal["first", "always", "never"]
 
 
 class Link:
@@ -51,8 +51,8 @@ class Link:
         exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
         transport: "shared_memory" or "object_store"; "auto" takes for each pair of ranks the first of them that works
             between these two.
-        verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
-            "never".
+        check_replicas: when source ranks that hold the same box compare digests (crc32) of it: at the "first" transfer
+            after a worker or a layout has changed, "always" or "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
             On asyncio workers it is called while other methods run, and the commit waits for their end.
         pauses: whether `before_commit` makes the worker quiet, so that the commit does not wait for the methods that
@@ -77,14 +77,14 @@ class Link:
         dtype: str | None = None,
         exclude: Iterable[str] = (),
         transport: Transport = "auto",
-        verify: Verify = "first",
+        check_replicas: CheckReplicas = "first",
         before_commit: str | None = None,
         pauses: bool = False,
         after_commit: str | None = None,
     ) -> None:
         if (target is None) == (apply is None):
             raise ValueError(f"give either target= or apply=, got target={target!r} and apply={apply!r}")
-        choices = ("transport", transport, Transport), ("verify", verify, Verify)
+        choices = ("transport", transport, Transport), ("check_replicas", check_replicas, CheckReplicas)
         for name, value, kind in choices:
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
@@ -104,7 +104,7 @@ class Link:
         self._router = Router(self._source, self._target, selection, transport)
         self._states = States(self._target)
         self._commit = CommitOptions(before_commit, pauses, after_commit, apply, chunk_bytes)
-        self._verify: Verify = verify
+        self._check_replicas: CheckReplicas = check_replicas
         self._epochs = itertools.count(1)
         self._version: int | None = None
         self._staged: Staged | None = None
@@ -129,7 +129,7 @@ class Link:
     def send(self, version: int, timeout: float = 600.0, *, again: bool = False) -> TransferReport:
         """Bring the tensors that the source workers hold now to all target workers.
 
-        All targets stage and verify the tensors first. Then this process decides. A failure before the decision leaves
+        All targets stage the tensors first. Then this process decides. A failure before the decision leaves
         all targets as they were. After it the direction is forward only: a rank that did not confirm is brought forward
         by the next `send`, or by `sync`. If a source rank is dead whose tensors other source ranks hold, these send
         them; the plan is changed for that once.
@@ -291,7 +291,7 @@ class Link:
             next_epoch=self._epochs.__next__,
             version=version,
             deadline=deadline,
-            verify=self._verify,
+            check_replicas=self._check_replicas,
             in_order=bool(self._guards),
         )
 

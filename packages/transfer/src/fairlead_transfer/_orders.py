@@ -104,7 +104,7 @@ def make_orders(
                 fetches.setdefault(receiver, []).append((piece, inside[row]))
 
     channels: dict[int, list[dict[str, Any]]] = {}
-    place: dict[_Piece, tuple[int, int, _Block]] = {}
+    place: dict[_Piece, tuple[int, _Block]] = {}
     current: dict[tuple[int, str, frozenset[int]], int] = {}
     whole = _find_whole(readers, [source.layouts[name] for name in names])
     whole_blocks: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = {}
@@ -117,7 +117,7 @@ def make_orders(
         last = current.get(key)
         if last is None:
             last = current[key] = len(mine)
-            mine.append({"kind": kind, "blocks": [], "pieces": [], "size": 0})
+            mine.append({"kind": kind, "blocks": [], "size": 0})
         channel = mine[last]
         box = _box([one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True)], size)
         if kind == "shared_memory" and (sender, at) in whole:
@@ -128,8 +128,7 @@ def make_orders(
             block = *whole_blocks[sender, at], box if all_of_it != size else None
         else:
             block = *_add_block(channel, at, box, size, layout), None
-        place[piece] = last, len(channel["pieces"]), block
-        channel["pieces"].append((at, box))
+        place[piece] = last, block
 
     source_orders = {
         rank: {
@@ -148,9 +147,9 @@ def make_orders(
         sources: dict[int, dict[int, list[Any]]] = {}
         length = 0
         for piece, begin in fetches.get(rank, ()):
-            channel_at, index, block = place[piece]
+            channel_at, block = place[piece]
             ordered = sources.setdefault(piece.sender, {}).setdefault(channel_at, [])
-            ordered.append((piece.at, _box(begin, piece.size), index, block))
+            ordered.append((piece.at, _box(begin, piece.size), block))
             length += math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
@@ -196,7 +195,7 @@ def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
-    """Add what several source ranks hold, of which each computes the digest when the plan is verified."""
+    """Add what several source ranks hold, of which each computes the digest when they are compared."""
     for same in plan.tensor_sets:
         boxes = {
             tuple(start): tuple(size)

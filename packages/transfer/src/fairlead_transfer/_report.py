@@ -19,12 +19,12 @@ class TransferReport:
         version: the version that the target ranks hold now.
         bytes_moved: bytes that went from one process to another.
         bytes_between_nodes: bytes that went from one node to another.
-        seconds: of the slowest rank in each phase: collect, stage, move, verify, commit.
+        seconds: of the slowest rank in each phase: collect, stage, move, commit.
         slowest: that rank, by phase; of the source in collect and stage, otherwise of the target.
         total_s: seconds for all of it, as the driver saw it.
         transports: the transports in use, with the number of pairs of ranks.
         rounds: how many rounds of requests there were.
-        verified: whether digests were compared.
+        replicas_compared: whether source ranks that hold the same box have compared it.
     """
 
     version: int
@@ -35,14 +35,14 @@ class TransferReport:
     total_s: float
     transports: Mapping[str, int]
     rounds: int
-    verified: bool
+    replicas_compared: bool
 
     def _caption(self) -> str:
         transports = ", ".join(f"{name} ({pairs} pairs)" for name, pairs in self.transports.items())
         return (
             f"version {self.version}: {as_bytes(self.bytes_moved)} moved, {as_bytes(self.bytes_between_nodes)} between "
             f"nodes, in {self.total_s:.3f} s and {self.rounds} rounds, by {transports or 'no transport'}"
-            f"{', digests compared' if self.verified else ''}"
+            f"{', replicas compared' if self.replicas_compared else ''}"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -105,7 +105,7 @@ class Costs:
         self.bytes_moved += reply.get("bytes", 0)
 
     def report(
-        self, version: int, plan: TransferPlan, orders: Orders, total_s: float, *, verified: bool
+        self, version: int, plan: TransferPlan, orders: Orders, total_s: float, *, compared: bool
     ) -> TransferReport:
         """Return the report of a transfer."""
         seconds: dict[str, float] = {}
@@ -122,5 +122,5 @@ class Costs:
             total_s,
             dict(Counter(orders.transports.values())),
             self.rounds,
-            verified,
+            compared,
         )

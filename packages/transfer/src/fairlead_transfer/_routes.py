@@ -69,8 +69,8 @@ class Router:
         # The last route, and the processes and tensors that it was made for.
         self._kept: Route | None = None
         self._made_for: Any = None
-        # The route by which digests were compared last.
-        self._verified: Route | None = None
+        # The route by which replicas were compared last.
+        self._compared: Route | None = None
 
     @property
     def kept(self) -> Route | None:
@@ -84,14 +84,16 @@ class Router:
             for side in (self._source, self._target)
         ]
 
-    def needs_digests(self, route: Route | None, verify: str) -> bool:
-        """Return whether digests are to be compared in a transfer by a route, as the link's `verify` says."""
-        return verify == "always" or (verify == "first" and (route is None or route is not self._verified))
+    def needs_digests(self, route: Route | None, check_replicas: str) -> bool:
+        """Return whether replicas are to be compared in a transfer by a route, as the link's `check_replicas` says."""
+        return check_replicas == "always" or (
+            check_replicas == "first" and (route is None or route is not self._compared)
+        )
 
-    def note_verified(self, route: Route) -> None:
-        """Note that digests have been compared in a transfer by the last route."""
+    def note_compared(self, route: Route) -> None:
+        """Note that replicas have been compared in a transfer by the last route."""
         if route is self.kept:
-            self._verified = route
+            self._compared = route
 
     def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> bool:
         """Note that two processes cannot use a transport; return whether another one may be taken.

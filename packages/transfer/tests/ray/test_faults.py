@@ -28,7 +28,7 @@ def groups(slots):
 def test_faults(groups, how):
     """The error names rank, phase and version in time; before the decision all targets stay as they were."""
     version = itertools.count(1)
-    with Link(*groups, source="weights", target="weights", verify="always") as link:
+    with Link(*groups, source="weights", target="weights") as link:
         took = [check_fault(*groups, link, side, phase, how, version) for side, phase in CASES * REPEATS]
     print(f"\n{len(took)} faults on one host; reported after {min(took):.2f} to {max(took):.2f} s")  # noqa: T201
 
@@ -49,7 +49,7 @@ def test_dead_source_with_a_replica(groups, slots):
         assert target.call("holds").result() == [5.0, 5.0]
         link.send(1, timeout=60)
         replicas.restart_failed_workers()
-        assert link.send(2, timeout=60).verified
+        assert link.send(2, timeout=60).replicas_compared
 
 
 def test_sync_from_a_replica(groups):

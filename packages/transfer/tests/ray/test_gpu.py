@@ -88,7 +88,7 @@ def test_faults(slots, side, phase, how):
     """A lost rank is named in time, targets stay old before the decision, and the next send works."""
     with (
         groups_of(slots[4:], Replica) as (source, target),
-        Link(source, target, source="weights", target="weights", verify="always") as link,
+        Link(source, target, source="weights", target="weights") as link,
     ):
         check_fault(source, target, link, side, phase, how, itertools.count(1), timeout_s=10.0)
 

@@ -69,7 +69,7 @@ def test_send(groups, transport):
             report = link.send(step, timeout=60)
             assert generation.call("holds").result() == [step + 2.0] * 4
             assert report.rounds == 3
-            assert report.verified == (step == 0)
+            assert report.replicas_compared == (step == 0)
             assert report.version == step
             assert set(report.transports) == {transport.replace("auto", "shared_memory")}
             assert report.bytes_moved == link.explain().plan.lower_bound
@@ -161,7 +161,7 @@ def test_replicas_that_disagree_are_refused(groups):
         ({}, ValueError, "either target= or apply="),
         ({"target": "nothing"}, AttributeError, "nothing"),
         ({"target": "weights", "transport": "pigeon"}, ValueError, "transport must be one of"),
-        ({"target": "weights", "verify": "maybe"}, ValueError, "verify must be one of"),
+        ({"target": "weights", "check_replicas": "maybe"}, ValueError, "check_replicas must be one of"),
         ({"target": "weights", "dtype": np.float32}, TypeError, "name of a dtype"),
         ({"target": "weights", "exclude": "w"}, TypeError, "several names"),
         ({"apply": "load", "chunk_bytes": 0}, ValueError, "chunk_bytes"),
@@ -554,7 +554,7 @@ def test_a_version_is_one_state_of_the_source(groups, engine, gate, eventually):
     step = engine.call("fill_in_two_steps", 3.0, gate)
     assert eventually(lambda: {one.method for one in engine.get_worker_status()} == {"fill_in_two_steps"})
     try:
-        with Link(engine, generation, source="weights", target="weights", verify="never") as link:
+        with Link(engine, generation, source="weights", target="weights", check_replicas="never") as link:
             with contextlib.suppress(TransferError):
                 link.send(0, timeout=3)
             assert generation.call("holds").result() == [1.5] * 4

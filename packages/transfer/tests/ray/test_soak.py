@@ -33,7 +33,7 @@ SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 SETTINGS = [
     {},
     {"transport": "object_store"},
-    {"verify": "always"},
+    {"check_replicas": "always"},
 ]
 SECONDS = float(os.environ.get("FAIRLEAD_SOAK_S", "20"))
 # How long a machine that is busy may take until something of each kind has happened.

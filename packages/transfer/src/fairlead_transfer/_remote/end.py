@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's end of a link: it describes tensors, stages what others need, fetches, verifies and commits.
+"""A worker's end of a link: it describes tensors, stages what others need, fetches and commits.
 
 The driver sends one request for each step. Every request carries the epoch of its attempt. An end refuses a request
 that a later attempt has superseded: a worker that was stopped and continues late gets such requests.
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from .collection import Collection, call
 from .entry import find_shared, note_weights
 from .faults import commit_fault
-from .reading import Ties, explain, fetch_channel, find_differing
+from .reading import Ties, explain, fetch_channel
 from .segment import SharedMemory
 from .staging import Context, stage_channel
 from .store import ObjectStore
@@ -34,7 +34,7 @@ from .transport import (
 class StageOptions(NamedTuple):
     """How a source rank stages."""
 
-    verify: bool  # whether digests are compared
+    compares: bool  # whether digests of what several source ranks hold are compared
     fresh: bool  # whether a target may still use what was staged before
 
 
@@ -44,7 +44,6 @@ class Intake(NamedTuple):
     epoch: int  # of the attempt
     version: int
     staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
-    verify: bool  # whether digests are compared
     deadline: float  # when to give up, in `time.monotonic`
 
 
@@ -152,10 +151,9 @@ class End:
         orders: dict[str, Any] | None,
         order_id: int,
         staged: Mapping[int, Any],
-        verify: bool,
         within_s: float,
     ) -> dict[str, Any]:
-        """Map what the orders say, or get it from Ray's object store, and compare digests.
+        """Map what the orders say, or get it from Ray's object store.
 
         Without orders, those that were given before hold. The other arguments are as for `Intake`.
         """
@@ -163,7 +161,7 @@ class End:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s)
+        intake = Intake(epoch, version, staged, time.monotonic() + within_s)
         return await self._in_thread(self._fetch_all, intake)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
@@ -241,15 +239,14 @@ class End:
 
     def _stage(self, how: StageOptions) -> dict[str, Any]:
         """Make what others need available to them."""
-        context, orders, verify = self._context(), self._orders, how.verify
+        context, orders = self._context(), self._orders
         finish(self._collection.values.values())
-        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
+        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if how.compares else ())}
         channels = [
-            stage_channel(context, number, channel, orders["id"], verify, how.fresh)
-            for number, channel in enumerate(orders["channels"])
+            stage_channel(context, number, channel, how.fresh) for number, channel in enumerate(orders["channels"])
         ]
         reply = {"channels": channels}
-        return {**reply, "held": held} if verify else reply
+        return {**reply, "held": held} if how.compares else reply
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
@@ -259,8 +256,8 @@ class End:
         sources = {
             source: {
                 number: [
-                    (at, box, piece, Wanted(block, offset, sizes, dtypes[at], inside))
-                    for at, box, piece, (block, offset, sizes, inside) in ordered
+                    (at, box, Wanted(block, offset, sizes, dtypes[at], inside))
+                    for at, box, (block, offset, sizes, inside) in ordered
                 ]
                 for number, ordered in channels.items()
             }
@@ -270,7 +267,7 @@ class End:
         return bool(orders["id"] == order_id)
 
     def _fetch_all(self, intake: Intake) -> dict[str, Any]:
-        began, verify, deadline = time.monotonic(), intake.verify, intake.deadline
+        began, deadline = time.monotonic(), intake.deadline
         context, orders = self._context(), self._orders
         self._staged = None
         for transport in self._transports.values():
@@ -280,8 +277,6 @@ class End:
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
-        wrong: list[tuple[str, int]] = []
-        verify_s = 0.0
         sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
         for kind, transport in self._transports.items():
             transport.forget_others(
@@ -298,24 +293,16 @@ class End:
                     continue
                 except (Late, Lost, Overwritten) as error:
                     return explain(source, channel, error)
-                pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
-                if verify:
-                    started = time.monotonic()
-                    wrong += find_differing(context, source, channel, ordered, found)
-                    verify_s += time.monotonic() - started
+                pieces += [(at, box, value) for (at, box, _), value in zip(ordered, found, strict=True)]
         if blocked:
             return {"blocked": blocked}
         commit_fault(self._key[1], "move")
-        if wrong:
-            return {"differing": wrong}
         ties.note(pieces)
         if clashing := ties.find_clashing():
             return {"refused": clashing}
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, intake[:2]
-        move_s = time.monotonic() - began - verify_s
-        reply: dict[str, Any] = {"bytes": orders["bytes"], "move_s": move_s}
-        return {**reply, "verify_s": verify_s} if verify else reply
+        return {"bytes": orders["bytes"], "move_s": time.monotonic() - began}
 
     def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""

@@ -4,7 +4,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .faults import commit_fault
 from .staging import Context
 from .tensors import digest
 from .transport import Blocked, Late, Lost, Read, Wanted
@@ -27,19 +26,6 @@ def fetch_channel(
     transport = context.transports[channel["kind"]]
     order = context.orders["id"], number, len(wanted)
     return transport.fetch(Read(context.tools, source, channel["staged"], wanted, order, deadline))
-
-
-def find_differing(
-    context: Context, source: int, channel: Mapping[str, Any], ordered: Sequence[Any], pieces: Sequence[Any]
-) -> list[tuple[str, int]]:
-    """Return the name and the source of each piece whose bytes are not those that were sent."""
-    commit_fault("target", "verify")
-    orders = context.orders
-    return [
-        (orders["names"][at], source)
-        for (at, _, piece, _), value in zip(ordered, pieces, strict=True)
-        if digest(context.tools, value, orders["dtypes"][at]) != channel["digests"][piece]
-    ]
 
 
 class Ties:

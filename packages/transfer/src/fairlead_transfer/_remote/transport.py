@@ -151,10 +151,6 @@ def explain_failure(reply: Mapping[str, Any]) -> str:
     if "refused" in reply:
         name, why = reply["refused"][0]
         return f"{name!r}: {why}"
-    if "differing" in reply:
-        name, source = reply["differing"][0]
-        count = len(reply["differing"])
-        return f"{count} pieces differ from what was sent, the first of {name!r} from source rank {source}"
     return f"it could not be read: {reply}"
 
 
