@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._display import as_bytes, table_html, table_text
+from ._display import as_bytes, table_text
 from ._orders import Orders
 from ._plan import TransferPlan
 
@@ -52,13 +52,10 @@ class TransferReport:
     def __str__(self) -> str:
         return table_text(self._caption(), ("phase", "seconds", "slowest rank"), list(self._rows()))
 
-    def _repr_html_(self) -> str:
-        return table_html(self._caption(), ("phase", "seconds", "slowest rank"), list(self._rows()))
-
 
 @dataclass(frozen=True, eq=False)
 class TransferExplanation:
-    """How the tensors of a link travel. Print it, or look at it in a notebook.
+    """How the tensors of a link travel. Print it.
 
     Attributes:
         plan: who sends which piece to whom.
@@ -81,10 +78,6 @@ class TransferExplanation:
     def __str__(self) -> str:
         return f"{self.plan}\n" + table_text(self._bound(), ("transport", "pairs of ranks", "why"), self._rows())
 
-    def _repr_html_(self) -> str:
-        header = "transport", "pairs of ranks", "why"
-        return self.plan._repr_html_() + table_html(self._bound(), header, self._rows())
-
 
 @dataclass
 class Costs:
@@ -99,9 +92,10 @@ class Costs:
     bytes_moved: int = 0
     _measured: list[tuple[str, float, int]] = field(default_factory=list)
 
-    def note(self, rank: int, reply: Mapping[str, Any], *phases: str) -> None:
-        """Note the times of phases in a reply, and the bytes that this rank has fetched."""
-        self._measured += [(phase, reply[f"{phase}_s"], rank) for phase in phases if f"{phase}_s" in reply]
+    def note(self, rank: int, reply: Mapping[str, Any], phase: str) -> None:
+        """Note the time of a phase in a reply, and the bytes that this rank has fetched."""
+        if f"{phase}_s" in reply:
+            self._measured.append((phase, reply[f"{phase}_s"], rank))
         self.bytes_moved += reply.get("bytes", 0)
 
     def report(
