@@ -273,8 +273,6 @@ def nightly(session: nox.Session) -> None:
     if not session.posargs:
         session.notify("examples", posargs=["all"])
     here = install_wheels(session)
-    if "transfer" in names:
-        install(session, "nixl-cu12")
     shutil.copytree(ROOT / PLANTED, here / PLANTED)
     tests = [*(f"packages/{name}" for name in sorted(names)), *[PLANTED] * ("inspect" in names)]
     with session.chdir(here):

@@ -5,15 +5,13 @@ python benchmarks/bench_transfer.py
 """
 
 import contextlib
-import functools
-import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import ray
-from _measure import Row, Timing, interleaved, table
+from _measure import Row, interleaved, table
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
@@ -30,11 +28,6 @@ FAMILIES: list[tuple[tuple[int, ...], dict[int, Any], dict[int, Any]]] = [
     ((128256, 4096), {0: ("tp", "dp")}, {0: "tp"}),
 ]
 
-# The options of the links by NIXL; none where it is not installed.
-NIXL: tuple[dict[str, Any], ...] = ({"transport": "nixl"}, {"transport": "nixl", "commit": "in_place"})
-if importlib.util.find_spec("nixl_cu12") is None:
-    NIXL = ()
-
 
 def rows() -> list[Row]:
     """Return every row of the table. The run takes a minute."""
@@ -42,11 +35,7 @@ def rows() -> list[Row]:
     init_ray(address="local", num_cpus=8)
     try:
         with RayVirtualCluster([8], use_gpus=False) as cluster:
-            results += [
-                row
-                for part in (_large_rows, _contiguous_rows, _delta_rows, _small_rows)
-                for row in part(cluster.slots())
-            ]
+            results += [row for part in (_large_rows, _contiguous_rows, _small_rows) for row in part(cluster.slots())]
     finally:
         ray.shutdown()
     return results
@@ -102,10 +91,6 @@ class Worker:
     def weights(self) -> dict[str, LocalTensor]:
         return {name: LocalTensor(value, self.shape, self.offsets) for name, value in self.tensors.items()}
 
-    def second(self) -> dict[str, LocalTensor]:
-        """Return other tensors of the same shapes."""
-        return {name: LocalTensor(value, self.shape, self.offsets) for name, value in self.copies.items()}
-
     def copy(self) -> None:
         """Copy everything once, at the same time as the other ranks do."""
         for name, value in self.tensors.items():
@@ -143,15 +128,14 @@ def _large_rows(slots: Any) -> Iterator[Row]:
             full = source.workers[0].gather.remote(*shards)
             ray.get([worker.take.remote(full) for worker in target.workers])
 
-        store, shared, *by_nixl = made = _links(links, source, target, "object_store", "shared_memory", *NIXL)
+        store, shared = made = _links(links, source, target, "object_store", "shared_memory")
         sent = [link.send(next(version)) for link in made]
         by_hand()
-        hand, stored, mapped, copied, *read = interleaved(
+        hand, stored, mapped, copied = interleaved(
             by_hand,
             lambda: store.send(next(version)),
             lambda: shared.send(next(version)),
             lambda: target.call("copy").result(),
-            *(functools.partial(_send, link, version) for link in by_nixl),
             repeats=7,
         )
         bound = shared.explain().plan.lower_bound
@@ -166,30 +150,7 @@ def _large_rows(slots: Any) -> Iterator[Row]:
     yield Row(
         "  the same, against the rate of 4 ranks that only copy", f"{ratio:.2f}x, {copied}", ">= 0.3x", ratio >= 0.3
     )
-    # The runs are of 4 KiB, so bytes are packed at the source, copied by the kernel, and copied into place. A link in
-    # place makes two copies.
-    yield from _nixl_rows(stored, read)
     yield Row("  bytes moved, against the lower bound", f"{moved} / {bound}", "equal", moved == {bound})
-
-
-def _delta_rows(slots: Any) -> Iterator[Row]:
-    """Measure sends of tensors that have not changed, and of the same tensors as a whole."""
-    source, target = _groups(slots, 8, (4096, 4096))
-    version = itertools.count()
-    with source, target, contextlib.ExitStack() as links:
-        store, shared = _links(links, source, target, "object_store", "shared_memory")
-        # Another link that overwrote the same tensors would make this one send all of them.
-        patched = links.enter_context(Link(source, target, source="weights", target="second"))
-        stored, mapped, unchanged = interleaved(
-            lambda: store.send(next(version)),
-            lambda: shared.send(next(version)),
-            lambda: patched.send(next(version), delta=True),
-            repeats=15,
-        )
-    ratio, other = unchanged.median / stored.median, unchanged.median / mapped.median
-    yield Row("512 MiB that have not changed, delta=True, 4 to 4 ranks", str(unchanged), "", True)
-    yield Row("  against a whole send through the object store", f"{ratio:.2f}x", "", True)
-    yield Row("  against a whole send through shared memory", f"{other:.2f}x", "", True)
 
 
 def _contiguous_rows(slots: Any) -> Iterator[Row]:
@@ -200,33 +161,18 @@ def _contiguous_rows(slots: Any) -> Iterator[Row]:
     source, target = _groups(slots, 8, (4096, 4096), dim=0)
     version = itertools.count()
     with source, target, contextlib.ExitStack() as links:
-        made = _links(links, source, target, "object_store", *NIXL)
-        for link in made:
-            link.send(next(version))
-        stored, *read = interleaved(*(functools.partial(_send, link, version) for link in made), repeats=7)
+        (store,) = _links(links, source, target, "object_store")
+        store.send(next(version))
+        (stored,) = interleaved(lambda: store.send(next(version)), repeats=7)
     yield Row("512 MiB in contiguous pieces, 4 to 4 ranks: a link through the object store", str(stored), "", True)
-    yield from _nixl_rows(stored, read)
 
 
-def _links(
-    stack: contextlib.ExitStack, source: RayWorkerGroup, target: RayWorkerGroup, *kinds: str | dict[str, Any]
-) -> list[Link]:
-    """Open a link of each kind, given by its transport or its options."""
-    options = [{"transport": kind} if isinstance(kind, str) else kind for kind in kinds]
-    return [stack.enter_context(Link(source, target, source="weights", target="weights", **one)) for one in options]
-
-
-def _nixl_rows(stored: Timing, read: Sequence[Timing]) -> Iterator[Row]:
-    if not NIXL:
-        yield Row("  a link by NIXL, against the object store", "skipped: nixl-cu12 is not installed", "", True)
-    for how, took in zip(("", ", in place"), read, strict=False):
-        ratio = stored.median / took.median
-        what = f"  a link by NIXL{how}, against the object store"
-        yield Row(what, f"{ratio:.1f}x faster, {took}", ">= 1.6x faster", ratio >= 1.6)
-
-
-def _send(link: Link, version: Iterator[int]) -> None:
-    link.send(next(version))
+def _links(stack: contextlib.ExitStack, source: RayWorkerGroup, target: RayWorkerGroup, *transports: Any) -> list[Link]:
+    """Open a link by each transport."""
+    return [
+        stack.enter_context(Link(source, target, source="weights", target="weights", transport=one))
+        for one in transports
+    ]
 
 
 def _small_rows(slots: Any) -> Iterator[Row]:

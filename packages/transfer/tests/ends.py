@@ -82,7 +82,7 @@ class Ends:
         self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
         return plan
 
-    def stage(self, verify=True, fresh=False):
+    def stage(self, compares=True, fresh=False):
         """Return the replies of the source ranks."""
         return {
             rank: self.ask(
@@ -94,32 +94,30 @@ class Ends:
                 self.numbers[rank]["number"],
                 orders,
                 self.orders.number,
-                verify,
+                compares,
                 fresh,
             )
             for rank, orders in self.orders.source.items()
         }
 
-    def fetch(self, staged, version, verify=True):
+    def fetch(self, staged, version):
         """Return the replies of the target ranks."""
-        staged, replies = dict(staged), []
-        for rank, orders in self.orders.target.items():
-            args = self.epoch, version, orders, self.orders.number, staged, verify, 10.0
-            replies.append(self.ask("target", rank, "fetch", *args))
-            staged[-1 - rank] = replies[-1]  # it may relay what it has fetched
-        return replies
+        return [
+            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, 10.0)
+            for rank, orders in self.orders.target.items()
+        ]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
         """Return the replies of the target ranks."""
         return [
-            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes, None)
+            self.ask("target", rank, "commit", self.epoch, version, before, after, self.apply, chunk_bytes)
             for rank in range(len(self.workers["target"]))
         ]
 
-    def send(self, version, verify=True, **options):
+    def send(self, version, **options):
         """Do all of it; return the bytes that were fetched."""
         self.plan()
-        fetched = self.fetch(self.stage(verify), version, verify)
+        fetched = self.fetch(self.stage(), version)
         assert all("bytes" in reply for reply in fetched), fetched
         committed = self.commit(version, **options)
         assert [reply["committed"] for reply in committed] == [version] * len(committed)

@@ -15,8 +15,6 @@ import types
 import zlib
 from pathlib import Path
 
-from fairlead_transfer import Endpoint
-
 
 def make_weights(seed=0, count=40, scale=997):
     """Return named tensors of many dtypes and shapes: empty ones, a scalar, and some that are not contiguous."""
@@ -176,21 +174,6 @@ class Member:
         with watch_memory("RssAnon") as grown:
             await self.run(receive())
         return grown[0], found
-
-    def hold(self, tensors):
-        """Make an endpoint; return its description."""
-        # Ray passes read-only arrays.
-        self.held = {name: one.copy() if hasattr(one, "copy") else one for name, one in tensors.items()}
-        self.endpoint = Endpoint(self.held)
-        return self.endpoint.describe()
-
-    async def use(self, method, *args, **kwargs):
-        """Call a method of the endpoint."""
-        return await asyncio.to_thread(getattr(self.endpoint, method), *args, **kwargs)
-
-    def read(self):
-        """Return the tensors of the endpoint."""
-        return self.held
 
     def find_left(self):
         """Return what is left of transfers."""

@@ -1,19 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold when a worker is killed or stopped during a transfer, on one host and across hosts."""
+"""Faults in the middle of a transfer, and what has to hold then, on one host and across hosts."""
 
 import os
 import time
 
 import pytest
+import ray
 
 from fairlead_transfer import TransferError
-from fairlead_transfer.testing import fail_at
+from fairlead_transfer._remote.entry import find_shared
+from fairlead_workergroup.spi import collect, read_members, send_function
 from fairlead_workergroup.testing import hang
 
 # `nox -s nightly` repeats each case 20 times.
 REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
 CASES = [("source", "collect"), ("source", "stage")]
-CASES += [("target", phase) for phase in ("collect", "move", "verify", "commit", "committing")]
+CASES += [("target", phase) for phase in ("collect", "move", "commit", "committing")]
+
+
+def fail_at(group, rank, side, phase, how):
+    """Have a worker be killed or stopped when its next transfer reaches a phase.
+
+    Args:
+        group: the worker's.
+        rank: its number in the group.
+        side: whether it counts as a source or a target: it may be both.
+        phase: one of those in `CASES`; "committing" is after the first tensor has been overwritten.
+        how: "kill" (SIGKILL) or "stop" (SIGSTOP). Closing `hang(group, rank, "stop")` continues a stopped worker.
+    """
+
+    def plan_fault(worker):
+        find_shared("faults", {})[side, phase] = how
+
+    member = read_members(group).members[rank]
+    ref = send_function(member, "plan_fault", ray.cloudpickle.dumps(plan_fault))
+    reply = collect(group, {rank: (member.process, ref)}, 30.0)[rank]
+    assert reply.is_good, reply
 
 
 def send_and_time(link, version, least_s=3.0):
@@ -32,7 +54,7 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
     Args:
         source: a group of two ranks that hold different parts.
         target: a group of two replicas.
-        link: from the one to the other, with `verify="always"`.
+        link: from the one to the other.
         side, phase, how: as of `fail_at`.
         version: an iterator of versions.
         timeout_s: of a send in which the worker is stopped, so that only the deadline ends it; see `send_and_time`.

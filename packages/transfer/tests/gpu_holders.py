@@ -98,35 +98,3 @@ class Replica(Holder):
 
     def __init__(self, dims, scale=0.0):
         super().__init__(dims if 0 in dims else {}, scale)
-
-
-class Bulk(Holder):
-    """Holds 256 MiB more, in four tensors."""
-
-    def allocate(self):
-        import torch
-
-        super().allocate()
-        self.bulk = {str(at): torch.zeros(1 << 25, dtype=torch.bfloat16, device="cuda") for at in range(4)}
-
-    def fill(self, scale):
-        super().fill(scale)
-        for tensor in self.bulk.values():
-            tensor.fill_(scale)
-
-    def weights(self):
-        return self.bulk
-
-    def holds(self):
-        scale = float(self.bulk["0"][0])
-        return scale if all(bool((tensor == scale).all()) for tensor in self.bulk.values()) else None
-
-    def offload(self):
-        """Free the bulk, and return by how many bytes the free memory of the GPU has grown."""
-        import torch
-
-        torch.cuda.empty_cache()
-        before, _ = torch.cuda.mem_get_info()
-        self.bulk = {}
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0] - before

@@ -10,30 +10,17 @@
 (True, 1048576)
 """
 
-from ._endpoint import (
-    Endpoint,
-    EndpointDescription,
-    EndpointOrders,
-    EndpointPlan,
-    StagedPieces,
-    plan_endpoints,
-)
 from ._layout import Layout
 from ._link import Link
 from ._local import LocalTensor
 from ._pieces import PieceTable
 from ._plan import TensorSet, TransferPlan, reshard
-from ._report import DeltaReport, TransferExplanation, TransferReport
+from ._report import TransferExplanation, TransferReport
 from .exceptions import LayoutMismatchError, Mismatch, RankFailure, StaleWeightsError, TransferError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeltaReport",
-    "Endpoint",
-    "EndpointDescription",
-    "EndpointOrders",
-    "EndpointPlan",
     "Layout",
     "LayoutMismatchError",
     "Link",
@@ -41,13 +28,11 @@ __all__ = [
     "Mismatch",
     "PieceTable",
     "RankFailure",
-    "StagedPieces",
     "StaleWeightsError",
     "TensorSet",
     "TransferError",
     "TransferExplanation",
     "TransferPlan",
     "TransferReport",
-    "plan_endpoints",
     "reshard",
 ]

@@ -7,24 +7,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from fairlead_workergroup.spi import Reply, wait_for_turn
+from fairlead_workergroup.spi import wait_for_turn
 
-from ._descriptions import check_replicas, one_sided
+from ._descriptions import compare_replicas, one_sided
 from ._orders import CommitOptions
 from ._remote.transport import explain_failure
 from ._report import Costs, TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
-from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
+from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
     "See what the late ranks do with `detect_stuck_workers(0)` of their group; if they make progress, give more time."
-)
-TORN = (
-    "Wait until that transfer has ended, which it does when its source continues or is dead, or kill the torn workers "
-    "and start them again with `restart_failed_workers()` of their group."
 )
 FIX = "Fix the method that failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
@@ -43,10 +39,9 @@ class _Repeat(Exception):
 
 @dataclass
 class Attempt:
-    """One attempt to bring a version to target ranks; with `in_place` they read into their tensors when it is decided.
+    """One attempt to bring a version to target ranks.
 
-    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs. `delta` is as for
-    `Base.follow`, with the epoch -1 if some targets hold another version than the last one; `stale` has these.
+    `next_epoch` returns a larger number each time, and ends refuse the requests of earlier epochs.
     """
 
     source: Side
@@ -56,27 +51,20 @@ class Attempt:
     next_epoch: Callable[[], int]
     version: int
     deadline: float
-    verify: str
-    in_place: bool
+    check_replicas: str
     in_order: bool
-    delta: tuple[int, bool, bool] | None
-    stale: Mapping[int, State]
-    _verified: bool = False
+    _compares: bool = False
     _route: Route | None = None
     _replies: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.epoch = self.next_epoch()
-        whole = [
-            f"target rank {rank}: it holds {'nothing' if state is None else state}"
-            for rank, state in self.stale.items()
-        ]
-        self._costs = Costs(whole=whole)
+        self._costs = Costs()
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
     def move_all(self) -> frozenset[int]:
-        """Describe, stage, move and verify, so that all target ranks have the version staged; return the ranks."""
+        """Describe, stage and move, so that all target ranks have the version staged; return the ranks."""
         self._look()
         lost = self.source.lost
         with self._releasing():
@@ -85,7 +73,6 @@ class Attempt:
             except _Repeat as repeat:
                 lost |= repeat.lost
             self.epoch = self.next_epoch()
-            self.delta = self.delta and (-1, *self.delta[1:])
             self._look()
             try:
                 return self._move(lost).targets
@@ -105,16 +92,14 @@ class Attempt:
     def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
         """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
         self._look(ranks)
-        if self.in_place or staged is None or staged.version != self.version or not staged.is_kept(self.source, ranks):
+        if staged is None or staged.version != self.version or not staged.is_kept(self.source, ranks):
             return False
         with self._releasing(ranks):
             self._collect_targets(ranks)
             if any(self.target.ends[rank].described != staged.described.get(rank) for rank in ranks):
                 return False
             self._route, self._replies = staged.route, dict(staged.replies)
-            self._verified = all(
-                "digests" in one for reply in self._replies.values() for one in reply["staged"]["channels"]
-            )
+            self._compares = all("held" in reply["staged"] for reply in self._replies.values())
             try:
                 replies = self._fetch(staged.route, ranks, self._replies)
             except _Repeat:
@@ -125,13 +110,11 @@ class Attempt:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
         with self._releasing(ranks):
-            if self.in_place:  # a late transfer is what to report first
-                self._collect_targets(ranks, counts=False)
             if self.source.method is None or not good:
                 text = f"No rank holds version {self.version} any more. {SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
             self.source.look()
-            arguments = (self.epoch, self.source.method, 0, None, 0, False, False, None)
+            arguments = (self.epoch, self.source.method, 0, None, 0, False, False)
             requests = self.source.ask(good, "source", lambda rank: arguments)
             self._costs.rounds += 1
             for rank, value in self._values("collect", self.source, requests).items():
@@ -142,7 +125,7 @@ class Attempt:
             except LayoutMismatchError as error:
                 text = f"No rank holds this version of some tensors any more:\n{error}\n{SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
-            self._verified = True
+            self._compares = True
             try:
                 self._stage_and_fetch(self._route)
             except _Repeat as repeat:
@@ -156,25 +139,17 @@ class Attempt:
             raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            reading = self._reading(self._route, self._replies, rank) if self.in_place and self._route else None
-            return self.epoch, self.version, *options.as_arguments(), reading
+            return self.epoch, self.version, *options.as_arguments()
 
         within_s = None if options.pauses else self._left_alone()
         first = ("prepare", self.epoch, options.before) if options.prepares else None
         requests = self.target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
         self._costs.rounds += 1
         for rank, (_, ref) in requests.items():
-            # In place a late rank still reads from the sources, which may change from now on: that is no version.
-            ends[rank].unconfirmed = None if self.in_place else ref
-            ends[rank].is_reading |= self.in_place
-        releases = self.source.name == "source"
-        if releases and not self.in_place:
-            self.source.release(self.epoch, late=self.states.reading)
-        try:
-            replies = self._wait_for_commits(requests)
-        finally:
-            if releases and self.in_place:
-                self.source.release(self.epoch, late=self.states.reading)
+            ends[rank].unconfirmed = ref
+        if self.source.name == "source":
+            self.source.release(self.epoch)
+        replies = self.target.wait(requests, self._left(), all_of_them=True)
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
             if not reply.late:
@@ -182,17 +157,14 @@ class Attempt:
             if reply.is_good:
                 if (reason := self.states.note(rank, ends[rank], reply.value)) is not None:
                     failures[rank] = reason
-                self._costs.note(rank, reply.value, "commit", "move", "verify")
+                self._costs.note(rank, reply.value, "commit")
             else:
                 failures[rank] = describe_reply(reply)
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._verified and self._route is not None:
-            self.router.note_verified(self._route)
-
-    def _wait_for_commits(self, requests: Requests) -> dict[int, Reply]:
-        return self.target.wait(requests, self._left(), all_of_them=True)
+        if self._compares and self._route is not None:
+            self.router.note_compared(self._route)
 
     def staged(self) -> Staged | None:
         """Return what the source ranks keep."""
@@ -204,7 +176,7 @@ class Attempt:
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
-        self.source.release(self.epoch, late=self.states.reading)
+        self.source.release(self.epoch)
         self.target.release(self.epoch, ranks)
 
     @contextlib.contextmanager
@@ -219,15 +191,7 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self._route is not None
-        return self._costs.report(
-            self.version,
-            self._route.orders,
-            {rank: reply["staged"] for rank, reply in self._replies.items()},
-            (self.source.nodes, self.target.nodes),
-            total_s,
-            verified=self._verified,
-            delta=self.delta is not None,
-        )
+        return self._costs.report(self.version, self._route.plan, self._route.orders, total_s, compared=self._compares)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +205,7 @@ class Attempt:
 
     def _move(self, lost: Mapping[int, str]) -> Route:
         self._replies = {}
-        self._describe(lost, stage=self.router.exchange is None)
+        self._describe(lost, stage=True)
         try:
             self._route = route = (None if lost else self.router.kept) or self.router.make(lost)
         except LayoutMismatchError as error:
@@ -249,17 +213,12 @@ class Attempt:
                 raise
             text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
             raise self._error("collect", "source", lost, text) from None
-        self._check_agents(route)
         if self._replies:
-            check_replicas(self._replies)
-            if not self.in_place:
-                self._fetch(route, route.targets, self._replies)
+            compare_replicas(self._replies)
+            self._fetch(route, route.targets, self._replies)
         else:
-            self._verified = self.router.needs_digests(route, self.verify)
+            self._compares = self.router.needs_digests(route, self.check_replicas)
             self._stage_and_fetch(route)
-        channels = ((rank, one) for rank, value in self._replies.items() for one in value["staged"]["channels"])
-        if self.in_place and (reasons := {rank: one["blocked"] for rank, one in channels if "blocked" in one}):
-            raise self._error("stage", "source", reasons, "commit='in_place' needs NIXL.")
         return route
 
     def _describe(self, lost: Collection[int], *, stage: bool) -> None:
@@ -268,9 +227,9 @@ class Attempt:
         if kept is not None and any(self.source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
             kept = None
         number = kept.orders.number if kept is not None and stage else 0
-        self._verified = self.router.needs_digests(kept, self.verify)
+        self._compares = self.router.needs_digests(kept, self.check_replicas)
         sources = [one.rank for one in self.source.members if one.rank not in lost]
-        arguments = self.source.method, number, self._verified, self._fresh(), self.delta
+        arguments = self.source.method, number, self._compares, self.states.unconfirmed
         requests = self.source.ask(
             sources,
             "source",
@@ -279,11 +238,9 @@ class Attempt:
         )
         targets = self._ask_targets(range(len(self.target.members)))
         self._costs.rounds += 1
-        # A torn target refuses at once, also while the source is stopped that it waits for.
-        first = self._values("collect", self.target, targets) if self.in_place else None
         values = self._values("collect", self.source, requests, targets)
         self._note(self.source, values)
-        self._note(self.target, first or self._values("collect", self.target, targets))
+        self._note(self.target, self._values("collect", self.target, targets))
         if number and self.router.kept is kept and all("staged" in value for value in values.values()):
             self._replies = values
             for rank, value in values.items():
@@ -321,30 +278,25 @@ class Attempt:
         """Have source ranks stage and target ranks fetch at once: a target waits for the replies of its sources."""
         requests = self._ask_to_stage(route)
         staged = {rank: ref for rank, (_, ref) in requests.items()}
-        fetches = {} if self.in_place else self._ask_to_fetch(route, route.targets, staged)
+        fetches = self._ask_to_fetch(route, route.targets, staged)
         self._costs.rounds += 1
         self._replies = self._values("stage", self.source, requests, fetches)
         for rank, value in self._replies.items():
             self._note_staged(route, rank, value)
-        check_replicas(self._replies)
+        compare_replicas(self._replies)
         self._wait_for_fetches(route, fetches)
 
-    def _ask_to_stage(self, route: Route, board: Any = None) -> Requests:
-        """Have source ranks stage all of a version, or offer it in buckets on a board."""
-        orders, ends, fresh = route.orders, self.source.ends, self._fresh()
+    def _ask_to_stage(self, route: Route) -> Requests:
+        """Have source ranks stage a version."""
+        orders, ends, fresh = route.orders, self.source.ends, self.states.unconfirmed
 
         def arguments(rank: int) -> tuple[Any, ...]:
             known = ends[rank].order_id == orders.number
             mine = None if known else orders.source[rank]
-            offer = None if board is None else (board, rank, self._left_alone())
-            return self.epoch, None, ends[rank].number, mine, orders.number, self._verified, fresh, self.delta, offer
+            return self.epoch, None, ends[rank].number, mine, orders.number, self._compares, fresh
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
-
-    def _fresh(self) -> bool:
-        """Return whether target ranks may still use what was staged before."""
-        return self.states.unconfirmed or self.states.reading
 
     def _note_staged(self, route: Route, rank: int, value: Mapping[str, Any]) -> None:
         self.source.ends[rank].order_id = route.orders.number
@@ -355,34 +307,22 @@ class Attempt:
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
-        arguments: dict[int, tuple[Any, ...]] = {}
-        requests: Requests = {}
-        for rank in sorted(ranks):
-            # A rank that relays is a source too; it is lower than those that it relays to.
-            here = {**staged, **{-1 - lower: ref for lower, (_, ref) in requests.items()}}
-            arguments[rank] = self.epoch, self.version, *self._reading(route, here, rank)
-            requests |= self.target.ask([rank], "fetch", arguments.__getitem__)
-            self.target.ends[rank].is_reading = True
-        return requests
+        def arguments(rank: int) -> tuple[Any, ...]:
+            mine, number = route.orders.target[rank], route.orders.number
+            replies = {source: staged[source] for source in mine["sources"]}
+            sent = None if self.target.ends[rank].order_id == number else mine
+            return self.epoch, self.version, sent, number, replies, self._left_alone()
 
-    def _reading(self, route: Route, staged: Mapping[int, Any], rank: int) -> tuple[Any, ...]:
-        """Return what a target rank needs to fetch its tensors."""
-        mine, number = route.orders.target[rank], route.orders.number
-        replies = {source: staged[source] for source in mine["sources"]}
-        sent = None if self.target.ends[rank].order_id == number else mine
-        return sent, number, replies, self._verified, self._left_alone(), None
+        return self.target.ask(sorted(ranks), "fetch", arguments)
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)
         self._refuse(self.target, values)
-        if unpatched := {rank: value["unpatched"] for rank, value in values.items() if "unpatched" in value}:
-            self._costs.whole = [f"target rank {rank}: {why}" for rank, why in unpatched.items()]
-            raise _Repeat(unpatched, lost=False)
         blocked = [
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            if not all(self.router.block(self.source, route, *one) for one in blocked):
+            if not all(self.router.block(self.source, *one) for one in blocked):
                 reasons = {
                     rank: f"it cannot read from source rank {source} by {kind}: {why}"
                     for source, rank, kind, why in blocked
@@ -390,23 +330,15 @@ class Attempt:
                 raise self._error("move", "target", reasons, "Use transport='auto' or 'object_store'.")
             raise _Repeat({one[0]: f"it could not be read by {one[2]}: {one[3]}" for one in blocked}, lost=False)
         for rank, value in values.items():
-            if "differing" in value:
-                text = "Send again; look at the memory of both nodes."
-                raise self._error("verify", "target", {rank: explain_failure(value)}, text)
             if "bytes" not in value:
                 self._fail_for_source(rank, value)
             self.target.ends[rank].order_id = route.orders.number
-            self._costs.note(rank, value, "move", "verify")
+            self._costs.note(rank, value, "move")
         return values
 
     def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
         """Raise the error of a target rank that did not get what a source rank has staged."""
         self.source.look()
-        relay = next((-1 - one for key in ("lost", "unstaged") if (one := value.get(key, 0)) < 0), None)
-        relay = next((-1 - one for one in value.get("waiting", ()) if one < 0), relay)
-        if relay is not None:
-            text = f"what it relays to target rank {rank} did not arrive: {value.get('reason', 'it was late')}"
-            raise self._error("move", "target", {relay: text}, MORE_TIME)
         source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
         if source is not None and (source in self.source.lost or "lost" in value):
             why = f"target rank {rank} could not read from it: {value.get('reason', 'it was lost')}"
@@ -418,16 +350,6 @@ class Attempt:
             raise self._error("move", "source", reasons, MORE_TIME)
         blamed: tuple[Blamed, int] = ("target", rank) if source is None else ("source", source)
         raise self._error("move", blamed[0], {blamed[1]: explain_failure(value)}, "Send again.")
-
-    def _check_agents(self, route: Route) -> None:
-        """Refuse a link by NIXL alone if a rank lacks it, before anything moves."""
-        if self.router.transport != "nixl":
-            return
-        for side, ranks in ((self.source, route.sources), (self.target, route.targets)):
-            if reasons := {rank: why for rank in ranks if (why := side.ends[rank].lacks.get("nixl", ""))}:
-                name: Blamed = "target" if side is self.target else "source"
-                text = "With transport='auto', these ranks use another transport; commit='in_place' needs NIXL."
-                raise self._error("collect", name, reasons, text)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
@@ -444,8 +366,7 @@ class Attempt:
         replies = side.wait(requests, self._left())
         bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
         superseded = [rank for rank, reply in replies.items() if reply.is_good and "superseded" in reply.value]
-        torn = [rank for rank, reply in replies.items() if reply.is_good and "torn" in reply.value]
-        if not bad and not superseded and not torn:
+        if not bad and not superseded:
             return {rank: reply.value for rank, reply in replies.items()}
         side.cancel(requests, replies)
         self.target.cancel(others or {}, {})
@@ -455,9 +376,8 @@ class Attempt:
             raise _Repeat(lost, lost=True)
         reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
-        reasons.update(dict.fromkeys(torn, "it is torn, and a transfer that was late may still write into its tensors"))
         late = any(reply.late is not None for reply in bad.values())
-        remedy = TORN if torn else RESTART if lost else MORE_TIME if late else FIX
+        remedy = RESTART if lost else MORE_TIME if late else FIX
         raise self._error(phase, name, reasons, remedy) from first_error(bad)
 
     def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:

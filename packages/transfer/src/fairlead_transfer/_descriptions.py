@@ -22,7 +22,6 @@ class Described(NamedTuple):
     shape: tuple[int, ...]  # the global shape
     offsets: tuple[int, ...]  # where the rank's box begins
     sizes: tuple[int, ...]  # of the box
-    device: str  # where it lies
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Tensors:
     dtypes: dict[str, str] = field(default_factory=dict)  # their dtypes
     own_names: dict[str, str] = field(default_factory=dict)  # their names on this side
     library: str = "numpy"  # what they are tensors of: "numpy" or "torch"
-    devices: dict[int, str] = field(default_factory=dict)  # of the first tensor of each rank
 
 
 # The dtypes in which floating-point tensors can travel, and the bytes of an element.
@@ -89,7 +87,6 @@ def read_side(
     own_names: dict[str, str] = {}
     wrong: list[Mismatch] = []
     libraries: set[str] = set()
-    devices: dict[int, str] = {}
     for rank, tensors in enumerate(described):
         for one in tensors or ():
             tensor = Described(*one)
@@ -101,7 +98,6 @@ def read_side(
                 wrong.append(one_sided(side, name, tensor.name, text))
                 continue
             libraries.add(tensor.library)
-            devices.setdefault(rank, tensor.device)
             found.setdefault(name, {})[rank] = tensor
     if len(libraries) > 1:
         wrong.append(one_sided(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
@@ -122,7 +118,7 @@ def read_side(
     if wrong:
         raise LayoutMismatchError(tuple(wrong))
     dtypes = {name: next(iter(by_rank.values())).dtype for name, by_rank in found.items()}
-    return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"), devices)
+    return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"))
 
 
 def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:
@@ -134,15 +130,11 @@ def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks
     return Layout(shape, offsets, sizes, itemsize)
 
 
-def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast: bool = True) -> dict[str, Mismatch]:
-    """Return the tensors whose dtypes differ without a reason; `cast` says whether the target can cast what travels."""
+def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict[str, Mismatch]:
+    """Return the tensors whose dtypes differ without a reason."""
     wrong: dict[str, Mismatch] = {}
     for name, held in source.dtypes.items():
         wanted = target.dtypes.get(name)
-        if wanted is not None and not cast and wanted != (travels := selection.travelling(held)):
-            text = "commit='in_place' reads into the tensors of the target: give their dtype with dtype="
-            wrong[name] = Mismatch(name, f"{travels} travels", wanted, text)
-            continue
         if wanted is None or held == wanted:
             continue
         if selection.dtype is None:
@@ -152,7 +144,7 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection, *, cast
     return wrong
 
 
-def check_replicas(replies: Mapping[int, Any]) -> None:
+def compare_replicas(replies: Mapping[int, Any]) -> None:
     """Refuse source ranks that hold the same box with other bytes, by a LayoutMismatchError with these tensors."""
     seen: dict[Any, tuple[int, int]] = {}
     wrong: dict[str, Mismatch] = {}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for people, as text and in a notebook."""
+"""Tables for people, as text."""
 
-import html
 import io
 from collections.abc import Sequence
 
@@ -36,14 +35,3 @@ def table_text(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]
         lines = [line.rstrip() for line in file.getvalue().splitlines()]
     more = [f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else []
     return "\n".join([caption, *(line for line in lines if line), *more])
-
-
-def table_html(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the same in HTML."""
-
-    def line(tag: str, values: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
-
-    body = "".join(line("td", row) for row in rows[:MOST_ROWS])
-    more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
-    return f"<p>{html.escape(caption)}</p><table>{line('th', header)}{body}</table>{more}"

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints: transfers between processes that are not workers of a group. The caller carries the messages."""
+"""Endpoints: transfers between processes that are not workers of a group. The adapters carry the messages.
 
-import contextlib
+The one that leads collects the descriptions and makes the plan (`plan_endpoints`); the sources `stage`, the targets
+`fetch`, and when all have fetched, they `commit`. An error before the first `commit` leaves all targets as they were.
+An endpoint opens no socket. It refuses orders that were not made with its own description, and opens nothing that a
+source has staged before that source has proved that it belongs to the same transfer.
+"""
+
 import hashlib
 import hmac
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ._descriptions import make_selection, one_sided, read_side
-from ._plan import TransferPlan
 from ._remote.end import End
 from ._remote.entry import find_shared
 from ._remote.transport import explain_failure
@@ -21,143 +25,75 @@ from ._routes import plan_orders
 from .exceptions import LayoutMismatchError, Phase, RankFailure, State, TransferError
 
 Side = Literal["source", "target"]
-EndpointTransport = Literal["auto", "shared_memory", "object_store"]
+AGAIN = "Stage the version again."
 
 
 @dataclass(frozen=True)
 class EndpointDescription:
-    """The tensors that an endpoint holds, as plain data. Send it to whoever makes the plan, and to no one else.
+    """The tensors that an endpoint holds, as plain data. Only the one that makes the plan may have it."""
 
-    Attributes:
-        node: the processes that can share memory: host, user and namespace. Also the node of this endpoint in errors.
-        tensors: name, library, dtype, item size, global shape, offsets, sizes and device of each tensor.
-        token: a random number that only this endpoint and the plan know.
-    """
-
-    node: str
-    tensors: tuple[tuple[Any, ...], ...]
-    token: bytes = field(repr=False)
+    node: str  # host, user and namespace of process ids: processes that can share memory; also the node in errors
+    tensors: tuple[tuple[Any, ...], ...]  # name, library, dtype, item size, global shape, offsets and sizes of each
+    token: bytes = field(repr=False)  # a random number that only this endpoint and the plan know
 
 
 @dataclass(frozen=True)
 class EndpointOrders:
-    """The part of a plan that one endpoint carries out. It is plain data, and secret as its description is.
-
-    Attributes:
-        side: "source" or "target".
-        rank: the place of the endpoint on its side.
-        described: the tensors that the plan was made for.
-        secret: a number that all endpoints of the transfer share.
-        membership: the proof that the plan was made with the description of this endpoint.
-        content: the pieces.
-    """
+    """The part of a plan that one endpoint carries out: plain data, and secret as its description is."""
 
     side: Side
-    rank: int
-    described: tuple[tuple[Any, ...], ...]
-    secret: bytes = field(repr=False)
-    membership: bytes = field(repr=False)
-    content: Mapping[str, Any] = field(repr=False)
+    rank: int  # the place of the endpoint on its side
+    described: tuple[tuple[Any, ...], ...]  # the tensors that the plan was made for
+    secret: bytes = field(repr=False)  # a number that all endpoints of the transfer share
+    membership: bytes = field(repr=False)  # the proof that the plan was made with the description of this endpoint
+    content: Mapping[str, Any] = field(repr=False)  # the pieces
 
 
 @dataclass(frozen=True)
 class StagedPieces:
-    """The place of the pieces that a source has staged: plain data, and a reference where they are in Ray's store.
+    """The place of the pieces that a source has staged, as plain data."""
 
-    Attributes:
-        rank: the source.
-        version: the version that it has staged.
-        channels: where the pieces are.
-        proof: the proof that the source belongs to the transfer.
-    """
-
-    rank: int
-    version: int
-    channels: Sequence[Mapping[str, Any]] = field(repr=False)
-    proof: bytes = field(repr=False)
+    rank: int  # the source
+    version: int  # the version that it has staged
+    channels: Sequence[Mapping[str, Any]] = field(repr=False)  # where the pieces are
+    proof: bytes = field(repr=False)  # the proof that the source belongs to the transfer
 
 
 @dataclass(frozen=True)
 class EndpointPlan:
-    """The way of tensors from some endpoints to others.
+    """The orders of each source and of each target of a transfer."""
 
-    Attributes:
-        plan: who sends which piece to whom.
-        sources: the orders of each source.
-        targets: the orders of each target.
-        transports: the transport of each pair of a source and a target that exchange pieces.
-    """
-
-    plan: TransferPlan
     sources: tuple[EndpointOrders, ...]
     targets: tuple[EndpointOrders, ...]
-    transports: Mapping[tuple[int, int], str]
 
 
-def plan_endpoints(
-    sources: Sequence[EndpointDescription],
-    targets: Sequence[EndpointDescription],
-    *,
-    transport: EndpointTransport = "auto",
-    rename: Mapping[str, str] | None = None,
-    dtype: str | None = None,
-    exclude: Sequence[str] = (),
-) -> EndpointPlan:
-    """Plan a transfer from the descriptions of its endpoints. The same descriptions give the same plan.
+def plan_endpoints(sources: Sequence[EndpointDescription], targets: Sequence[EndpointDescription]) -> EndpointPlan:
+    """Plan a transfer from the descriptions of its endpoints; the place of each is its rank.
 
-    Args:
-        sources: the descriptions of the endpoints that send; the place of each is its rank.
-        targets: the descriptions of the endpoints that receive.
-        transport: "shared_memory" between processes of one node, "object_store" between processes that are connected
-            to one Ray cluster, or "auto": the first where a pair shares a node.
-        rename: the names in the target by the names in the source; other names stay.
-        dtype: the dtype in which floating-point tensors travel, such as "bfloat16".
-        exclude: names or patterns that are left out on both sides.
-
-    Returns:
-        The plan, with the orders for each endpoint.
+    The same descriptions give the same plan.
 
     Raises:
         LayoutMismatchError: tensors that do not fit; lists all of them.
-        TypeError, ValueError: no source or no target, a dtype or a transport that does not exist, or shared memory for
-            endpoints of different nodes.
-
-    >>> import numpy as np
-    >>> with Endpoint({"w": np.arange(4.0)}) as trainer, Endpoint({"w": np.zeros(4)}) as engine:
-    ...     plan = plan_endpoints([trainer.describe()], [engine.describe()])
-    ...     plan.plan.bytes_moved, plan.transports
-    (32, {(0, 0): 'shared_memory'})
+        ValueError: the endpoints are on different nodes.
     """
-    if not sources or not targets:
-        raise ValueError(f"a plan needs a source and a target, got {len(sources)} sources and {len(targets)} targets")
-    if transport not in ("auto", "shared_memory", "object_store"):
-        raise ValueError(f"transport must be 'auto', 'shared_memory' or 'object_store', got {transport!r}")
     nodes = [one.node for one in sources], [one.node for one in targets]
-    if transport == "shared_memory" and len(found := sorted({*nodes[0], *nodes[1]})) > 1:
-        raise ValueError(f"transport='shared_memory' needs one node, got {found}: use transport='auto'")
-    selection = make_selection(rename, dtype, exclude)
+    if len(found := sorted({*nodes[0], *nodes[1]})) > 1:
+        raise ValueError(f"a transfer by shared memory needs one node, got {found}")
+    selection = make_selection(None, None, ())
     held = read_side("source", [one.tensors for one in sources], selection, renamed=True)
     wanted = read_side("target", [one.tensors for one in targets], selection, renamed=False)
     secret = share_secret([*sources, *targets])
-    described = repr([one.tensors for one in (*sources, *targets)] + [transport, dtype, rename, exclude])
+    described = repr([one.tensors for one in (*sources, *targets)])
     # It tells the orders of one plan from those of another.
     number = 1 + int.from_bytes(hashlib.sha256(secret + described.encode()).digest()[:7], "big")
-
-    def choose(source: int, target: int) -> str:
-        if transport != "auto":
-            return transport
-        return "shared_memory" if nodes[0][source] == nodes[1][target] else "object_store"
-
-    plan, orders = plan_orders(number, held, wanted, selection, nodes, choose)
+    _, orders = plan_orders(number, held, wanted, selection, nodes, lambda source, target: "shared_memory")
 
     def order(side: Side, rank: int, one: EndpointDescription, content: Mapping[str, Any]) -> EndpointOrders:
         return EndpointOrders(side, rank, one.tensors, secret, prove(one.token, secret), content)
 
     return EndpointPlan(
-        plan,
         tuple(order("source", rank, one, orders.source[rank]) for rank, one in enumerate(sources)),
         tuple(order("target", rank, one, orders.target[rank]) for rank, one in enumerate(targets)),
-        orders.transports,
     )
 
 
@@ -178,35 +114,16 @@ def find_node() -> str:
 
 
 class Endpoint:
-    """One end of a transfer, in any process: a source of tensors, a target, or both.
-
-    The caller carries the messages by an RPC of its own. It collects the descriptions, makes the plan
-    (`plan_endpoints`), has the sources `stage`, the targets `fetch`, and when all have fetched, `commit`. An error
-    before the first `commit` leaves all targets as they were. An endpoint opens no socket. It refuses orders that were
-    not made with its own description. It opens nothing that a source has staged before that source has proved that it
-    belongs to the same transfer.
+    """One end of a transfer: a source of tensors, or a target. The methods block.
 
     Args:
-        tensors: the tensors by name, as a method for `Link` returns them, or a function that returns them.
-
-    The methods block. In a coroutine, call them by `asyncio.to_thread` to let others run.
+        tensors: the tensors by name, as a method for `Link` returns them.
 
     Raises:
         ValueError: the tensors are described, staged or fetched after `close`.
-
-    >>> import numpy as np
-    >>> weights, copy = np.arange(6.0), np.zeros(6)
-    >>> with Endpoint({"w": weights}) as trainer, Endpoint({"w": copy}) as engine:
-    ...     plan = plan_endpoints([trainer.describe()], [engine.describe()])
-    ...     staged = trainer.stage(plan.sources[0], version=1)
-    ...     engine.fetch(plan.targets[0], [staged], timeout=30)
-    ...     engine.commit()
-    1
-    >>> copy.tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     """
 
-    def __init__(self, tensors: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
         self._token = secrets.token_bytes(16)
         self._node = find_node()
@@ -218,88 +135,39 @@ class Endpoint:
         self._orders: EndpointOrders | None = None
         self._fetched: tuple[EndpointOrders, int] | None = None
 
-    def replace(self, tensors: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
-        """Hold other tensors from now on. A plan that was made for other boxes or dtypes is refused.
-
-        Args:
-            tensors: as for the class.
-
-        >>> import numpy as np
-        >>> with Endpoint({}) as endpoint:
-        ...     endpoint.replace({"w": np.zeros(2)})
-        ...     len(endpoint.describe().tensors)
-        1
-        """
+    def replace(self, tensors: Mapping[str, Any]) -> None:
+        """Hold other tensors from now on. A plan that was made for other boxes or dtypes is refused."""
         self._tensors = tensors
 
     def describe(self) -> EndpointDescription:
-        """Describe the tensors that this endpoint holds.
+        """Describe the tensors; LayoutMismatchError lists those that cannot be transferred."""
+        return EndpointDescription(self._node, self._describe(), self._token)
 
-        Returns:
-            The description, which can be pickled.
-
-        Raises:
-            LayoutMismatchError: tensors that cannot be transferred; lists all of them.
-
-        >>> import numpy as np
-        >>> with Endpoint({"w": np.zeros((2, 3))}) as endpoint:
-        ...     endpoint.describe().tensors[0][:5]
-        ('w', 'numpy', 'float64', 8, (2, 3))
-        """
-        with self._keeping_none():
-            return EndpointDescription(self._node, self._describe(), self._token)
-
-    def stage(self, orders: EndpointOrders, version: int, *, verify: bool = False) -> StagedPieces:
+    def stage(self, orders: EndpointOrders, version: int) -> StagedPieces:
         """Make the pieces that targets need available to them, as they are now. The last staged version is dropped.
-
-        Args:
-            orders: those of this source.
-            version: the number of the version.
-            verify: whether targets compare digests (crc32).
-
-        Returns:
-            The place of the pieces, for all targets.
 
         Raises:
             LayoutMismatchError: the tensors are not those of the plan.
             PermissionError: the orders are of another transfer.
             TransferError: this process cannot share memory.
-
-        >>> import numpy as np
-        >>> with Endpoint({"w": np.zeros(2)}) as trainer, Endpoint({"w": np.zeros(2)}) as engine:
-        ...     plan = plan_endpoints([trainer.describe()], [engine.describe()])
-        ...     trainer.stage(plan.sources[0], version=7).version
-        7
         """
         self._check(orders, "source")
-        with self._keeping_none():
-            self._expect(orders, self._describe())
-            reply = self._ask("source", None, self._number, *self._give(orders), verify, False)
+        self._expect(orders, self._describe())
+        reply = self._ask("source", None, self._number, *self._give(orders), False, False)
         self._orders = orders
         channels = reply["staged"]["channels"]
         if blocked := [one["blocked"] for one in channels if "blocked" in one]:
-            raise self._error(orders, version, "stage", blocked[0], "Plan with transport='object_store'.")
+            raise self._error(orders, version, "stage", blocked[0], AGAIN)
         return StagedPieces(orders.rank, version, channels, _prove_staged(orders, orders.rank, version, channels))
 
-    def fetch(self, orders: EndpointOrders, staged: Iterable[StagedPieces], *, timeout: float = 600.0) -> None:
-        """Map or get the pieces of one version, and hold them until `commit`. The tensors stay as they are.
-
-        Args:
-            orders: those of this target.
-            staged: the pieces that the sources have staged, all of one version.
-            timeout: seconds until pieces in Ray's object store must have arrived.
+    def fetch(self, orders: EndpointOrders, staged: Iterable[StagedPieces], *, timeout: float) -> None:
+        """Map the pieces of one version, and hold them until `commit`. The tensors stay as they are.
 
         Raises:
-            LayoutMismatchError: the tensors are not those of the plan, or cannot be written, or two of them are in one
-                memory and have different values in the source.
+            LayoutMismatchError: the tensors are not those of the plan.
             PermissionError: the orders, or staged pieces, are of another transfer.
-            TransferError: pieces are missing, late, overwritten or lost, or their digests differ.
+            TransferError: pieces are missing, overwritten or lost.
             ValueError: the pieces are of different versions.
-
-        >>> import numpy as np
-        >>> with Endpoint({"w": np.ones(2)}) as trainer, Endpoint({"w": np.zeros(2)}) as engine:
-        ...     plan = plan_endpoints([trainer.describe()], [engine.describe()])
-        ...     engine.fetch(plan.targets[0], [trainer.stage(plan.sources[0], version=1)])
         """
         self._check(orders, "target")
         self._fetched = None
@@ -318,48 +186,32 @@ class Endpoint:
             raise self._error(orders, version, "move", text, "Pass what every source has staged.")
         self._epoch += 1
         reply = self._ask("target", "_read", 0)
-        names = orders.content["names"]
-        wrong = reply.get("refused", ())
-        self._refuse("target", [one for one in wrong if "tensors" not in reply or one[0] in names])
+        self._refuse("target", reply.get("refused", ()))
         self._expect(orders, tuple(map(tuple, reply["tensors"])))
         replies = {rank: {"staged": {"channels": one.channels}} for rank, one in pieces.items()}
-        verify = all("digests" in channel for one in pieces.values() for channel in one.channels)
-        reply = self._ask("fetch", version, *self._give(orders), replies, verify, timeout)
+        reply = self._ask("fetch", version, *self._give(orders), replies, timeout)
         self._orders = orders
         self._refuse("target", reply.get("refused", ()))
         if "blocked" in reply:
             source, (kind, why) = next(iter(reply["blocked"].items()))
-            text = f"it cannot read from source {source} by {kind}: {why}"
-            remedy = "Stage the version again; if this happens again, plan with transport='object_store'."
-            raise self._error(orders, version, "move", text, remedy)
+            raise self._error(orders, version, "move", f"it cannot read from source {source} by {kind}: {why}", AGAIN)
         if "bytes" not in reply:
-            late = f"After {timeout} s: " if "waiting" in reply else ""
-            raise self._error(orders, version, "move", late + explain_failure(reply), "Stage the version again.")
+            raise self._error(orders, version, "move", explain_failure(reply), AGAIN)
         self._fetched = orders, version
 
     def commit(self) -> int:
-        """Copy what was fetched into the tensors of this target.
-
-        Returns:
-            The version that the tensors now have.
+        """Copy what was fetched into the tensors of this target; return the version that they now have.
 
         Raises:
             TransferError: the source has staged something else since `fetch`, and the tensors are as they were; or
                 they have changed their boxes or dtypes. `versions` says whether they are a mixture ("torn").
             ValueError: nothing has been fetched.
-
-        >>> import numpy as np
-        >>> with Endpoint({"w": np.ones(2)}) as trainer, Endpoint({"w": np.zeros(2)}) as engine:
-        ...     plan = plan_endpoints([trainer.describe()], [engine.describe()])
-        ...     engine.fetch(plan.targets[0], [trainer.stage(plan.sources[0], version=3)])
-        ...     engine.commit()
-        3
         """
         if self._fetched is None:
             raise ValueError("Nothing has been fetched: call fetch() before each commit().")
         orders, version = self._fetched
         self._fetched = None
-        reply = self._ask("commit", version, None, None, None, 0, None)
+        reply = self._ask("commit", version, None, None, None, 0)
         if "committed" in reply:
             return version
         gone = "a source has staged again or was closed, or this endpoint has described or staged its tensors since"
@@ -367,23 +219,13 @@ class Endpoint:
         raise self._error(orders, version, "commit", why, "Stage, fetch and commit the version again.")
 
     def close(self) -> None:
-        """Give back all memory that this endpoint holds for others. It may be called again.
-
-        >>> endpoint = Endpoint({})
-        >>> endpoint.close()
-        """
+        """Give back all memory that this endpoint holds for others. It may be called again."""
         if self._end is not None:
             end, self._end = self._end, None
             end.serve(self, "close", ())
 
-    def __enter__(self) -> "Endpoint":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _read(self) -> Mapping[str, Any]:
-        return self._tensors() if callable(self._tensors) else self._tensors
+        return self._tensors
 
     def _describe(self) -> tuple[tuple[Any, ...], ...]:
         self._epoch += 1
@@ -392,25 +234,17 @@ class Endpoint:
         self._number = reply["number"]
         return tuple(map(tuple, reply["tensors"]))
 
-    @contextlib.contextmanager
-    def _keeping_none(self) -> Iterator[None]:
-        """Let go of the tensors that were read when the block ends, so that the process can free their memory."""
-        try:
-            yield
-        finally:
-            self._ask("release", False)
-
     def _ask(self, operation: str, *args: Any) -> dict[str, Any]:
         if self._end is None:
             raise ValueError("This endpoint has been closed: make another one.")
-        # Without an event loop, so that Ctrl-C ends a wait, and a framework may call this on the loop of its worker.
+        # Without an event loop, because a framework may call this on the loop of its worker. Nothing here waits.
         steps = getattr(self._end, f"_{operation}")(self, self._epoch, *args)
         try:
             steps.send(None)
         except StopIteration as done:
             reply: dict[str, Any] = done.value or {}
             return reply
-        raise TypeError(f"The function that returns the tensors must not wait in a coroutine: {self._tensors!r}")
+        raise AssertionError(f"{operation} waits")
 
     def _give(self, orders: EndpointOrders) -> tuple[Mapping[str, Any] | None, int]:
         """Return the orders as the end takes them: None and their number for those that it has."""
@@ -424,10 +258,9 @@ class Endpoint:
             raise PermissionError(f"{text} Pass the orders that plan_endpoints() made from its own description.")
 
     def _expect(self, orders: EndpointOrders, described: tuple[tuple[Any, ...], ...]) -> None:
-        """Refuse tensors for which the plan was not made; those that it leaves out may differ."""
-        names = set(orders.content["names"])
+        """Refuse tensors for which the plan was not made."""
         found, planned = ({one[0]: one for one in side} for side in (described, orders.described))
-        wrong = [name for name in names & (found.keys() | planned.keys()) if found.get(name) != planned.get(name)]
+        wrong = [name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)]
         self._refuse(orders.side, [(name, "it has changed since the plan was made: plan again") for name in wrong])
 
     def _refuse(self, side: Side, wrong: Iterable[tuple[str, str]]) -> None:

@@ -18,8 +18,6 @@ from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup.spi import Need, add_state, check_calls, record_span
 
 from ._attempt import Attempt
-from ._bounded import BoundedAttempt
-from ._buckets import LEAST, Exchange
 from ._descriptions import make_selection
 from ._orders import CommitOptions
 from ._remote.entry import check_version
@@ -29,8 +27,7 @@ from ._side import Side, pickled
 from ._states import States
 from .exceptions import StaleWeightsError, State, TransferError
 
-Verify = Literal["first", "always", "never"]
-Commit = Literal["staged", "in_place"]
+CheckReplicas = Literal["first", "always", "never"]
 
 
 class Link:
@@ -52,17 +49,10 @@ class Link:
         rename: the names in the target by the names in the source, or a function; other names stay.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
         exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
-        transport: "shared_memory", "nixl" or "object_store"; "auto" takes for each pair of ranks the first of them that
-            works between these two, and NIXL first between GPUs of one node.
-        commit: "staged" holds a second copy of the tensors in each target process, or in the memory of its sources, so
-            that a failed transfer leaves all targets as they were. "in_place" holds none: after the decision, NIXL
-            reads into the tensors of the target, and a rank whose transfer fails is torn. With `max_bytes_in_flight`,
-            all transports do that.
-        max_bytes_in_flight: the most bytes that a source process stages at a time, and that a target process maps or
-            buffers. A larger version travels in buckets, and is committed as one. With "staged", each target process
-            holds the second copy in addition, in memory of its own. None stages all of a version at a time.
-        verify: when digests are compared: at the "first" transfer after a worker or a layout has changed, "always" or
-            "never".
+        transport: "shared_memory" or "object_store"; "auto" takes for each pair of ranks the first of them that works
+            between these two.
+        check_replicas: when source ranks that hold the same box compare digests (crc32) of it: at the "first" transfer
+            after a worker or a layout has changed, "always" or "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
             On asyncio workers it is called while other methods run, and the commit waits for their end.
         pauses: whether `before_commit` makes the worker quiet, so that the commit does not wait for the methods that
@@ -87,42 +77,17 @@ class Link:
         dtype: str | None = None,
         exclude: Iterable[str] = (),
         transport: Transport = "auto",
-        commit: Commit = "staged",
-        max_bytes_in_flight: int | None = None,
-        verify: Verify = "first",
+        check_replicas: CheckReplicas = "first",
         before_commit: str | None = None,
         pauses: bool = False,
         after_commit: str | None = None,
     ) -> None:
         if (target is None) == (apply is None):
             raise ValueError(f"give either target= or apply=, got target={target!r} and apply={apply!r}")
-        choices = ("transport", transport, Transport), ("commit", commit, Commit), ("verify", verify, Verify)
+        choices = ("transport", transport, Transport), ("check_replicas", check_replicas, CheckReplicas)
         for name, value, kind in choices:
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        in_place = commit == "in_place"
-        bounded = max_bytes_in_flight is not None
-        if in_place and (apply is not None or (transport not in ("auto", "nixl") and not bounded)):
-            raise ValueError(
-                f"commit='in_place' needs target= and transport='nixl', got target={target!r} and "
-                f"transport={transport!r}; with max_bytes_in_flight= all transports work, and with commit='staged' "
-                "all transports and apply="
-            )
-        if max_bytes_in_flight is not None:
-            if (
-                isinstance(max_bytes_in_flight, bool)
-                or not isinstance(max_bytes_in_flight, int)
-                or max_bytes_in_flight < LEAST
-            ):
-                raise ValueError(
-                    f"max_bytes_in_flight must be a whole number of at least {LEAST:,} bytes, got "
-                    f"{max_bytes_in_flight!r}; a bound of 64 MiB or more costs little time"
-                )
-            if source_group is target_group:
-                raise ValueError(
-                    f"max_bytes_in_flight={max_bytes_in_flight:,} needs two groups, and {source_group!r} is both: its "
-                    "workers cannot offer buckets and read them at the same time; leave max_bytes_in_flight out"
-                )
         if pauses and before_commit is None:
             raise ValueError("pauses=True needs before_commit=, the method that makes the worker quiet")
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -136,21 +101,12 @@ class Link:
         self._id = uuid.uuid4().hex
         self._source = Side("source", source_group, self._id, source)
         self._target = Side("target", target_group, self._id, target)
-        self._router = Router(
-            self._source,
-            self._target,
-            selection,
-            "nixl" if in_place and not bounded else transport,
-            in_place=in_place,
-            exchange=None if max_bytes_in_flight is None else Exchange(max_bytes_in_flight),
-        )
+        self._router = Router(self._source, self._target, selection, transport)
         self._states = States(self._target)
         self._commit = CommitOptions(before_commit, pauses, after_commit, apply, chunk_bytes)
-        self._verify: Verify = verify
-        self._in_place = in_place
+        self._check_replicas: CheckReplicas = check_replicas
         self._epochs = itertools.count(1)
         self._version: int | None = None
-        self._sent = -1  # the epoch of that version, if the sources keep what they have sent
         self._staged: Staged | None = None
         self._closed = False
         self._guards: list[Callable[[], None]] = []
@@ -170,12 +126,10 @@ class Link:
         """The last version that was decided; None if there is none yet."""
         return self._version
 
-    def send(
-        self, version: int, timeout: float = 600.0, *, again: bool = False, delta: bool | Literal["blocks"] = False
-    ) -> TransferReport:
+    def send(self, version: int, timeout: float = 600.0, *, again: bool = False) -> TransferReport:
         """Bring the tensors that the source workers hold now to all target workers.
 
-        All targets stage and verify the tensors first. Then this process decides. A failure before the decision leaves
+        All targets stage the tensors first. Then this process decides. A failure before the decision leaves
         all targets as they were. After it the direction is forward only: a rank that did not confirm is brought forward
         by the next `send`, or by `sync`. If a source rank is dead whose tensors other source ranks hold, these send
         them; the plan is changed for that once.
@@ -184,9 +138,6 @@ class Link:
             version: a number that is larger than the last one.
             timeout: seconds for all of it.
             again: allow a version that is not larger.
-            delta: move only the elements that have changed since the last send. Each source rank keeps a copy of what
-                it has sent, or with "blocks" 16 bytes for each 1,024 elements, and then blocks travel. A target whose
-                tensors are not those of the last version gets whole tensors, in the same send.
 
         Returns:
             A report of the transfer.
@@ -200,31 +151,16 @@ class Link:
         """
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise ValueError(f"version must be a whole number of at least 0, got {version!r}")
-        if delta not in (False, True, "blocks"):
-            raise ValueError(f"delta must be True, False or 'blocks', got {delta!r}")
-        if delta and (self._in_place or self._commit.apply is not None):
-            raise ValueError("delta= changes the tensors of the target: it needs target= and commit='staged'")
-        if delta and self._router.exchange is not None:
-            raise ValueError(
-                f"delta={delta!r} keeps more in each source rank than this link allows, max_bytes_in_flight="
-                f"{self._router.exchange.most:,}: send without delta=, or make a link without the bound"
-            )
         with self._turn(timeout, version) as deadline, self._span(version):
             if not again and self._version is not None and version <= self._version:
                 raise ValueError(
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
                 )
             began = time.monotonic()
-            if delta:
-                self._router.forbid_relays()
-            stale = {rank: one for rank, one in self._states.read().items() if one != self._version} if delta else {}
-            # A method of the user's may change any tensor before the commit, so all are compared once more after it.
-            check_all = self._commit.before is not None
-            compare = (-1 if stale else self._sent, delta == "blocks", check_all) if delta else None
-            attempt = self._attempt(self._source, version, deadline, compare, stale)
+            attempt = self._attempt(self._source, version, deadline)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
-            self._version, self._staged, self._sent = version, attempt.staged(), attempt.epoch if delta else -1
+            self._version, self._staged = version, attempt.staged()
             attempt.commit(ranks, self._commit)
             return attempt.report(time.monotonic() - began)
 
@@ -266,7 +202,7 @@ class Link:
                 attempt = self._attempt(replicas, version, deadline)
                 try:
                     attempt.move_from_replicas(chosen, good)
-                    attempt.commit(chosen, self._commit)  # in place, it reads from the replicas
+                    attempt.commit(chosen, self._commit)
                 finally:
                     replicas.close()
             return attempt.report(time.monotonic() - began)
@@ -338,8 +274,6 @@ class Link:
             for end_guard in self._guards:
                 end_guard()
             self._staged = None
-            if self._router.exchange is not None:
-                self._router.exchange.close()
             _release(self._source, self._target)
 
     def __enter__(self) -> "Link":
@@ -348,15 +282,8 @@ class Link:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _attempt(
-        self,
-        source: Side,
-        version: int,
-        deadline: float,
-        delta: tuple[int, bool, bool] | None = None,
-        stale: Mapping[int, State] | None = None,
-    ) -> Attempt:
-        return (Attempt if self._router.exchange is None else BoundedAttempt)(
+    def _attempt(self, source: Side, version: int, deadline: float) -> Attempt:
+        return Attempt(
             source,
             self._target,
             self._router,
@@ -364,11 +291,8 @@ class Link:
             next_epoch=self._epochs.__next__,
             version=version,
             deadline=deadline,
-            verify=self._verify,
-            in_place=self._in_place,
+            check_replicas=self._check_replicas,
             in_order=bool(self._guards),
-            delta=delta,
-            stale=stale or {},
         )
 
     def _span(self, version: int) -> contextlib.AbstractContextManager[None]:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._buckets import ALIGNED, bucket_bytes, split_pieces
 from ._descriptions import Tensors
 from ._layout import Layout
 from ._plan import TransferPlan
 
+# Blocks begin at multiples of this.
+ALIGNED = 64
 # In the order of their channels.
-KINDS = "shared_memory", "nixl", "object_store"
+KINDS = "shared_memory", "object_store"
 
 
 class CommitOptions(NamedTuple):
@@ -48,14 +49,12 @@ class Orders:
         source: for each source rank.
         target: for each target rank.
         transports: the transport of each pair of ranks that exchange pieces.
-        bytes_between_nodes: what they move from one node to another.
     """
 
     number: int
     source: dict[int, dict[str, Any]]
     target: dict[int, dict[str, Any]]
     transports: dict[tuple[int, int], str] = field(default_factory=dict)
-    bytes_between_nodes: int = 0
 
 
 class _Piece(NamedTuple):
@@ -75,15 +74,8 @@ def make_orders(
     target: Tensors,
     dtypes: Mapping[str, str],
     transport: Callable[[int, int], str],
-    *,
-    relays: bool = True,
-    most: int | None = None,
 ) -> Orders:
-    """Return the orders that carry a plan out.
-
-    `relays` says whether a rank may relay what other ranks of its node read by NIXL from another node. With `most`,
-    each channel is a bucket of at most so many bytes, and a source rank stages them one after the other.
-    """
+    """Return the orders that carry a plan out."""
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
     transports: dict[tuple[int, int], str] = {}
@@ -91,7 +83,7 @@ def make_orders(
     fetches: dict[int, list[tuple[_Piece, tuple[int, ...]]]] = {}
     local: dict[int, list[Any]] = {}
     for same in plan.tensor_sets:
-        pieces = same.pieces if most is None else split_pieces(same.pieces, same.source.itemsize, most)
+        pieces = same.pieces
         receivers = pieces.receivers.tolist()
         starts = list(map(tuple, pieces.starts.tolist()))
         sizes = list(map(tuple, pieces.sizes.tolist()))
@@ -112,28 +104,20 @@ def make_orders(
                 fetches.setdefault(receiver, []).append((piece, inside[row]))
 
     channels: dict[int, list[dict[str, Any]]] = {}
-    place: dict[_Piece, tuple[int, int, _Block]] = {}
+    place: dict[_Piece, tuple[int, _Block]] = {}
     current: dict[tuple[int, str, frozenset[int]], int] = {}
-    whole = _find_whole(readers if most is None else (), [source.layouts[name] for name in names])
+    whole = _find_whole(readers, [source.layouts[name] for name in names])
     whole_blocks: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = {}
 
-    def find_order(piece: _Piece) -> tuple[int, list[int]]:
-        # What the same ranks read by NIXL is next to each other, so that it is one read where it is packed.
-        together = piece.kind == "nixl" and most is None
-        return KINDS.index(piece.kind), sorted(readers[piece]) if together else []
-
-    for piece in sorted(readers, key=find_order):
+    for piece in sorted(readers, key=lambda piece: KINDS.index(piece.kind)):
         kind, sender, at, start, size = piece
         mine, layout = channels.setdefault(sender, []), source.layouts[names[at]]
         nodes = plan.target_nodes[list(readers[piece])].tolist() if kind == "object_store" else ()
         key = sender, kind, frozenset(nodes)
         last = current.get(key)
-        is_full = most is not None and (
-            last is not None and mine[last]["size"] + _aligned(size, layout) > bucket_bytes(kind, most)
-        )
-        if last is None or is_full:
+        if last is None:
             last = current[key] = len(mine)
-            mine.append({"kind": kind, "blocks": [], "pieces": [], "size": 0})
+            mine.append({"kind": kind, "blocks": [], "size": 0})
         channel = mine[last]
         box = _box([one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True)], size)
         if kind == "shared_memory" and (sender, at) in whole:
@@ -144,13 +128,7 @@ def make_orders(
             block = *whole_blocks[sender, at], box if all_of_it != size else None
         else:
             block = *_add_block(channel, at, box, size, layout), None
-        place[piece] = last, len(channel["pieces"]), block
-        channel["pieces"].append((at, box))
-    if most is not None:
-        for mine in channels.values():
-            largest = max(channel["size"] for channel in mine)
-            for channel in mine:  # they share the memory of the largest
-                channel.update(size=largest, readers=[])
+        place[piece] = last, block
 
     source_orders = {
         rank: {
@@ -165,19 +143,14 @@ def make_orders(
     }
     _add_replicas(source_orders, plan, at_of)
     target_orders = {}
-    crossing = 0
     for rank in range(len(plan.target_nodes)):
         sources: dict[int, dict[int, list[Any]]] = {}
         length = 0
         for piece, begin in fetches.get(rank, ()):
-            channel_at, index, block = place[piece]
+            channel_at, block = place[piece]
             ordered = sources.setdefault(piece.sender, {}).setdefault(channel_at, [])
-            if most is not None and not ordered:
-                channels[piece.sender][channel_at]["readers"].append(rank)
-            ordered.append((piece.at, _box(begin, piece.size), index, block))
-            size_bytes = math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
-            length += size_bytes
-            crossing += size_bytes * bool(plan.source_nodes[piece.sender] != plan.target_nodes[rank])
+            ordered.append((piece.at, _box(begin, piece.size), block))
+            length += math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
         target_orders[rank] = {
@@ -190,51 +163,8 @@ def make_orders(
             "sources": {sender: sources[sender] for sender in order},
             "local": local.get(rank, []),
             "bytes": length,
-            "device": target.devices.get(rank, "cpu"),
-            "relays": [],
         }
-    if relays:
-        _add_relays(target_orders, plan, transports)
-        crossing = plan.bytes_between_nodes
-    return Orders(number, source_orders, target_orders, transports, crossing)
-
-
-def _add_relays(
-    orders: Mapping[int, dict[str, Any]], plan: TransferPlan, transports: Mapping[tuple[int, int], str]
-) -> None:
-    """Have what several ranks of a node read by NIXL from another node cross once: the lowest of them relays it.
-
-    A rank waits only for lower ranks. In its orders, the relaying rank `r` is source `-1 - r`, and has one channel.
-    """
-    first: dict[tuple[int, int, int, Any], tuple[int, int]] = {}
-    relayed: dict[tuple[int, int, int, Any], int] = {}
-    for rank, mine in sorted(orders.items()):
-        node = plan.target_nodes[rank]
-        for sender, channels in list(mine["sources"].items()):
-            if transports[sender, rank] != "nixl" or plan.source_nodes[sender] == node:
-                continue
-            for number, ordered in list(channels.items()):
-                kept: list[Any] = []
-                for one in ordered:
-                    at, box, piece, (_, _, sizes, _) = one
-                    key = sender, number, piece, node
-                    if key not in first:
-                        first[key] = rank, len(kept)
-                        kept.append(one)
-                        continue
-                    relay, position = first[key]
-                    if key not in relayed:
-                        relayed[key] = len(orders[relay]["relays"])
-                        orders[relay]["relays"].append((sender, number, position))
-                    index = relayed[key]
-                    mine["sources"].setdefault(-1 - relay, {}).setdefault(0, []).append(
-                        (at, box, index, (index, 0, sizes, None))
-                    )
-                channels[number] = kept
-                if not kept:
-                    del channels[number]
-            if not channels:
-                del mine["sources"][sender]
+    return Orders(number, source_orders, target_orders, transports)
 
 
 # The number of a block in its channel, where it begins, its sizes, and the part of it that is meant.
@@ -255,13 +185,8 @@ def _add_block(
     """Add a block to a channel; return its number, offset and sizes."""
     added = len(channel["blocks"]), channel["size"], size
     channel["blocks"].append((at, box, size, channel["size"]))
-    channel["size"] += _aligned(size, layout)
+    channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
     return added
-
-
-def _aligned(size: tuple[int, ...], layout: Layout) -> int:
-    """Return the bytes that a block takes in a channel."""
-    return -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
 
 
 def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -270,7 +195,7 @@ def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
-    """Add what several source ranks hold, of which each computes the digest when the plan is verified."""
+    """Add what several source ranks hold, of which each computes the digest when they are compared."""
     for same in plan.tensor_sets:
         boxes = {
             tuple(start): tuple(size)

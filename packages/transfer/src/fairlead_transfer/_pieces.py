@@ -29,7 +29,7 @@ class PieceTable:
         sizes: the lengths of the pieces.
         senders: for each tensor and piece, the source rank that sends it.
         local: whether the receiver's own process holds the piece, so that nothing travels.
-        via: the target rank on the receiver's node that relays the piece; -1 if the sender sends it.
+        via: the target rank for which the piece crosses to the receiver's node, if that is another one; else -1.
         missing: the number of elements of target boxes that no source rank holds.
     """
 
@@ -111,7 +111,7 @@ def make_pieces(
     senders[:, direct] = _spread(near.sorted_by(load), near_of_row[direct], weights[direct], load, tensors)
     far = np.flatnonzero(is_far)
     if far.size:
-        # One rank of a node fetches a cell from another node, a different one for each cell, and relays it to the rest.
+        # A cell crosses to a node for one of its ranks, a different one for each cell; the others have it from there.
         keys, of_row = np.unique(at[far] * (nodes.max() + 1) + nodes[far], return_inverse=True)
         order = np.argsort(of_row, kind="stable")
         counts = np.bincount(of_row, minlength=len(keys))

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ._display import as_bytes, table_html, table_text
+from ._display import as_bytes, table_text
 from ._layout import Layout
 from ._pieces import Ints, PieceTable, make_pieces
 from .exceptions import LayoutMismatchError, Mismatch
@@ -71,7 +71,7 @@ class TransferPlan:
 
     @cached_property
     def bytes_by_sender(self) -> npt.NDArray[np.int64]:
-        """The bytes that each source rank sends to other processes; relayed pieces count once."""
+        """The bytes that each source rank sends to other processes; what crosses to a node for several counts once."""
         sent = np.zeros(len(self.source_nodes))
         for same in self.tensor_sets:
             pieces = same.pieces
@@ -98,9 +98,6 @@ class TransferPlan:
 
     def __str__(self) -> str:
         return table_text(repr(self), HEADER, list(self._rows()))
-
-    def _repr_html_(self) -> str:
-        return table_html(repr(self), HEADER, list(self._rows()))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for same in self.tensor_sets:

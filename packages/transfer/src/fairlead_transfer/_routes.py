@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._buckets import Exchange
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
 from ._orders import Orders, make_orders
@@ -14,11 +13,10 @@ from ._report import TransferExplanation
 from ._side import EndState, Side
 from .exceptions import LayoutMismatchError
 
-Transport = Literal["auto", "shared_memory", "nixl", "object_store"]
+Transport = Literal["auto", "shared_memory", "object_store"]
 
 FITS = {
     "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
-    "nixl": "the ranks are on different nodes, or hold their tensors on GPUs, and both have NIXL",
     "object_store": "the ranks are on different nodes, or cannot share memory",
 }
 
@@ -48,47 +46,31 @@ class Staged:
         orders = self.route.orders.target
         if not self.route.targets.issuperset(ranks):
             return False
-        needed = {one for rank in ranks for one in orders[rank]["sources"] if one >= 0}
+        needed = {one for rank in ranks for one in orders[rank]["sources"]}
         same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
-        # What NIXL reads is not kept, but what the source holds at that time. A patch is for the version before.
-        read = {kind for (_, rank), kind in self.route.orders.transports.items() if rank in ranks}
-        patched = any(one["kind"] == "patch" for reply in self.replies.values() for one in reply["staged"]["channels"])
-        return same and not patched and "nixl" not in read and not any(orders[rank]["local"] for rank in ranks)
+        return same and not any(orders[rank]["local"] for rank in ranks)
 
 
 class Router:
     """Makes the routes of a link, and keeps the last one.
 
     Attributes:
-        selection, transport, exchange: as given; with an exchange, orders are in buckets.
+        selection, transport: as given.
     """
 
-    def __init__(
-        self,
-        source: Side,
-        target: Side,
-        selection: Selection,
-        transport: Transport,
-        *,
-        in_place: bool = False,
-        exchange: Exchange | None = None,
-    ) -> None:
+    def __init__(self, source: Side, target: Side, selection: Selection, transport: Transport) -> None:
         self._source = source
         self._target = target
         self.selection = selection
         self.transport: Transport = transport
-        self.exchange = exchange
-        self._in_place = in_place
         self._numbers = 0
         # By the process that sends, the one that receives, and transport: why they cannot use it.
         self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
         # The last route, and the processes and tensors that it was made for.
         self._kept: Route | None = None
         self._made_for: Any = None
-        # In place each rank reads during its own commit, so none has anything to relay before; buckets come in turn.
-        self._relays = not in_place and exchange is None
-        # The route by which digests were compared last.
-        self._verified: Route | None = None
+        # The route by which replicas were compared last.
+        self._compared: Route | None = None
 
     @property
     def kept(self) -> Route | None:
@@ -102,35 +84,28 @@ class Router:
             for side in (self._source, self._target)
         ]
 
-    def forbid_relays(self) -> None:
-        """Have no rank relay what others of its node read by NIXL, from now on: patches are not relayed."""
-        if self._relays:
-            self._relays, self._kept = False, None
+    def needs_digests(self, route: Route | None, check_replicas: str) -> bool:
+        """Return whether replicas are to be compared in a transfer by a route, as the link's `check_replicas` says."""
+        return check_replicas == "always" or (
+            check_replicas == "first" and (route is None or route is not self._compared)
+        )
 
-    def needs_digests(self, route: Route | None, verify: str) -> bool:
-        """Return whether digests are to be compared in a transfer by a route, as the link's `verify` says."""
-        return verify == "always" or (verify == "first" and (route is None or route is not self._verified))
-
-    def note_verified(self, route: Route) -> None:
-        """Note that digests have been compared in a transfer by the last route."""
+    def note_compared(self, route: Route) -> None:
+        """Note that replicas have been compared in a transfer by the last route."""
         if route is self.kept:
-            self._verified = route
+            self._compared = route
 
-    def block(self, side: Side, route: Route, source: int, target: int, transport: str, reason: str) -> bool:
+    def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> bool:
         """Note that two processes cannot use a transport; return whether another one may be taken.
 
         Args:
             side: the side that sends.
-            route: the route that the pair was on.
-            source: the source rank; negative for another target rank that relays what comes from the sources from
-                which this one was to read.
+            source: the source rank.
             target: the target rank.
             transport: the transport.
             reason: why.
         """
-        relayed = [one for (one, to), by in route.orders.transports.items() if (to, by) == (target, transport)]
-        for sender in [source] if source >= 0 else relayed:
-            self._blocked[side.ends[sender].process, self._target.ends[target].process, transport] = reason
+        self._blocked[side.ends[source].process, self._target.ends[target].process, transport] = reason
         self._kept = None
         return self.transport == "auto"
 
@@ -174,21 +149,12 @@ class Router:
         """Return the transport of a pair of ranks, and why those before it in the order cannot be taken."""
         if self.transport != "auto":
             return self.transport, []
-        ends = side.ends[source], self._target.ends[target]
-        same_node = side.nodes[source] == self._target.nodes[target]
-        on_gpus = all(end.described and all(one[-1].startswith("cuda") for one in end.described) for end in ends)
-        # Memory of GPUs is not copied through the host where that can be avoided.
-        on_one_node = ["nixl", "shared_memory"] if on_gpus else ["shared_memory", "nixl"]
-        refused: list[str] = []
-        for kind in on_one_node if same_node else ["nixl"]:
-            reason = self._blocked.get((ends[0].process, ends[1].process, kind), "")
-            for name, rank, end in (("source", source, ends[0]), ("target", target, ends[1])):
-                if not reason and (lacked := end.lacks.get(kind, "")):
-                    reason = f"{name} rank {rank}: {lacked}"
-            if not reason:
-                return kind, refused
-            refused.append(f"{kind} cannot be taken: {reason}")
-        return "object_store", refused
+        if side.nodes[source] != self._target.nodes[target]:
+            return "object_store", []
+        processes = side.ends[source].process, self._target.ends[target].process
+        if reason := self._blocked.get((*processes, "shared_memory")):
+            return "object_store", [f"shared_memory cannot be taken: {reason}"]
+        return "shared_memory", []
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[one.rank].described if one.rank in ranks else None for one in side.members]
@@ -210,10 +176,7 @@ class Router:
             self.selection,
             (source.nodes, self._target.nodes),
             choose,
-            cast=not self._in_place,
             same_processes=source.name == "source" and source.group is self._target.group,
-            relays=self._relays,
-            most=None if self.exchange is None else self.exchange.most,
         )
         return Route(plan, orders, frozenset(sources), frozenset(targets))
 
@@ -226,24 +189,20 @@ def plan_orders(
     nodes: tuple[Sequence[str], Sequence[str]],
     choose: Callable[[int, int], str],
     *,
-    cast: bool = True,
     same_processes: bool = False,
-    relays: bool = False,
-    most: int | None = None,
 ) -> tuple[TransferPlan, Orders]:
     """Return the plan from the nodes of the source to those of the target, and the orders with this number.
 
-    `choose` returns the transport of a pair of ranks; `cast` says whether the target can cast what travels. `most` is
-    as for `make_orders`.
+    `choose` returns the transport of a pair of ranks.
     """
-    if wrong := check_dtypes(held, wanted, selection, cast=cast):
+    if wrong := check_dtypes(held, wanted, selection):
         others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
         raise LayoutMismatchError((*wrong.values(), *others))
     plan = reshard(
         held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
     )
     dtypes = {name: selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-    return plan, make_orders(number, plan, held, wanted, dtypes, choose, relays=relays, most=most)
+    return plan, make_orders(number, plan, held, wanted, dtypes, choose)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:

@@ -36,10 +36,8 @@ class EndState:
         described: the tensors.
         order_id: of the orders that the end has.
         installed: whether the worker has the code.
-        lacks: by transport, why this process cannot use it; an empty text if it can.
         held: the version of a target.
         unconfirmed: the commit that a target may still be at.
-        is_reading: whether a target may still read what source ranks have staged.
     """
 
     process: tuple[int, int]
@@ -47,10 +45,8 @@ class EndState:
     described: list[Any] | None = None
     order_id: int = 0
     installed: bool = False
-    lacks: Mapping[str, str] = field(default_factory=dict)
     held: State = None
     unconfirmed: Any = None
-    is_reading: bool = False
 
 
 @dataclass
@@ -146,7 +142,6 @@ class Side:
         for rank, reply in replies.items():
             if reply.is_good and self.ends[rank].process == reply.worker.key:
                 self.ends[rank].installed = True
-                self.ends[rank].is_reading = reply.value.get("late", self.ends[rank].is_reading)
         return replies
 
     def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
@@ -158,15 +153,12 @@ class Side:
         state = self.ends[rank]
         state.number = value["number"]
         if value.get("tensors") is not None:
-            state.lacks, state.described = value["lacks"], value["tensors"]
+            state.described = value["tensors"]
 
-    def release(self, epoch: int, ranks: Collection[int] | None = None, *, late: bool = False) -> None:
-        """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it.
-
-        With `late`, ends keep what other processes may still read.
-        """
+    def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
+        """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""
         chosen = [rank for rank in self.live if ranks is None or rank in ranks]
-        self.ask(chosen, "release", lambda rank: (epoch, late))
+        self.ask(chosen, "release", lambda rank: (epoch,))
 
     def close(self) -> None:
         """Have the ends drop everything, without waiting for it. Nothing if the group has been shut down."""

@@ -44,11 +44,6 @@ class States:
         self.read()
         return any(end.unconfirmed is not None for end in self._target.ends.values())
 
-    @property
-    def reading(self) -> bool:
-        """Whether a rank may still read what source ranks have staged."""
-        return any(end.is_reading for end in self._target.ends.values())
-
     def decide(self, ranks: Iterable[int]) -> dict[int, EndState]:
         """Note that ranks are to commit, and return their ends: from now on they hold the old version or the new."""
         ends = {rank: self._target.ends[rank] for rank in ranks}

@@ -9,7 +9,7 @@ from ._display import table_text
 
 __all__ = ["LayoutMismatchError", "Mismatch", "RankFailure", "StaleWeightsError", "TransferError"]
 
-Phase = Literal["collect", "stage", "move", "verify", "commit"]
+Phase = Literal["collect", "stage", "move", "commit"]
 # What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
 State = int | Literal["torn", "committing"] | None
 
@@ -108,7 +108,7 @@ class TransferError(Exception):
     down.
 
     Attributes:
-        phase: "collect", "stage", "move", "verify" or "commit".
+        phase: "collect", "stage", "move" or "commit".
         version: the version that was sent.
         failures: one entry for each rank that failed.
         versions: what each target rank holds, as in `Link.versions`.

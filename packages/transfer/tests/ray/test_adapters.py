@@ -3,12 +3,11 @@
 
 import functools
 
-import numpy as np
 import pytest
 import ray
 
 from fairlead_placement.testing import assert_no_leaks
-from fairlead_transfer import LocalTensor, TransferError, plan_endpoints
+from fairlead_transfer import TransferError
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from .. import engines
@@ -97,28 +96,6 @@ def test_memory(members):
         ray.get([one.call.remote("finalize") for one in members])
     assert max(grown) < 2 * bucket + slack, grown
     assert min(grown) > bucket // 2, grown  # it was measured
-
-
-@pytest.mark.parametrize("transport", ["auto", "object_store"])
-def test_endpoints(members, transport):
-    """Endpoints in actors: the driver carries plain data and references, and all targets commit the same version."""
-    whole = np.arange(60.0).reshape(6, 10)
-    halves = [{"w": LocalTensor(whole[at : at + 3].copy(), (6, 10), (at, 0))} for at in (0, 3)]
-    held = [*halves, *({"w": np.zeros((6, 10))} for _ in range(RECEIVERS))]
-    described = ray.get([one.hold.remote(tensors) for one, tensors in zip(members, held, strict=True)])
-    plan = plan_endpoints(described[:SENDERS], described[SENDERS:], transport=transport)
-    kind = "shared_memory" if transport == "auto" else transport
-    assert set(plan.transports.values()) == {kind}
-    for version in (1, 2):
-        staging = [one.use.remote("stage", orders, version) for one, orders in zip(members, plan.sources, strict=False)]
-        staged = ray.get(staging, timeout=60)
-        targets = list(zip(members[SENDERS:], plan.targets, strict=True))
-        ray.get([one.use.remote("fetch", orders, staged, timeout=30) for one, orders in targets], timeout=60)
-        assert ray.get([one.use.remote("commit") for one, _ in targets], timeout=60) == [version] * RECEIVERS
-    assert all(np.array_equal(one["w"], whole) for one in ray.get([one.read.remote() for one in members[SENDERS:]]))
-    del staged, staging
-    ray.get([one.use.remote("close") for one in members])
-    assert find_left(members) == []
 
 
 def test_killed_receiver(members, call_in_time):

@@ -29,12 +29,14 @@ def check_sends(there, here, other, packages):
     version = 0
     for source, target in ((here, there), (there, other), (other, here)):
         for transport in ("shared_memory", "object_store"):
-            with Link(source, target, source="weights", target="weights", transport=transport, verify="always") as link:
+            with Link(
+                source, target, source="weights", target="weights", transport=transport, check_replicas="always"
+            ) as link:
                 for _ in range(2):  # The second send uses what the first one has made.
                     version += 1
                     source.call("fill", float(version)).result()
                     report = link.send(version, timeout=60)
-                    assert report.verified
+                    assert report.replicas_compared
                     assert set(target.call("holds").result()) == {float(version)}
 
 

@@ -8,12 +8,11 @@ import pytest
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link
-from fairlead_transfer._remote.agent import explain_missing
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart
 from fairlead_workergroup.testing import kill
 
 from ..faults import check_fault
-from ..gpu_holders import AsyncHolder, Bulk, Holder, Replica
+from ..gpu_holders import AsyncHolder, Holder, Replica
 
 SLOTS = 8
 
@@ -22,8 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch can use", allow_module_level=True)
 
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(400)]
-NIXL = pytest.mark.skipif(bool(explain_missing()), reason=f"no NIXL: {explain_missing()}")
-TRANSPORTS = ["shared_memory", "object_store", pytest.param("nixl", marks=[NIXL, pytest.mark.nightly])]
+TRANSPORTS = ["shared_memory", "object_store"]
 
 
 @contextlib.contextmanager
@@ -43,14 +41,11 @@ def groups(slots):
         yield made
 
 
-@pytest.mark.parametrize("commit", ["staged", "in_place"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_send(groups, transport, commit):
+def test_send(groups, transport):
     """Every byte arrives, in every send, also into memory that was allocated again."""
-    if commit == "in_place" and transport != "nixl":
-        pytest.skip("commit='in_place' needs NIXL")
     source, target = groups
-    with Link(source, target, source="weights", target="weights", transport=transport, commit=commit) as link:
+    with Link(source, target, source="weights", target="weights", transport=transport) as link:
         for step in range(6):
             if step == 3:
                 source.call("reallocate").result()
@@ -60,50 +55,6 @@ def test_send(groups, transport, commit):
             report = link.send(step, timeout=60)
             assert set(report.transports) == {transport}
             assert target.call("holds").result() == [step + 2.0] * 2
-
-
-@NIXL
-@pytest.mark.nightly
-def test_gpus_of_one_node_take_nixl(groups):
-    """Between GPUs of one node NIXL is first."""
-    source, target = groups
-    with Link(source, target, source="weights", target="weights") as link:
-        report = link.send(0, timeout=60)
-        assert set(report.transports) == {"nixl"}
-    assert target.call("holds").result() == source.call("holds").result()
-
-
-@NIXL
-@pytest.mark.nightly
-def test_bytes_do_not_pass_the_host(slots):
-    """NIXL copies from the one memory to the other: more than 5 GB/s, where UCX over TCP reaches 0.7."""
-    with (
-        groups_of(slots[4:], Bulk) as (source, target),
-        Link(source, target, source="weights", target="weights", transport="nixl") as link,
-    ):
-        for step in range(4):
-            source.call("fill", step + 2.0).result()
-            report = link.send(step, timeout=60)
-            assert target.call("holds").result() == [step + 2.0] * 2
-        assert report.bytes_moved / report.seconds["move"] > 5e9
-
-
-@pytest.mark.parametrize("commit", ["staged", "in_place"])
-@NIXL
-@pytest.mark.nightly
-def test_offload(slots, commit):
-    """What a source frees between two sends is free, but for the one allocation that UCX keeps mapped."""
-    with (
-        groups_of(slots[4:], Bulk) as (source, target),
-        Link(source, target, source="weights", target="weights", transport="nixl", commit=commit) as link,
-    ):
-        for step in range(2):
-            source.call("fill", step + 2.0).result()
-            link.send(step, timeout=60)
-            assert target.call("holds").result() == [step + 2.0] * 2
-            for rank in range(2):
-                assert source.at(tp=rank).call("offload").result()[0] >= 3 * (64 << 20)
-            source.call("allocate").result()
 
 
 def test_apply(groups):
@@ -129,7 +80,6 @@ def test_sync(slots, transport):
             assert target.call("holds").result() == [2.0, 2.0]
 
 
-@NIXL
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("side", "phase", "how"), [("source", "stage", "kill"), ("target", "move", "kill"), ("target", "commit", "stop")]
@@ -138,7 +88,7 @@ def test_faults(slots, side, phase, how):
     """A lost rank is named in time, targets stay old before the decision, and the next send works."""
     with (
         groups_of(slots[4:], Replica) as (source, target),
-        Link(source, target, source="weights", target="weights", transport="nixl", verify="always") as link,
+        Link(source, target, source="weights", target="weights") as link,
     ):
         check_fault(source, target, link, side, phase, how, itertools.count(1), timeout_s=10.0)
 

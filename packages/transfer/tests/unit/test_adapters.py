@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from fairlead_transfer import Endpoint, RankFailure, TransferError
+from fairlead_transfer import RankFailure, TransferError
+from fairlead_transfer._endpoint import Endpoint
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
 from fairlead_transfer.adapters._channel import Gone, Late, accept, connect, reserve
 from fairlead_transfer.adapters._stream import WeightStream, make_memberships

@@ -6,7 +6,6 @@ import itertools
 import pytest
 
 from fairlead_transfer import LocalTensor
-from fairlead_transfer._remote.agent import explain_missing
 
 from ..ends import Ends
 
@@ -14,10 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch can use", allow_module_level=True)
 
-NIXL = pytest.mark.skipif(bool(explain_missing()), reason=f"no NIXL: {explain_missing()}")
-TRANSPORTS = ["shared_memory", pytest.param("nixl", marks=[NIXL, pytest.mark.nightly])]
 GPU = "cuda:0"
-# Rows of at least 32 KiB, which NIXL reads from where they are.
 SHAPE = 6, 1 << 15
 # Clock cycles of a GPU that take about a tenth of a second.
 CYCLES = 2 * 10**8
@@ -64,23 +60,21 @@ def close(ends):
         end.serve(ends.workers[side][rank], "close", ())
 
 
-def deliver(source, target, transport, **options):
+def deliver(source, target, **options):
     """Send the tensors of one worker to another, and return what it holds then."""
-    ends = Ends([source], [target], transport=transport, **options)
+    ends = Ends([source], [target], **options)
     ends.send(1)
     close(ends)
     return target.tensors
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "float8_e4m3fn", "complex64"])
-def test_dtypes(dtype, transport):
+def test_dtypes(dtype):
     """Tensors of every dtype arrive bit by bit, large ones, small ones and scalars."""
     value = values(dtype)
     held = deliver(
         Worker(w=value, small=value[:, :3].contiguous(), step=value[0, 0].clone()),
         Worker(w=torch.zeros_like(value), small=torch.zeros_like(value[:, :3]), step=torch.zeros_like(value[0, 0])),
-        transport,
     )
     assert same(held["w"], value)
     assert same(held["small"], value[:, :3])
@@ -97,37 +91,33 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("source", "target"), list(itertools.product(VIEWS, ["whole", "transposed", "strided", "rows"]))
 )
-def test_strides(source, target, transport):
+def test_strides(source, target):
     """Tensors that are not in one piece of memory are read and written where they are."""
     value = VIEWS[source](values())
     into = VIEWS[target](torch.zeros(SHAPE, dtype=value.dtype, device=GPU))
-    deliver(Worker(w=value), Worker(w=into), transport)
+    deliver(Worker(w=value), Worker(w=into))
     assert same(into, value.detach().resolve_conj())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("source", "target"), [(GPU, "cpu"), ("cpu", GPU)])
-def test_other_devices(source, target, transport):
+def test_other_devices(source, target):
     """One side may hold its tensors in host memory."""
     value, into = values("bfloat16", source), torch.zeros(SHAPE, dtype=torch.bfloat16, device=target)
-    deliver(Worker(w=value), Worker(w=into), transport)
+    deliver(Worker(w=value), Worker(w=into))
     assert same(into, value)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_casts(transport):
+def test_casts():
     """A tensor is cast on the GPU before it travels."""
     value, into = values(), torch.zeros(SHAPE, device=GPU)
-    deliver(Worker(w=value), Worker(w=into), transport, dtype="bfloat16")
+    deliver(Worker(w=value), Worker(w=into), dtype="bfloat16")
     assert same(into, value.bfloat16().float())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_layouts(transport):
+def test_layouts():
     """Rows of two ranks arrive as columns of two others, in every send, also after memory was freed and reallocated."""
     value, half = values("bfloat16", shape=(8, 1 << 17)), 1 << 16
     sources = [
@@ -140,7 +130,7 @@ def test_layouts(transport):
         )
         for rank in range(2)
     ]
-    ends = Ends(sources, targets, transport=transport)
+    ends = Ends(sources, targets)
     for version in range(4):
         for worker in sources:
             local = worker.tensors["w"]
@@ -158,9 +148,8 @@ def test_layouts(transport):
     close(ends)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_source_is_still_computed(transport, dtype):
+def test_source_is_still_computed(dtype):
     """What a method has left to another stream is done before its tensors are read or packed."""
     value, stream = torch.zeros(SHAPE, device=GPU), torch.cuda.Stream()
 
@@ -172,22 +161,20 @@ def test_source_is_still_computed(transport, dtype):
                 value.fill_(3)
             return self.tensors
 
-    held = deliver(Trainer(w=value), Worker(w=torch.zeros(SHAPE, device=GPU)), transport, dtype=dtype)
+    held = deliver(Trainer(w=value), Worker(w=torch.zeros(SHAPE, device=GPU)), dtype=dtype)
     assert same(held["w"], torch.full(SHAPE, 3.0))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_commit_is_complete(transport):
+def test_commit_is_complete():
     """When the version has been committed, every stream sees it."""
     target = Worker(w=torch.zeros(SHAPE, device=GPU))
-    ends = Ends([Worker(w=values())], [target], transport=transport)
+    ends = Ends([Worker(w=values())], [target])
     ends.send(1, before="busy", after="read_on_another_stream")
     assert same(target.seen, values())
     close(ends)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_target_is_still_read(transport):
+def test_target_is_still_read():
     """What a method has left to another stream reads the old version, not a mixture with the new one."""
     into, stream, seen = torch.zeros(SHAPE, device=GPU), torch.cuda.Stream(), []
 
@@ -197,7 +184,7 @@ def test_target_is_still_read(transport):
                 torch.cuda._sleep(CYCLES)
                 seen.append(into.clone())
 
-    ends = Ends([Worker(w=values())], [Generator(w=into)], transport=transport)
+    ends = Ends([Worker(w=values())], [Generator(w=into)])
     ends.send(1, before="begin")
     torch.cuda.synchronize()
     assert not seen[0].any()
@@ -205,12 +192,11 @@ def test_target_is_still_read(transport):
     close(ends)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hook_replaces_tensors(transport):
+def test_hook_replaces_tensors():
     """The hook before the commit may allocate the tensors again, as an engine does that wakes up."""
     target = Worker(w=torch.zeros(SHAPE, device=GPU))
     old = target.tensors["w"]
-    ends = Ends([Worker(w=values())], [target], transport=transport)
+    ends = Ends([Worker(w=values())], [target])
     ends.send(1, before="replace")
     assert same(target.tensors["w"], values())
     assert not old.any()

@@ -9,11 +9,11 @@ from fairlead_transfer._descriptions import Selection
 from fairlead_transfer._routes import Router
 from fairlead_transfer._side import EndState, Side
 
-WHOLE = [("w", "numpy", "float32", 4, (4,), (0,), (4,), "cpu")]
+WHOLE = [("w", "numpy", "float32", 4, (4,), (0,), (4,))]
 
 
 def make_end(pid):
-    return EndState((pid, 0), number=1, described=WHOLE, lacks={"nixl": "it is not installed"})
+    return EndState((pid, 0), number=1, described=WHOLE)
 
 
 def make_side(name, pids):
@@ -35,7 +35,7 @@ def router(sides):
     router = Router(*sides, Selection(lambda name: name, None, ()), "auto")
     route = router.make()
     assert route.orders.transports == {(0, 0): "shared_memory", (0, 1): "shared_memory"}
-    assert router.block(sides[0], route, 0, 1, "shared_memory", "no permission")
+    assert router.block(sides[0], 0, 1, "shared_memory", "no permission")
     return router
 
 

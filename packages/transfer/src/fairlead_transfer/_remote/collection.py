@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 
-from .agent import explain_missing
 from .tensors import check_tensors, check_writable, describe, look, resolve
 
 
@@ -34,18 +33,13 @@ class Collection:
         self._marks: list[Any] = []
         self._described: list[tuple[Any, ...]] = []
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the values are there: they have not been dropped since, or there are none."""
-        return bool(self.values or not self._marks)
-
     def note(self, values: Any, method: str, known: int) -> dict[str, Any]:
         """Note what a method has returned; return the reply to a driver that knows the description of a number."""
         if wrong := self._look(values, method):
             return {"number": self.number, "refused": wrong}
         if self.number == known:
             return {"number": known, "tensors": None}
-        return {"number": self.number, "tensors": self._described, "lacks": {"nixl": explain_missing()}}
+        return {"number": self.number, "tensors": self._described}
 
     def _look(self, values: Any, method: str) -> list[tuple[str, str]]:
         """Note the tensors that a method has returned; if some are refused, return their names and the reasons."""
@@ -71,10 +65,10 @@ class Collection:
         Raises:
             ValueError: what has been staged does not fit those with these names.
         """
-        expected = {one[0]: one[1:-1] for one in self._described if one[0] in names}  # on any device
+        expected = {one[0]: one[1:] for one in self._described if one[0] in names}
         wrong = dict(self._look(values, method))
         wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
-        found = {one[0]: one[1:-1] for one in self._described}
+        found = {one[0]: one[1:] for one in self._described}
         wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")

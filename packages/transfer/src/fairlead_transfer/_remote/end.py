@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's end of a link: it describes tensors, stages what others need, fetches, verifies and commits.
+"""A worker's end of a link: it describes tensors, stages what others need, fetches and commits.
 
 The driver sends one request for each step. Every request carries the epoch of its attempt. An end refuses a request
 that a later attempt has superseded: a worker that was stopped and continues late gets such requests.
@@ -11,13 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from .buckets import Place, Reader, offer_buckets
 from .collection import Collection, call
-from .delta import Base, Change, Unpatched, apply_changes, check_changes, fetch_patches
 from .entry import find_shared, note_weights
 from .faults import commit_fault
-from .nixl import Nixl
-from .reading import Ties, explain, fetch_channel, find_differing
+from .reading import Ties, explain, fetch_channel
 from .segment import SharedMemory
 from .staging import Context, stage_channel
 from .store import ObjectStore
@@ -31,17 +28,14 @@ from .transport import (
     Wanted,
     await_replies,
     describe_error,
-    explain_failure,
 )
 
 
 class StageOptions(NamedTuple):
     """How a source rank stages."""
 
-    verify: bool  # whether digests are compared
+    compares: bool  # whether digests of what several source ranks hold are compared
     fresh: bool  # whether a target may still use what was staged before
-    delta: tuple[int, bool, bool] | None = None  # as for `Base.follow`
-    offer: tuple[Any, int, float] | None = None  # the board, the rank and the seconds for a transfer in buckets
 
 
 class Intake(NamedTuple):
@@ -50,9 +44,7 @@ class Intake(NamedTuple):
     epoch: int  # of the attempt
     version: int
     staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
-    verify: bool  # whether digests are compared
     deadline: float  # when to give up, in `time.monotonic`
-    take: tuple[Any, int, bool] | None  # the board, the rank, and whether nothing is copied before the commit
 
 
 class End:
@@ -67,18 +59,8 @@ class End:
         self._committed: tuple[int, int] | None = None
         # The memory of the committed version, until another link overwrites it.
         self._claimed: list[tuple[str, int, int]] = []
-        self._nixl = Nixl()
-        self._transports: dict[str, Transport] = {
-            "shared_memory": SharedMemory(),
-            "object_store": ObjectStore(),
-            "nixl": self._nixl,
-        }
+        self._transports: dict[str, Transport] = {"shared_memory": SharedMemory(), "object_store": ObjectStore()}
         self._pieces: list[tuple[int, Any, Any]] = []
-        self._local: list[tuple[int, Any, Any]] = []
-        self._base = Base()
-        self._changes: list[Change] = []
-        # A method of the user's has run since the patches were compared with the tensors that they are for.
-        self._prepared = False
         self._staged: tuple[int, int] | None = None
         self._torn = False
         self._writing = False
@@ -128,8 +110,8 @@ class End:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
-        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. A transfer in
-        buckets ends when the targets have read them. The options are those of `StageOptions`.
+        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. The options are
+        those of `StageOptions`.
         """
         began, how = time.monotonic(), StageOptions(*options)
         if (late := self._enter(epoch)) is not None:
@@ -141,24 +123,20 @@ class End:
         if orders is not None:
             self._orders = orders
             for kind, transport in self._transports.items():
-                kinds = [one["kind"] for one in orders["channels"]]
-                used = [at for at, one in enumerate(kinds) if one == kind]
-                transport.keep_only(used if how.offer is None else [0] * (kind in kinds))
+                transport.keep_only([at for at, one in enumerate(orders["channels"]) if one["kind"] == kind])
         there = order_id and self._orders.get("id") == order_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
-            reply["staged"] = await self._in_thread(self._stage, epoch, how)
+            reply["staged"] = await self._in_thread(self._stage, how)
             reply["stage_s"] = time.monotonic() - began
         return reply
 
     async def _target(self, worker: Any, epoch: int, method: str, known: int) -> dict[str, Any]:
-        """Describe the tensors of the target, unless a late transfer may still write into them."""
+        """Describe the tensors of the target."""
         began = time.monotonic()
         if (late := self._enter(epoch)) is not None:
             return late
-        if self._nixl.is_torn():
-            return {"number": 0, "torn": True}
         self._method = method
         reply = await self._collect(worker, epoch, method, known)
         if "tensors" in reply and (refused := check_writable(self._collection.values)):
@@ -173,11 +151,9 @@ class End:
         orders: dict[str, Any] | None,
         order_id: int,
         staged: Mapping[int, Any],
-        verify: bool,
         within_s: float,
-        take: tuple[Any, int, bool] | None = None,
     ) -> dict[str, Any]:
-        """Map what the orders say, or get it from Ray's object store, and compare digests.
+        """Map what the orders say, or get it from Ray's object store.
 
         Without orders, those that were given before hold. The other arguments are as for `Intake`.
         """
@@ -185,50 +161,15 @@ class End:
             return late
         if not self._has_orders(orders, order_id):
             return {"unplanned": True}
-        intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-        return self._note_late(await self._in_thread(self._fetch_all if take is None else self._take_all, intake))
-
-    def _note_late(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Say in the reply to a read whether an earlier one may still go on."""
-        return {**reply, "late": self._nixl.is_writing()} if "bytes" in reply else reply
-
-    def _take_all(self, intake: Intake) -> dict[str, Any]:
-        """Copy all buckets, or open the first ones if they are to be read into the tensors of the target."""
-        self._staged, reader = None, self._make_reader(intake)
-        if intake.take is not None and intake.take[2]:
-            return reader.look()
-        pieces: list[tuple[int, Any, Any]] = []
-        reply = reader.read(lambda: None, pieces)
-        if "bytes" in reply:
-            self._keep(intake, pieces, [])
-        return reply
-
-    def _keep(self, intake: Intake, pieces: list[tuple[int, Any, Any]], changes: list[Change]) -> None:
-        """Keep what was fetched for the commit, unless a later attempt has begun."""
-        if intake.epoch == self._epoch:
-            self._pieces, self._changes, self._staged = pieces, changes, intake[:2]
-
-    def _make_reader(self, intake: Intake) -> Reader:
-        board, rank, _ = intake.take or (None, 0, False)
-        place = Place(board, intake.epoch, rank)
-        return Reader(place, self._context(), intake.staged, intake.verify, intake.deadline)
+        intake = Intake(epoch, version, staged, time.monotonic() + within_s)
+        return await self._in_thread(self._fetch_all, intake)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
         """Call a method of the user's before the wait of a commit, which its error ends."""
         if epoch >= self._epoch:  # otherwise nothing will be committed
-            self._prepared = True
             await call(worker, method)
 
-    async def _commit(self, worker: Any, epoch: int, version: int, *args: Any) -> dict[str, Any]:
-        """Put the version into place; then no source rank waits for this one any more."""
-        try:
-            return self._note_late(await self._put_version(worker, epoch, version, *args))
-        finally:
-            if (reading := args[-1]) is not None and reading[-1] is not None:
-                board, rank, _ = reading[-1]
-                board.leave.remote(epoch, rank)
-
-    async def _put_version(
+    async def _commit(
         self,
         worker: Any,
         epoch: int,
@@ -237,12 +178,8 @@ class End:
         after: str | None,
         apply: str | None,
         chunk_bytes: int,
-        reading: tuple[Any, ...] | None,
     ) -> dict[str, Any]:
         """Put the staged tensors into place, while no method of the worker runs or those that run have paused.
-
-        `reading` is None for what `_fetch` has staged, and otherwise has its last arguments: nothing has been staged,
-        and the tensors of the target are read into.
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
@@ -252,19 +189,9 @@ class End:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
-        if reading is None:
-            there = self._staged == (epoch, version) and all(one.is_unchanged() for one in self._transports.values())
-        else:
-            there = self._collection.is_complete and self._has_orders(*reading[:2])
-        if not there:
+        if self._staged != (epoch, version) or not all(one.is_unchanged() for one in self._transports.values()):
             return {"missing": True}
         began, self._writing, reply = time.monotonic(), False, dict[str, Any]()
-
-        def begin() -> None:
-            if not self._writing:
-                self._writing, self._committed = True, None
-                reply["overwritten"] = self._claim(apply)
-
         try:
             commit_fault(self._key[1], "commit")
             await call(worker, before)
@@ -272,15 +199,9 @@ class End:
                 values = await call(worker, self._method)
                 self._collection.note_again(values, self._method, self._orders["names"])
             finish(self._collection.values.values())
-            if self._prepared or before is not None:
-                check_changes(self._context(), self._changes)
-            if reading is None:
-                begin()
-                await self._put(apply, worker, chunk_bytes)
-            else:
-                *_, staged, verify, within_s, take = reading
-                intake = Intake(epoch, version, staged, verify, time.monotonic() + within_s, take)
-                reply |= await self._in_thread(self._read_in_place, intake, begin)
+            self._writing, self._committed = True, None
+            reply["overwritten"] = self._claim(apply)
+            await self._put(apply, worker, chunk_bytes)
             finish(self._collection.values.values())
             self._writing = False
             self._torn, self._committed = False, (epoch, version)
@@ -295,16 +216,15 @@ class End:
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
 
-    async def _release(self, worker: Any, epoch: int, late: bool) -> None:
-        """Drop the tensors of an attempt, which were kept alive until its end, unless late targets may read them."""
+    async def _release(self, worker: Any, epoch: int) -> None:
+        """Drop the tensors of an attempt, which were kept alive until its end."""
         if epoch >= self._epoch:
-            self._nixl.keep_read(late=late)
             self._drop()
             self._staged = None
 
     def _drop(self) -> None:
         self._collection.values = {}
-        self._pieces, self._local, self._changes, self._prepared = [], [], [], False
+        self._pieces = []
         for transport in self._transports.values():
             transport.release()
 
@@ -317,37 +237,27 @@ class End:
         """Run what blocks: in a thread where other methods may run beside it."""
         return await asyncio.to_thread(function, *args) if self._concurrent else function(*args)
 
-    def _stage(self, epoch: int, how: StageOptions) -> dict[str, Any]:
-        """Make what others need available to them: whole tensors, or what has changed in them."""
-        context, orders, verify = self._context(), self._orders, how.verify
+    def _stage(self, how: StageOptions) -> dict[str, Any]:
+        """Make what others need available to them."""
+        context, orders = self._context(), self._orders
         finish(self._collection.values.values())
-        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if verify else ())}
-        if how.offer is not None:
-            board, rank, within_s = how.offer
-            place, deadline = Place(board, epoch, rank), time.monotonic() + within_s
-            return {"channels": offer_buckets(place, context, held, verify, deadline)}
-        reason, channels = self._base.follow(context, epoch, how.delta, verify)
-        if channels:
-            for transport in self._transports.values():
-                transport.keep_only(())
-        else:
-            channels = [
-                stage_channel(context, number, channel, orders["id"], verify, how.fresh)
-                for number, channel in enumerate(orders["channels"])
-            ]
-        reply: dict[str, Any] = {"channels": channels, **({"whole": reason} if reason else {})}
-        return {**reply, "held": held} if verify else reply
+        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if how.compares else ())}
+        channels = [
+            stage_channel(context, number, channel, how.fresh) for number, channel in enumerate(orders["channels"])
+        ]
+        reply = {"channels": channels}
+        return {**reply, "held": held} if how.compares else reply
 
     def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
         """Take new orders of a target rank if there are any; return whether the orders have this number."""
         if orders is None:
             return bool(self._orders.get("id") == order_id)
-        dtypes, device = orders["dtypes"], orders["device"]
+        dtypes = orders["dtypes"]
         sources = {
             source: {
                 number: [
-                    (at, box, piece, Wanted(block, offset, sizes, dtypes[at], inside, device))
-                    for at, box, piece, (block, offset, sizes, inside) in ordered
+                    (at, box, Wanted(block, offset, sizes, dtypes[at], inside))
+                    for at, box, (block, offset, sizes, inside) in ordered
                 ]
                 for number, ordered in channels.items()
             }
@@ -356,35 +266,17 @@ class End:
         self._orders = {**orders, "sources": sources}
         return bool(orders["id"] == order_id)
 
-    def _read_in_place(self, intake: Intake, begin: Callable[[], None]) -> dict[str, Any]:
-        """Read what the orders say into the tensors of the target, and call `begin` before some are overwritten."""
-        context = self._context()
-        if intake.take is None:
-            begin()
-            reply = self._fetch_all(intake, in_place=True)
-        else:
-            reply = self._make_reader(intake).read(begin, None)
-        if "bytes" not in reply:
-            raise RuntimeError(explain_failure(reply))
-        copy_all(context.tools, ((context.part(at, box), value) for at, box, value in self._local))
-        return reply
-
-    def _fetch_all(self, intake: Intake, *, in_place: bool = False) -> dict[str, Any]:
-        began, verify, deadline = time.monotonic(), intake.verify, intake.deadline
+    def _fetch_all(self, intake: Intake) -> dict[str, Any]:
+        began, deadline = time.monotonic(), intake.deadline
         context, orders = self._context(), self._orders
-        self._staged, self._changes = None, []
+        self._staged = None
         for transport in self._transports.values():
             transport.release()
-        self._local, ties = self._copy_local(context), Ties(context)
-        pieces = list(self._local)
+        pieces, ties = self._copy_local(context), Ties(context)
         replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
-        wrong: list[tuple[str, int]] = []
-        verify_s, saved = 0.0, 0
-        fetched: dict[tuple[int, int], tuple[list[Any], Mapping[str, Any], list[Any]]] = {}
-        changes: list[Change] = []
         sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
         for kind, transport in self._transports.items():
             transport.forget_others(
@@ -394,49 +286,23 @@ class End:
             for number, ordered in channels.items():
                 channel = sent[source][number]
                 try:
-                    if channel["kind"] == "patch":
-                        if self._torn or self._committed is None or self._committed[0] < channel["since"]:
-                            return {"unpatched": "it does not hold the last version"}
-                        less, whole, found = fetch_patches(context, channel, ordered, deadline)
-                        saved, pieces, changes = saved + less, pieces + whole, changes + found
-                        continue
-                    places = [ties.place(at, box) for at, box, _, _ in ordered] if in_place else None
                     wanted = [one for *_, one in ordered]
-                    found = fetch_channel(context, source, number, channel, wanted, deadline, places)
+                    found = fetch_channel(context, source, number, channel, wanted, deadline)
                 except Blocked as error:
                     blocked |= explain(source, channel, error)["blocked"]
                     continue
                 except (Late, Lost, Overwritten) as error:
                     return explain(source, channel, error)
-                except Unpatched as error:
-                    return {"unpatched": str(error)}
-                if in_place:
-                    commit_fault(self._key[1], "committing")
-                fetched[source, number] = found, channel, ordered
-                pieces += [(at, box, value) for (at, box, _, _), value in zip(ordered, found, strict=True)]
-                if verify:
-                    started = time.monotonic()
-                    wrong += find_differing(context, source, channel, ordered, found)
-                    verify_s += time.monotonic() - started
+                pieces += [(at, box, value) for (at, box, _), value in zip(ordered, found, strict=True)]
         if blocked:
             return {"blocked": blocked}
         commit_fault(self._key[1], "move")
-        if wrong:
-            return {"differing": wrong}
-        ties.note(pieces, changes)
+        ties.note(pieces)
         if clashing := ties.find_clashing():
-            return {"unpatched": clashing[0][1]} if changes else {"refused": clashing}
-        self._keep(intake, pieces, changes)
-        move_s = time.monotonic() - began - verify_s
-        reply: dict[str, Any] = {"bytes": orders["bytes"] - saved, "saved": saved, "move_s": move_s}
-        if orders["relays"]:
-            relayed = [(*fetched[source, number], position) for source, number, position in orders["relays"]]
-            found = [views[at] for views, _, _, at in relayed]
-            channel = {"kind": "nixl", "staged": self._nixl.relay(context.tools, found)}
-            if verify:
-                channel["digests"] = [sent["digests"][ordered[at][2]] for _, sent, ordered, at in relayed]
-            reply["staged"] = {"channels": [channel]}
-        return {**reply, "verify_s": verify_s} if verify else reply
+            return {"refused": clashing}
+        if intake.epoch == self._epoch:  # otherwise a later attempt has begun
+            self._pieces, self._staged = pieces, intake[:2]
+        return {"bytes": orders["bytes"], "move_s": time.monotonic() - began}
 
     def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""
@@ -482,6 +348,5 @@ class End:
             copy_all(context.tools, itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
             copy_all(context.tools, pairs)
-            apply_changes(context, self._changes)
         if not all(one.is_unchanged() for one in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

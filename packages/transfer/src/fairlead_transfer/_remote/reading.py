@@ -4,10 +4,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .delta import Change
-from .faults import commit_fault
 from .staging import Context
-from .tensors import digest, nbytes
+from .tensors import digest
 from .transport import Blocked, Late, Lost, Read, Wanted
 
 # The number of a tensor in the orders, and a box of it as text.
@@ -21,27 +19,13 @@ def fetch_channel(
     channel: Mapping[str, Any],
     wanted: Sequence[Wanted],
     deadline: float,
-    into: Sequence[Any] | None,
 ) -> list[Any]:
-    """Return the wanted parts of a channel, by NIXL in tensors of the target if these are given; see `Transport`."""
+    """Return the wanted parts of a channel; see `Transport`."""
     if "blocked" in channel:
         raise Blocked(channel["blocked"])
     transport = context.transports[channel["kind"]]
     order = context.orders["id"], number, len(wanted)
-    return transport.fetch(Read(context.tools, source, number, channel["staged"], wanted, order, deadline, into))
-
-
-def find_differing(
-    context: Context, source: int, channel: Mapping[str, Any], ordered: Sequence[Any], pieces: Sequence[Any]
-) -> list[tuple[str, int]]:
-    """Return the name and the source of each piece whose bytes are not those that were sent."""
-    commit_fault("target", "verify")
-    orders = context.orders
-    return [
-        (orders["names"][at], source)
-        for (at, _, piece, _), value in zip(ordered, pieces, strict=True)
-        if digest(context.tools, value, orders["dtypes"][at]) != channel["digests"][piece]
-    ]
+    return transport.fetch(Read(context.tools, source, channel["staged"], wanted, order, deadline))
 
 
 class Ties:
@@ -59,19 +43,8 @@ class Ties:
         self._first = {key: keys[0] for keys in places.values() if len(keys) > 1 for key in keys}
         self._gets: dict[_Key, object] = {}
 
-    def place(self, at: int, box: Any) -> Any:
-        """Return the memory to read a piece into: its place, or new memory if the piece of another name has that."""
-        key, place = (at, str(box)), self._context.part(at, box)
-        if self._first.get(key, key) == key:
-            return place
-        orders, tools = self._context.orders, self._context.tools
-        dtype, shape = orders["dtypes"][at], tuple(place.shape)
-        return tools.view(tools.buffer(nbytes(tools, shape, dtype), orders["device"]), dtype, 0, shape)
-
-    def note(self, pieces: Iterable[tuple[int, Any, Any]], changes: Iterable[Change] = ()) -> None:
-        """Note what pieces get: values, or changes of what they have."""
-        for at, box, where, values, _ in changes:
-            self._gets[at, str(box)] = where.tobytes(), bytes(values)
+    def note(self, pieces: Iterable[tuple[int, Any, Any]]) -> None:
+        """Note the values that pieces get."""
         for at, box, value in pieces:
             if (at, str(box)) in self._first:
                 dtype = self._context.orders["dtypes"][at]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of an end as its orders number them, and how a source rank makes whole ones available."""
+"""The tensors of an end as its orders number them, and how a source rank makes them available."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,20 +25,15 @@ class Context(NamedTuple):
         return digest(self.tools, self.part(at, box), self.orders["dtypes"][at])
 
 
-def stage_channel(
-    context: Context, number: int, channel: Mapping[str, Any], order: Any, verify: bool, fresh: bool
-) -> dict[str, Any]:
-    """Stage a channel by its transport, under a number there; return where it is, or why it cannot be, and digests."""
+def stage_channel(context: Context, number: int, channel: Mapping[str, Any], fresh: bool) -> dict[str, Any]:
+    """Stage a channel by its transport, under a number there; return where it is, or why it cannot be."""
     dtypes = context.orders["dtypes"]
     blocks = [
         Block(context.tensors[at], box, dtypes[at], sizes, offset) for at, box, sizes, offset in channel["blocks"]
     ]
     try:
-        write = Write(context.tools, number, channel["size"], blocks, order, fresh)
+        write = Write(context.tools, number, channel["size"], blocks, context.orders["id"], fresh)
         staged = context.transports[channel["kind"]].stage(write)
     except Blocked as error:
-        return {"kind": channel["kind"], "blocked": str(error), "digests": []}
-    found = {"kind": channel["kind"], "staged": staged}
-    if verify:
-        found["digests"] = [context.digest(at, box) for at, box in channel["pieces"]]
-    return found
+        return {"kind": channel["kind"], "blocked": str(error)}
+    return {"kind": channel["kind"], "staged": staged}

@@ -4,15 +4,13 @@
 numpy and torch have the same few operations under other names; a worker may lack either.
 """
 
-import contextlib
 import ctypes
 import importlib
 import math
-import mmap
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .transport import Wanted
@@ -22,7 +20,7 @@ SLAB_BYTES = 1 << 20
 
 
 class Run(NamedTuple):
-    """A tensor, or a part of one, in this process's memory or another's."""
+    """Where a tensor is in this process's memory."""
 
     device: str  # "cpu" or "cuda:0"
     address: int  # of its first element
@@ -53,22 +51,9 @@ class NumpyLibrary:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""
         to[...] = value
 
-    def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
-        """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
-        at = (where,) if to.flags.c_contiguous else self._numpy.unravel_index(where, to.shape)
-        (to.reshape(-1) if to.flags.c_contiguous else to)[at] = self.view(values, dtype, 0, where.shape)
-
     def memory(self, value: Any) -> Run:
         """Return where a tensor is."""
         return Run("cpu", value.__array_interface__["data"][0], value.strides)
-
-    def watch(self, value: Any) -> Callable[[], bool] | None:
-        """Return None: it is unknown later whether this memory exists. An array with weak references cannot resize."""
-        return None
-
-    def buffer(self, length: int, device: str) -> Any:
-        """Return new memory of so many bytes, as a tensor."""
-        return self._numpy.frombuffer(_host_memory(length), self._numpy.uint8, length)
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor; None if it is not in one piece."""
@@ -101,9 +86,6 @@ class TorchLibrary:
     def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
         """Return a tensor that shares the memory of a buffer."""
         count = math.prod(sizes)
-        if isinstance(buffer, self._torch.Tensor):
-            length = count * self.dtype(dtype).itemsize
-            return buffer[offset : offset + length].view(self.dtype(dtype)).view(tuple(sizes))
         with warnings.catch_warnings():
             # It warns that the buffer cannot be written; it is never written.
             warnings.simplefilter("ignore")
@@ -115,42 +97,10 @@ class TorchLibrary:
         with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
             to.copy_(value)
 
-    def scatter(self, to: Any, where: Any, values: Any, dtype: str) -> None:
-        """Overwrite the elements of a tensor at these positions (int64, row-major), with a cast if dtypes differ."""
-        new = self.view(values, dtype, 0, where.shape).to(to.device, to.dtype)
-        at = self.view(where, "int64", 0, where.shape).to(to.device)
-        if to.element_size() in (1, 2, 4, 8):  # as whole numbers: not every dtype can be indexed
-            bits = self.dtype(f"int{8 * to.element_size()}")
-            to, new = to.view(bits), new.view(bits)
-        with self._torch.inference_mode() if to.is_inference() else self._torch.no_grad():
-            if to.is_contiguous():
-                to.view(-1).index_copy_(0, at, new)
-            else:
-                to[self._torch.unravel_index(at, to.shape)] = new
-
     def memory(self, value: Any) -> Run:
         """Return where a tensor is."""
         itemsize = value.element_size()
         return Run(str(value.device), value.data_ptr(), tuple(stride * itemsize for stride in value.stride()))
-
-    def watch(self, value: Any) -> Callable[[], bool] | None:
-        """Return what says later whether the memory of a tensor still exists, and does not keep it."""
-        storage = value.untyped_storage()
-        address = storage.data_ptr()
-        kept = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef(storage)
-
-        def exists() -> bool:
-            # A storage that lives may have been resized, as FSDP2 does.
-            storage = self._torch.UntypedStorage._new_with_weak_ptr(kept.cdata)  # noqa: SLF001
-            return storage is not None and storage.data_ptr() == address
-
-        return exists
-
-    def buffer(self, length: int, device: str) -> Any:
-        """Return new memory of so many bytes, as a tensor."""
-        if device != "cpu":
-            return self._torch.empty(length, dtype=self._torch.uint8, device=device)
-        return self._torch.frombuffer(_host_memory(length), dtype=self._torch.uint8)[:length]
 
     def as_buffer(self, value: Any) -> Any:
         """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
@@ -163,15 +113,6 @@ class TorchLibrary:
     def dtype_name(self, value: Any) -> str:
         """Return the name of a tensor's dtype, which is the same in all libraries."""
         return str(value.dtype).removeprefix("torch.")
-
-
-def _host_memory(length: int) -> mmap.mmap:
-    """Return new memory, in huge pages if the kernel has them: another process reads and writes it in half the time."""
-    memory = mmap.mmap(-1, max(1, length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def library(name: str) -> Any:
@@ -233,11 +174,10 @@ def resolve(local: Any) -> Any:
     return local.resolve_conj().resolve_neg()
 
 
-def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]:
-    """Return library, dtype, item size, global shape, offsets, sizes, device of a tensor; refuse one without a box."""
+def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return library, dtype, item size, global shape, offsets and sizes of a tensor; refuse one without a box."""
     _, local = look(value)
     name = "numpy" if type(local).__module__.partition(".")[0] == "numpy" else "torch"
-    device = "cpu" if name == "numpy" else str(local.device)
     itemsize = local.itemsize if name == "numpy" else local.element_size()
     sizes = tuple(local.shape)
     if hasattr(value, "placements"):
@@ -250,7 +190,7 @@ def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...
             raise ValueError(f"the box at {offsets} of sizes {sizes} is outside of the global shape {shape}")
     else:
         shape, offsets = sizes, (0,) * len(sizes)
-    return name, library(name).dtype_name(local), itemsize, shape, offsets, sizes, device
+    return name, library(name).dtype_name(local), itemsize, shape, offsets, sizes
 
 
 def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -38,7 +38,6 @@ class Wanted(NamedTuple):
     sizes: tuple[int, ...]  # of the block
     dtype: str  # in which it travels
     inside: tuple[slice, ...] | None  # the part of the block; None for all of it
-    device: str  # of the tensor that it is for, or "cpu"
 
 
 class Blocked(Exception):
@@ -62,12 +61,10 @@ class Read(NamedTuple):
 
     tools: Any  # the library of the tensors
     source: int  # the source rank
-    number: int  # of the channel
     staged: Any  # what `stage` returned there
     wanted: Sequence[Wanted]  # the parts
     order: Any  # what identifies the orders and the channel; with the same, the same is wanted
     deadline: float  # when to give up, in `time.monotonic`
-    into: Sequence[Any] | None = None  # tensors that NIXL reads into; None for memory of its own
 
 
 class Transport:
@@ -154,10 +151,6 @@ def explain_failure(reply: Mapping[str, Any]) -> str:
     if "refused" in reply:
         name, why = reply["refused"][0]
         return f"{name!r}: {why}"
-    if "differing" in reply:
-        name, source = reply["differing"][0]
-        count = len(reply["differing"])
-        return f"{count} pieces differ from what was sent, the first of {name!r} from source rank {source}"
     return f"it could not be read: {reply}"
 
 

@@ -71,8 +71,8 @@ class BucketShape:
         """Return the description of a bucket as a sender holds it, or as a receiver does."""
         whole = rows, self.senders, self.stripe
         if sender is None:
-            return "bucket", "torch", "uint8", 1, whole, (0, 0, 0), whole, "cpu"
-        return "bucket", "torch", "uint8", 1, whole, (0, sender, 0), (rows, 1, self.stripe), "cpu"
+            return "bucket", "torch", "uint8", 1, whole, (0, 0, 0), whole
+        return "bucket", "torch", "uint8", 1, whole, (0, sender, 0), (rows, 1, self.stripe)
 
 
 class Share(NamedTuple):

@@ -201,7 +201,7 @@ class WeightStream:
         shape = self._shape
         sources = [with_tensors(one, [shape.describe(rows, at)]) for at, one in enumerate(me.members[: me.senders])]
         targets = [with_tensors(one, [shape.describe(rows, None)]) for one in me.members[me.senders :]]
-        self._plans[rows] = plan_endpoints(sources, targets, transport="shared_memory")
+        self._plans[rows] = plan_endpoints(sources, targets)
         return self._plans[rows]
 
     def _finish(self) -> None:
