@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, assert_type
 
 import fairlead_inspect as fi
-from fairlead_inspect.otel import export_spans
 from fairlead_workergroup import GroupHandle, RayWorkerGroup, StuckWorker
 
 
@@ -46,5 +45,4 @@ def trace_a_group(group: RayWorkerGroup, handle: GroupHandle) -> None:
     assert_type(fi.trace(handle, "trace.json"), None)
     assert_type(fi.stragglers(group, "step"), fi.StragglerReport)
     assert_type(fi.stragglers(handle).stragglers, tuple[fi.WorkerTiming, ...])
-    assert_type(export_spans(group), int)
     fi.trace(group)  # type: ignore[call-arg]
