@@ -19,13 +19,11 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, find_innermost, find_method_
 from ._groups import SeenGroup, SeenWorker
 from ._show import write_ranks
 from ._stacks import write_frames
-from ._stragglers import WorkerTiming
 from ._timeline import CallKey
 
 # Stopped by SIGSTOP; late: others wait for it; stuck: no progress, and all are at one place; unknown: its node did not
-# answer; starting: its constructor has not finished; driver: stopped or gone; straggler: slower than its peers.
-Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
-MOST_STRAGGLERS = 8
+# answer; starting: its constructor has not finished; driver: stopped or gone.
+Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver"]
 # Parts of the names of files in which workers wait for each other.
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
 # The moments of a call that is not in the timeline.
@@ -43,7 +41,7 @@ class Finding:
     axes: tuple[str, ...] = ()  # along which others wait for it
     coords: Mapping[str, int] = field(default_factory=dict)  # those that all of `ranks` have in common
     method: str | None = None
-    since_s: float = 0.0  # for how long; of a straggler, how long its method takes
+    since_s: float = 0.0  # for how long
     where: str = ""  # the innermost frame of the method, `file:line in function`; empty if it is not known
     stacks: str = ""  # the frames of the first rank, from the innermost one to its method
     waiting: tuple[int, ...] = ()  # the ranks that wait for them
@@ -55,7 +53,6 @@ def diagnose(
     seen: SeenGroup,
     *,
     stuck_after_s: float,
-    stragglers: Sequence[WorkerTiming] = (),
     calls: Mapping[CallKey, tuple[float, float]] | None = None,
 ) -> list[Finding]:
     """Return what is wrong with a group that was looked at with stacks, the most certain first."""
@@ -73,20 +70,7 @@ def diagnose(
         for one in seen.workers
         if one.state == "unknown"
     ]
-    findings += [_report_straggler(seen, one) for one in stragglers[:MOST_STRAGGLERS]]
     return findings
-
-
-def _report_straggler(seen: SeenGroup, timing: WorkerTiming) -> Finding:
-    worker = next((one for one in seen.workers if one.rank == timing.rank), SeenWorker(timing.rank, timing.coords))
-    ratio = max(timing.ratios[axis] for axis in timing.slow)
-    text = (
-        f"{describe(worker)} takes {timing.median_s * 1000:.3g} ms for {timing.method!r}, {ratio:.2f} times as long as "
-        f"its peers along {', '.join(timing.slow)} (median of {timing.calls} calls)."
-    )
-    return Finding(
-        "straggler", (timing.rank,), text, timing.slow, dict(timing.coords), timing.method, timing.median_s, wrong=False
-    )
 
 
 def describe(worker: SeenWorker) -> str:

@@ -18,7 +18,6 @@ from ._groups import SeenGroup, look_at_groups
 from ._live import Picture, View
 from ._source import Report, new_file
 from ._stacks import fold_stacks
-from ._stragglers import find_stragglers
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
 from ._timeline import CallKey, read_timeline
 from ._trace import write_trace
@@ -207,11 +206,9 @@ def report(options: argparse.Namespace) -> Report:
 
 def examine(seen: SeenGroup, after_s: float, chosen: Sequence[int] | None = None) -> tuple[SeenGroup, list[Finding]]:
     """Return a group after another look, and what is wrong with it; of chosen ranks, also what they wait for."""
-    timeline = read_timeline(seen.group)
-    calls = timeline.find_calls()
+    calls = read_timeline(seen.group).find_calls()
     seen = look_again(seen, after_s, calls)
-    stragglers = find_stragglers(timeline).stragglers
-    findings = diagnose(seen, stuck_after_s=after_s, stragglers=stragglers, calls=calls)
+    findings = diagnose(seen, stuck_after_s=after_s, calls=calls)
     if chosen is None:
         return seen, findings
     shown = [one for one in findings if not one.ranks or {*one.ranks, *one.waiting} & {*chosen}]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from fairlead_inspect import _command, stragglers, trace, watch
+from fairlead_inspect import _command, trace, watch
 from fairlead_placement import HeadTimeoutError, RayVirtualCluster
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
@@ -48,7 +48,6 @@ def test_every_function(monkeypatch, call_in_time, stop_process, tmp_path, capsy
     ):
         outcomes = call_in_time(
             {
-                "stragglers": lambda: stragglers(group),
                 "trace": lambda: trace(group, tmp_path / "trace.json"),
                 "handle": lambda: trace(group.handle(), tmp_path / "trace.json"),
             },

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a group from its own process: the trace, stragglers, and the trace that comes with an error."""
+"""The timeline of a group from its own process: the trace, and the trace that comes with an error."""
 
 import json
 import os
 import pickle
-import random
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import ray
 
-from fairlead_inspect import stragglers, trace
+from fairlead_inspect import trace
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Restart, WorkerFailureError, current_worker, spi
+from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, Restart, WorkerFailureError, spi
 from fairlead_workergroup.testing import kill
 
-# `nox -s nightly` repeats what has to hold each time.
-RUNS = int(os.environ.get("FAIRLEAD_RUNS", "1"))
 pytestmark = pytest.mark.nightly
 SECRET = "secret-in-an-argument"
 
@@ -36,46 +31,6 @@ class Worker:
 
     def fail(self, text):
         raise ValueError(text)
-
-
-class Timed:
-    """A worker whose clock shows the time of its work alone, so that a busy machine does not change what it takes."""
-
-    def __init__(self):
-        self.rank = int(os.environ["RANK"])
-        self.now, self.delays = time.monotonic(), random.Random(self.rank)
-        thread, read = threading.get_ident(), time.monotonic
-        time.monotonic = lambda: self.read() if threading.get_ident() == thread else read()
-
-    def read(self):
-        """Return the time, which passes a little with each look, as for real workers."""
-        self.now += self.delays.uniform(0, 0.0001)
-        return self.now
-
-    def work(self, seconds, slow=None, factor=1.2):
-        self.now += seconds * (factor if self.rank == slow else 1.0)
-
-    def work_alike(self, seconds):
-        self.work(seconds)
-
-    def meet(self, folder, step):
-        """Wait until every worker is here, until the time at which the last one came."""
-        new = Path(folder, f"{step}-{self.rank}.new")
-        new.write_text(repr(self.now))
-        new.rename(new.with_suffix(""))
-        came = [Path(folder, f"{step}-{rank}") for rank in range(4)]
-        while not all(path.exists() for path in came):
-            time.sleep(0.0005)
-        self.now = max(float(path.read_text()) for path in came)
-
-    def work_and_meet(self, seconds, slow, folder, step):
-        self.work(seconds, slow)
-        with current_worker().waiting():
-            self.meet(folder, step)
-
-    def work_and_meet_unmarked(self, seconds, slow, folder, step):
-        self.work(seconds, slow)
-        self.meet(folder, step)
 
 
 @pytest.fixture(scope="module")
@@ -124,28 +79,6 @@ def test_trace(group, tmp_path):
         if request["name"] == "work":  # the caller of one that fails does not wait for the others
             assert span["ts"] + span["dur"] <= start + request["dur"] + error
     assert sum(one["ph"] == "i" and one["name"] == "fail failed" for one in events) == 4
-
-
-@pytest.mark.parametrize("run", range(RUNS))
-def test_stragglers(local_ray, tmp_path, run):
-    """A rank that is a fifth slower is named, with a marked barrier in the method and without, and nobody otherwise."""
-    slow = run % 4
-    with (
-        RayVirtualCluster([4], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Timed, sharding_annotations=NamedSharding.from_shape(dp=2, tp=2)) as group,
-    ):
-        for step in range(50):
-            group.call("work", 0.01, slow).result()
-            group.call("work_alike", 0.01).result()
-            group.call("work_and_meet", 0.01, slow, str(tmp_path), step).result()
-            group.call("work_and_meet_unmarked", 0.01, slow, str(tmp_path), f"unmarked-{step}").result()
-        assert [one.rank for one in stragglers(group, "work").stragglers] == [slow]
-        report = stragglers(group)
-    assert {(one.method, one.rank) for one in report.stragglers} == {("work", slow), ("work_and_meet", slow)}
-    assert report.ambiguous == ("work_and_meet_unmarked",)
-    (timing,) = [one for one in report.timings if (one.method, one.rank) == ("work", slow)]
-    assert (timing.calls, timing.slow) == (50, ("dp", "tp"))
-    assert timing.ratios["dp"] == pytest.approx(1.2, abs=0.02)
 
 
 def test_trace_of_a_timeout(group, tmp_path, gate, monkeypatch, wait_until_running):
@@ -215,7 +148,6 @@ def test_handle(group, tmp_path, gate, monkeypatch):
     gate.touch()
     call.wait()
     assert find_requests(group) == before
-    assert [one.rank for one in stragglers(handle).timings] == [one.rank for one in stragglers(group).timings]
 
 
 def test_open_lane(group, tmp_path, gate, wait_until_running):

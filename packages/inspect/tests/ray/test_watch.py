@@ -15,7 +15,7 @@ import weakref
 import pytest
 import ray
 
-from fairlead_inspect import stragglers, trace, watch
+from fairlead_inspect import trace, watch
 from fairlead_inspect._watch import EventFilter, Watch
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, WorkerStatus, report_progress
@@ -165,10 +165,10 @@ def test_changes(cluster, eventually):
 
 
 def test_ended_group(cluster):
-    """A group that has been shut down has no watch, no trace and no stragglers."""
+    """A group that has been shut down has no watch and no trace."""
     with RayWorkerGroup(cluster, Worker) as group:
         pass
-    for ask in (watch, stragglers, lambda group: trace(group, "trace.json")):
+    for ask in (watch, lambda group: trace(group, "trace.json")):
         with pytest.raises(WorkerGroupError, match="has been shut down; make a new group"):
             ask(group)
 

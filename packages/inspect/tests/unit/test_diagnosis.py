@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import pytest
 from rich.console import Console
 
-from fairlead_inspect import WorkerTiming
 from fairlead_inspect import _group_commands as command
 from fairlead_inspect._command import main
 from fairlead_inspect._diagnosis import diagnose
@@ -239,17 +238,6 @@ def test_stuck_without_a_place():
     """A worker without progress for minutes is stuck, also when nobody waits for it."""
     (found,) = findings([busy(0, COMPUTING, seconds=400.0), idle(1), idle(2), idle(3)])
     assert (found.kind, found.ranks) == ("stuck", (0,))
-
-
-def test_straggler():
-    """A straggler is reported along its axes, and is not wrong."""
-    timing = WorkerTiming(2, {"dp": 1, "tp": 0}, "train", 50, 0.012, {"dp": 1.2, "tp": 1.0}, ("dp",))
-    (found,) = diagnose(group([idle(rank) for rank in range(4)]), stuck_after_s=10.0, stragglers=[timing])
-    assert (found.kind, found.ranks, found.axes, found.wrong) == ("straggler", (2,), ("dp",), False)
-    assert found.text == (
-        "Rank 2 (dp=1, tp=0) on node abababab (10.0.0.1), pid 102 takes 12 ms for 'train', 1.20 times as long as its "
-        "peers along dp (median of 50 calls)."
-    )
 
 
 def test_fold():

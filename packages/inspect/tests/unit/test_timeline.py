@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring of finished calls, the trace, and stragglers, without Ray."""
+"""The ring of finished calls, and the trace, without Ray."""
 
 import itertools
 import json
@@ -7,13 +7,11 @@ import math
 import os
 import random
 import struct
-from dataclasses import replace
 
 import pytest
 
 from fairlead_inspect._remote import ring
 from fairlead_inspect._remote.outside import read_timelines
-from fairlead_inspect._stragglers import find_stragglers
 from fairlead_inspect._timeline import Request, Span, Timeline, WorkerTimeline
 from fairlead_inspect._trace import TraceSaver, make_trace, write_trace
 from fairlead_sharding import NamedSharding
@@ -202,77 +200,3 @@ def test_saved_with_an_error(tmp_path, monkeypatch):
 
     TraceSaver(fail).explain(error := ValueError())
     assert error.__notes__ == [f"The trace could not be saved in {tmp_path}/traces: No agent."]
-
-
-def steady(rng, slow=None, barrier=False, marked=False, factor=1.2):
-    """Fifty calls of about 10 ms of each rank; of the slow one a fifth more."""
-    calls = []
-    for at in range(50):
-        began = [at + rng.uniform(0, 1e-3) for _ in range(8)]
-        work = [0.01 * (factor if rank == slow else 1.0) + abs(rng.gauss(0, 2e-4)) for rank in range(8)]
-        ends = [one + took for one, took in zip(began, work, strict=True)]
-        if barrier:
-            ends = [max(ends) + rng.uniform(0, 3e-4) for _ in range(8)]  # each looks now and then whether all are there
-        waited = [end - one - took if marked else 0.0 for end, one, took in zip(ends, began, work, strict=True)]
-        calls.append((began, ends, waited))
-
-    def spans(rank):
-        return [
-            Span(at, "train", began[rank], ends[rank], waited[rank]) for at, (began, ends, waited) in enumerate(calls)
-        ]
-
-    return timeline(spans)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("barrier", "marked"), [(False, False), (True, True)])
-def test_straggler(seed, barrier, marked):
-    """A rank that is a fifth slower is named along its axes, with a marked barrier and without; nobody otherwise."""
-    rng = random.Random(seed)
-    slow = rng.randrange(8)
-    report = find_stragglers(steady(rng, slow, barrier, marked))
-    assert [one.rank for one in report.stragglers] == [slow]
-    assert set(report.stragglers[0].slow) == {"dp", "tp"}
-    assert report.ambiguous == ()
-    assert find_stragglers(steady(rng, None, barrier, marked)).stragglers == ()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_undecidable(seed):
-    """A method that waits for its peers without a mark is ambiguous, and nobody is named."""
-    report = find_stragglers(steady(random.Random(seed), 3, barrier=True))
-    assert (report.stragglers, report.ambiguous) == ((), ("train",))
-
-
-def test_straggler_that_begins_early():
-    """A slow rank that is called first ends not much later than the others, and is named all the same."""
-    found = steady(random.Random(1), 0)
-
-    def earlier(one):
-        early = 0.0012 if one.worker.rank == 0 else 0.0
-        spans = [replace(span, start=span.start - early, end=span.end - early) for span in one.spans]
-        return replace(one, spans=tuple(spans))
-
-    report = find_stragglers(replace(found, workers=tuple(map(earlier, found.workers))))
-    assert [one.rank for one in report.stragglers] == [0]
-
-
-def test_one_coordinate():
-    """When all ranks at one coordinate are slow, they are slow along that axis only."""
-    found = steady(random.Random(1))
-
-    def slower(one):
-        spans = [replace(span, end=span.end + (0.003 if one.worker.coords["tp"] else 0.0)) for span in one.spans]
-        return replace(one, spans=tuple(spans))
-
-    report = find_stragglers(replace(found, workers=tuple(map(slower, found.workers))))
-    assert {(one.rank, one.slow) for one in report.stragglers} == {(rank, ("tp",)) for rank in (1, 3, 5, 7)}
-
-
-def test_few_calls():
-    """Fewer than five calls say nothing, and a method can be chosen."""
-    found = steady(random.Random(1), 2)
-    few = [replace(one, spans=one.spans[:4]) for one in found.workers]
-    assert find_stragglers(replace(found, workers=tuple(few))).timings == ()
-    assert find_stragglers(found, "save").timings == ()
-    assert len(find_stragglers(found, "train").timings) == 8
