@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from fairlead_placement.spi import Output, add_command
@@ -15,7 +15,6 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group,
 
 from ._diagnosis import Finding, diagnose
 from ._groups import SeenGroup, look_at_groups
-from ._live import Picture, View
 from ._source import Report, new_file
 from ._stacks import fold_stacks
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
@@ -33,7 +32,6 @@ def add_commands(
     *,
     why: argparse.ArgumentParser,
     stacks: argparse.ArgumentParser,
-    top: argparse.ArgumentParser,
     epilog: str,
 ) -> None:
     """Add the commands that look at groups, and the options for groups of those that look at any job."""
@@ -47,26 +45,21 @@ def add_commands(
     groups = add("groups", "list the groups of Fairlead of all jobs", one_group=False)
     groups.set_defaults(run=_groups)
     status = add("status", "show what each worker of a group is doing")
-    _add_rows(status)
+    status.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
     status.set_defaults(run=_status)
     trace = add("trace", "write the latest calls of a group as a Chrome trace, which Perfetto opens", json=False)
     trace.add_argument(
         "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
     )
     trace.set_defaults(run=_trace)
-    for parser in (why, stacks, top):
+    for parser in (why, stacks):
         _add_group(parser)
-    _add_rows(top)
     stacks.add_argument("--threads", action="store_true", help="of a group: all threads, not only the method's")
 
 
 def _add_group(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", metavar="NAME", help="only this group of Fairlead: name, or six digits of its id")
     parser.add_argument("--at", type=_coords, default={}, metavar="dp=1,tp=0", help="only these workers of it")
-
-
-def _add_rows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
 
 
 def _coords(text: str) -> dict[str, int]:
@@ -132,19 +125,6 @@ def _status(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def look_live(options: argparse.Namespace) -> tuple[frozenset[str], Picture]:
-    """Look at one group, or at all; return the ids of their actors, and what draws them."""
-    groups = find_groups() if options.group is None and not options.at else [find_group(options.group)]
-    ranks = _choose_ranks(groups[0], options.at) if options.at else None
-    seen = look_at_groups(groups, stuck_after_s=STUCK_AFTER_S, ranks=ranks) if groups else []
-
-    def draw(view: View) -> RenderableType:
-        most = max(1, view.rows // max(1, len(seen)))
-        return Group(*(draw_status(one, every=options.all, most_rows=most) for one in seen))
-
-    return _actors_of(groups), draw
-
-
 def print_stacks(options: argparse.Namespace, output: Output) -> int:
     seen = _look(options, stuck_after_s=0.0, dump=True)
     folded = fold_stacks(seen.workers, threads=options.threads)
@@ -186,11 +166,7 @@ def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[fl
 
 def find_actors() -> frozenset[str]:
     """Return the ids of the actors of all groups, which this source judges by what their workers record."""
-    return _actors_of(find_groups())
-
-
-def _actors_of(groups: Sequence[RegisteredGroup]) -> frozenset[str]:
-    return frozenset(one.actor_id for group in groups for one in group.members)
+    return frozenset(one.actor_id for group in find_groups() for one in group.members)
 
 
 def report(options: argparse.Namespace) -> Report:

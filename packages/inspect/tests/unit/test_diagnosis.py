@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from fairlead_inspect import _group_commands as command
+from fairlead_inspect import _tables
 from fairlead_inspect._command import main
 from fairlead_inspect._diagnosis import diagnose
 from fairlead_inspect._groups import SeenGroup, SeenWorker
@@ -275,21 +276,22 @@ def test_many_rows_fold(width):
     json.dumps([asdict(one) for one in found])
 
 
-def test_weights_in_the_table():
+def test_weights_in_the_table(monkeypatch):
     """A group whose tensors a link brings shows the version of each rank and its age; other groups have no column."""
     seen = group([busy(0, WAITING), busy(1, WAITING), busy(2, WAITING)])
     assert "weights" not in drawn(draw_status(seen), 160)
     ages = {0: (12, 61.0), 1: (12, 95.0), 2: (None, 0.0)}
     workers = [replace(one, weights=ages[one.rank][0], weights_age_s=ages[one.rank][1]) for one in seen.workers]
     assert "12, 1m 1s" in drawn(draw_status(group(workers)), 160)
-    folded = drawn(draw_status(group(workers), most_rows=1), 240)
+    monkeypatch.setattr(_tables, "MOST_ROWS", 1)
+    folded = drawn(draw_status(group(workers)), 240)
     assert "0-1" in folded
     assert "12, 1m 1s - 1m 35s" in folded
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["status", "--at", "dp"], ["top", "-n", "0"], ["why", "--after", "x"], ["groups", "--at"]],
+    [[], ["fly"], ["status", "--at", "dp"], ["why", "--after", "x"], ["groups", "--at"]],
 )
 def test_usage(arguments, capsys):
     """Wrong arguments end with status 2, before anything is attached to."""
@@ -299,7 +301,7 @@ def test_usage(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "groups", "status", "top", "stacks", "why"])
+@pytest.mark.parametrize("command", ["", "groups", "status", "stacks", "why"])
 def test_help(command, capsys):
     """Help names the exit statuses."""
     with pytest.raises(SystemExit) as ended:
