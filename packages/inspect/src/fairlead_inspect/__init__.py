@@ -2,7 +2,7 @@
 """Inspection of Ray jobs: which process does a job wait for, which rank is late or dead.
 
 `python -m fairlead_inspect why` looks at any job, which needs no library of Fairlead; `look` and `diagnose` do it in a
-program. If fairlead-workergroup is installed, this package also keeps the timeline of every group, and watches groups.
+program. If fairlead-workergroup is installed, this package also keeps the timeline of every group.
 """
 
 import importlib
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ._show import fold_stacks
     from ._trace import trace
     from ._verdict.rules import diagnose
-    from ._watch import Watch, WorkerEvent, watch
 
 __version__ = "0.1.0"
 
@@ -27,20 +26,16 @@ __all__ = [
     "Snapshot",
     "StackClass",
     "Waiting",
-    "Watch",
-    "WorkerEvent",
     "diagnose",
     "fold_stacks",
     "label",
     "look",
     "trace",
-    "watch",
     "write_report",
 ]
 # Loaded when they are used: those about groups need fairlead-workergroup, and the others need Ray.
 _MODULES = {
     **dict.fromkeys(("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Waiting"), "._model"),
-    **dict.fromkeys(("Watch", "WorkerEvent", "watch"), "._watch"),
     **dict.fromkeys(("label", "look"), "._look"),
     "diagnose": "._verdict.rules",
     "fold_stacks": "._show",

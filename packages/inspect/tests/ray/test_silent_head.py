@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from fairlead_inspect import _command, trace, watch
+from fairlead_inspect import _command, trace
 from fairlead_placement import HeadTimeoutError, RayVirtualCluster
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
@@ -16,19 +16,14 @@ from fairlead_workergroup._observe import head as _head
 
 pytestmark = pytest.mark.nightly
 
-# The limit of everything that has none of its own, and of everything that the workers' agents answer.
+# The limit of everything that has none of its own, and of the commands.
 LIMIT_S, ANSWER_S = 1.0, 60.0
 COMMANDS = (["groups"], ["status"], ["stacks"], ["trace", "-o", "trace"], ["why"])
 
 
-def states(group):
-    with watch(group, interval_s=0.01):
-        return [one.state for one in group.get_worker_status()]
-
-
 @pytest.mark.usefixtures("local_ray")
 def test_every_function(monkeypatch, call_in_time, stop_process, tmp_path, capsys):
-    """What needs the head raises in time; a watch goes on, because the agents of the nodes answer it."""
+    """What needs the head raises in time."""
     for module, name in (
         (placement_head, "LEAST_S"),
         (placement_head, "ALIVE_S"),
@@ -54,7 +49,6 @@ def test_every_function(monkeypatch, call_in_time, stop_process, tmp_path, capsy
             LIMIT_S,
         )
         assert all(isinstance(one, HeadTimeoutError) for one in outcomes.values()), outcomes
-        assert call_in_time({"watch": lambda: states(group)}, ANSWER_S) == {"watch": ["idle", "idle"]}
         commands = {str(one): lambda one=one: _command.main(one) for one in COMMANDS}
         assert set(call_in_time(commands, ANSWER_S).values()) == {3}
         assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(COMMANDS)
