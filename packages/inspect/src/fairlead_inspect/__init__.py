@@ -2,7 +2,7 @@
 """Inspection of Ray jobs: which process does a job wait for, which rank is late or dead.
 
 `python -m fairlead_inspect why` looks at any job, which needs no library of Fairlead; `look` and `diagnose` do it in a
-program. If fairlead-workergroup is installed, this package also keeps the timeline of every group.
+program. If fairlead-workergroup is installed, the command line also looks at its groups.
 """
 
 import importlib
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ._model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Waiting
     from ._report import write_report
     from ._show import fold_stacks
-    from ._trace import trace
     from ._verdict.rules import diagnose
 
 __version__ = "0.1.0"
@@ -30,16 +29,14 @@ __all__ = [
     "fold_stacks",
     "label",
     "look",
-    "trace",
     "write_report",
 ]
-# Loaded when they are used: those about groups need fairlead-workergroup, and the others need Ray.
+# Loaded when they are used: they need Ray.
 _MODULES = {
     **dict.fromkeys(("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Waiting"), "._model"),
     **dict.fromkeys(("label", "look"), "._look"),
     "diagnose": "._verdict.rules",
     "fold_stacks": "._show",
-    "trace": "._trace",
     "write_report": "._report",
 }
 

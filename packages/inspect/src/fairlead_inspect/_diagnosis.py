@@ -4,7 +4,6 @@
 Workers of one group make the same calls, so those that are elsewhere than most are the ones that the others wait for.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,15 +18,12 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, find_innermost, find_method_
 from ._groups import SeenGroup, SeenWorker
 from ._show import write_ranks
 from ._stacks import write_frames
-from ._timeline import CallKey
 
 # Stopped by SIGSTOP; late: others wait for it; stuck: no progress, and all are at one place; unknown: its node did not
 # answer; starting: its constructor has not finished; driver: stopped or gone.
 Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver"]
 # Parts of the names of files in which workers wait for each other.
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
-# The moments of a call that is not in the timeline.
-_ANY_TIME = (-math.inf, math.inf)
 _WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
 
 
@@ -49,12 +45,7 @@ class Finding:
     wrong: bool = True  # otherwise it only explains
 
 
-def diagnose(
-    seen: SeenGroup,
-    *,
-    stuck_after_s: float,
-    calls: Mapping[CallKey, tuple[float, float]] | None = None,
-) -> list[Finding]:
+def diagnose(seen: SeenGroup, *, stuck_after_s: float) -> list[Finding]:
     """Return what is wrong with a group that was looked at with stacks, the most certain first."""
     findings = [
         _about("dead", [one], f"{describe(one)} is dead. {one.note}".rstrip())
@@ -63,7 +54,7 @@ def diagnose(
     ]
     findings += [_report_stopped(one) for one in seen.workers if one.stopped]
     blamed = {rank for finding in findings for rank in finding.ranks}
-    findings += _find_late(seen, stuck_after_s, blamed, calls or {})
+    findings += _find_late(seen, stuck_after_s, blamed)
     findings += _find_driver(seen)
     findings += [
         _about("unknown", [one], f"{describe(one)} did not answer: {one.note}")
@@ -137,9 +128,7 @@ def _find_driver(seen: SeenGroup) -> list[Finding]:
     return []
 
 
-def _find_late(
-    seen: SeenGroup, stuck_after_s: float, blamed: Collection[int], calls: Mapping[CallKey, tuple[float, float]]
-) -> list[Finding]:
+def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -> list[Finding]:
     """Find the workers that others wait for."""
     living = [
         one for one in seen.workers if one.state in ("busy", "stuck", "starting", "idle") and one.rank not in blamed
@@ -147,7 +136,7 @@ def _find_late(
     still = [one for one in living if one.method and one.since_progress_s >= stuck_after_s]
     if not still:
         return []
-    waiting, late = _split(still, living, calls)
+    waiting, late = _split(still, living)
     if not waiting:
         return _find_stuck(still)
     late = [one for one in late if one.state != "idle"] or late
@@ -161,15 +150,10 @@ def _find_late(
     return [_late(group, waiting, axes) for group in _by_place(late)]
 
 
-def _split(
-    still: Sequence[SeenWorker], living: Sequence[SeenWorker], calls: Mapping[CallKey, tuple[float, float]]
-) -> tuple[list[SeenWorker], list[SeenWorker]]:
+def _split(still: Sequence[SeenWorker], living: Sequence[SeenWorker]) -> tuple[list[SeenWorker], list[SeenWorker]]:
     """Return the workers that wait for others, and those that are elsewhere."""
     if any(map(_waits, still)):
-        # Of those that wait, the ones in an earlier call are late themselves.
-        known = [(one, calls.get((one.rank, one.incarnation, one.calls), _ANY_TIME)) for one in living if _waits(one)]
-        latest = max(earliest for _, (earliest, _) in known)
-        waiting = [one for one, (_, moment) in known if moment >= latest]
+        waiting = [one for one in living if _waits(one)]
     else:
         ((place, count),) = Counter(map(_position, still)).most_common(1)
         waiting = [one for one in still if _position(one) == place]

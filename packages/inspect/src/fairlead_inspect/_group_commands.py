@@ -2,12 +2,11 @@
 """The source for Fairlead's groups, and the commands that look at these alone."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Group
-from rich.text import Text
 
 from fairlead_placement.spi import Output, add_command
 from fairlead_workergroup import WorkerGroupError
@@ -15,11 +14,9 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group,
 
 from ._diagnosis import Finding, diagnose
 from ._groups import SeenGroup, look_at_groups
-from ._source import Report, new_file
+from ._source import Report
 from ._stacks import fold_stacks
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
-from ._timeline import CallKey, read_timeline
-from ._trace import write_trace
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
@@ -36,8 +33,8 @@ def add_commands(
 ) -> None:
     """Add the commands that look at groups, and the options for groups of those that look at any job."""
 
-    def add(name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
-        parser = add_command(commands, name, what, epilog=epilog, json=json)
+    def add(name: str, what: str, *, one_group: bool = True) -> argparse.ArgumentParser:
+        parser = add_command(commands, name, what, epilog=epilog, json=True)
         if one_group:
             _add_group(parser)
         return parser
@@ -47,11 +44,6 @@ def add_commands(
     status = add("status", "show what each worker of a group is doing")
     status.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
     status.set_defaults(run=_status)
-    trace = add("trace", "write the latest calls of a group as a Chrome trace, which Perfetto opens", json=False)
-    trace.add_argument(
-        "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
-    )
-    trace.set_defaults(run=_trace)
     for parser in (why, stacks):
         _add_group(parser)
     stacks.add_argument("--threads", action="store_true", help="of a group: all threads, not only the method's")
@@ -135,26 +127,10 @@ def print_stacks(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _trace(options: argparse.Namespace, output: Output) -> int:
-    timeline = read_timeline(find_group(options.group))
-    ranks = _choose_ranks(timeline.group, options.at)
-    if ranks is not None:
-        timeline = replace(timeline, workers=tuple(one for one in timeline.workers if one.worker.rank in ranks))
-    try:
-        write_trace(timeline, options.output)
-    except OSError as error:
-        raise WorkerGroupError(f"Cannot write the trace: {error}") from error
-    spans = sum(len(one.spans) for one in timeline.workers)
-    of = f"{len(timeline.workers)} of {timeline.group.sharding.size} workers"
-    text = f"Wrote {options.output}: {spans} calls of {of} and {len(timeline.requests)} of the driver."
-    output.print(Text(f"{text} Open it in https://ui.perfetto.dev."))
-    return 0
-
-
-def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[float, float]]) -> SeenGroup:
+def look_again(seen: SeenGroup, after_s: float) -> SeenGroup:
     """Look again at workers that seem late: one in a loop of its own is at times in another line than the others."""
     for _ in range(LOOKS):
-        found = diagnose(seen, stuck_after_s=after_s, calls=calls)
+        found = diagnose(seen, stuck_after_s=after_s)
         late = {rank for one in found if one.kind == "late" for rank in one.ranks}
         if not late:
             break
@@ -182,9 +158,8 @@ def report(options: argparse.Namespace) -> Report:
 
 def examine(seen: SeenGroup, after_s: float, chosen: Sequence[int] | None = None) -> tuple[SeenGroup, list[Finding]]:
     """Return a group after another look, and what is wrong with it; of chosen ranks, also what they wait for."""
-    calls = read_timeline(seen.group).find_calls()
-    seen = look_again(seen, after_s, calls)
-    findings = diagnose(seen, stuck_after_s=after_s, calls=calls)
+    seen = look_again(seen, after_s)
+    findings = diagnose(seen, stuck_after_s=after_s)
     if chosen is None:
         return seen, findings
     shown = [one for one in findings if not one.ranks or {*one.ranks, *one.waiting} & {*chosen}]

@@ -165,21 +165,6 @@ def decide():
     return done
 
 
-def check_trace(trace, running):
-    """The trace has the call that runs in each worker and an arrow to it from the driver's, and no secret."""
-    assert not any(secret in json.dumps(trace) for secret in SECRETS.values())
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    runs = [event for event in spans if event["args"].get("running")]
-    assert [event["name"] for event in runs] == ["train"] * running
-    (request,) = [event for event in spans if event["pid"] == 1]
-    assert (request["name"], request["args"]["workers"]) == ("train", 4)
-    arrows = [event for event in trace["traceEvents"] if event["ph"] == "f"]
-    assert {(event["pid"], event["tid"], event["ts"]) for event in arrows} == {
-        (event["pid"], event["tid"], event["ts"]) for event in runs
-    }
-    assert [event["args"] for event in trace["traceEvents"] if event["ph"] == "C"] == [{"step": 7}] * 4
-
-
 @pytest.mark.smoke
 def test_idle(driver):
     """A group that is well is listed with its workers, and nothing is wrong."""
@@ -200,7 +185,7 @@ def test_idle(driver):
     assert "policy" in run("groups").stdout
 
 
-def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
+def test_driver_stopped_and_worker_hung(driver, stop_process):
     """While the driver is stopped and a worker hangs in native code that holds the GIL, `why` names it."""
     driver.do("hang")
     with stop_process(driver.pid):
@@ -226,9 +211,6 @@ def test_driver_stopped_and_worker_hung(driver, tmp_path, stop_process):
         assert (most["ranks"], rest["ranks"]) == ([0, 1, 2], [3])
         assert "in barrier" in most["stacks"]
         assert "rank 3:" in run("stacks", "--group", "policy", "--threads").stdout
-        done = run("trace", "-o", str(tmp_path / "trace.json"))
-        assert (done.returncode, done.stderr) == (0, "")
-        check_trace(json.loads((tmp_path / "trace.json").read_text()), running=4)
 
 
 @pytest.mark.nightly

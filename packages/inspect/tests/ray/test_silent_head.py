@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's head (GCS) does not answer: every function and every command returns or raises in time."""
+"""Ray's head (GCS) does not answer: every command returns in time."""
 
 from types import SimpleNamespace
 
 import pytest
 import ray
 
-from fairlead_inspect import _command, trace
-from fairlead_placement import HeadTimeoutError, RayVirtualCluster
+from fairlead_inspect import _command
+from fairlead_placement import RayVirtualCluster
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import RayWorkerGroup
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.nightly
 
 # The limit of everything that has none of its own, and of the commands.
 LIMIT_S, ANSWER_S = 1.0, 60.0
-COMMANDS = (["groups"], ["status"], ["stacks"], ["trace", "-o", "trace"], ["why"])
+COMMANDS = (["groups"], ["status"], ["stacks"], ["why"])
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_every_function(monkeypatch, call_in_time, stop_process, tmp_path, capsys):
-    """What needs the head raises in time."""
+def test_every_command(monkeypatch, call_in_time, stop_process, capsys):
+    """A command about groups says that the head does not answer."""
     for module, name in (
         (placement_head, "LEAST_S"),
         (placement_head, "ALIVE_S"),
@@ -38,17 +38,9 @@ def test_every_function(monkeypatch, call_in_time, stop_process, tmp_path, capsy
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, "collections.Counter") as group,
+        RayWorkerGroup(cluster, "collections.Counter"),
         stop_process(head),
     ):
-        outcomes = call_in_time(
-            {
-                "trace": lambda: trace(group, tmp_path / "trace.json"),
-                "handle": lambda: trace(group.handle(), tmp_path / "trace.json"),
-            },
-            LIMIT_S,
-        )
-        assert all(isinstance(one, HeadTimeoutError) for one in outcomes.values()), outcomes
         commands = {str(one): lambda one=one: _command.main(one) for one in COMMANDS}
         assert set(call_in_time(commands, ANSWER_S).values()) == {3}
         assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(COMMANDS)

@@ -2,7 +2,6 @@
 """What is said about groups that were looked at from outside: the diagnosis, folded stacks and tables. Pure."""
 
 import json
-import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -15,7 +14,6 @@ from fairlead_inspect._diagnosis import diagnose
 from fairlead_inspect._groups import SeenGroup, SeenWorker
 from fairlead_inspect._stacks import fold_stacks
 from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks, draw_status
-from fairlead_inspect._timeline import Timeline
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup.spi import RegisteredGroup
 
@@ -60,8 +58,8 @@ def group(workers, mesh=MESH, driver="runs"):
     return SeenGroup(found, tuple(workers), driver, 75.0)
 
 
-def findings(workers, calls=None, **changes):
-    return diagnose(group(workers, **changes), stuck_after_s=10.0, calls=calls)
+def findings(workers, **changes):
+    return diagnose(group(workers, **changes), stuck_after_s=10.0)
 
 
 def test_late_in_the_same_method():
@@ -102,41 +100,14 @@ def test_unknown_wait():
     assert (found.kind, found.ranks) == ("late", (3,))
 
 
-# The moment of a call of all workers, of one of some workers, and of one that is not in the driver's log.
-def whole(at):
-    return at, at
-
-
-def part(at):
-    return -math.inf, at
-
-
 def test_counts_of_processes():
     """Workers that wait in the same call are not late, whatever number their processes give the call."""
     workers = [busy(0, WAITING, calls=9), busy(1, WAITING, calls=1), busy(2, WAITING, calls=5)]
-    for calls in (None, {(0, 0, 9): whole(7.0), (1, 0, 1): whole(7.0), (2, 0, 5): whole(7.0)}):
-        (found,) = findings([*workers, busy(3, WAITING)], calls)
-        assert (found.kind, found.ranks, found.wrong) == ("stuck", (0, 1, 2, 3), True)
-        assert found.text.endswith(", and no worker is elsewhere.")
-        (found,) = findings([*workers, busy(3, COMPUTING)], calls)
-        assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("rank_1", "others", "late"),
-    [
-        (whole(6.0), whole(7.0), (1,)),
-        (part(6.0), whole(7.0), (1,)),  # a call of some workers, or one that began before the later one was made
-        (part(7.5), whole(7.0), None),  # a call that is not in the log, and began later
-        (whole(6.0), part(7.0), None),  # a later call of others only
-        (part(6.0), part(7.0), None),
-    ],
-)
-def test_earlier_call(rank_1, others, late):
-    """A worker that waits in an earlier call than the others is late if the later call is of all workers."""
-    calls = {(rank, 0, 5): rank_1 if rank == 1 else others for rank in range(4)}
-    (found,) = findings([busy(rank, WAITING) for rank in range(4)], calls)
-    assert (found.kind, found.ranks) == (("stuck", (0, 1, 2, 3)) if late is None else ("late", late))
+    (found,) = findings([*workers, busy(3, WAITING)])
+    assert (found.kind, found.ranks, found.wrong) == ("stuck", (0, 1, 2, 3), True)
+    assert found.text.endswith(", and no worker is elsewhere.")
+    (found,) = findings([*workers, busy(3, COMPUTING)])
+    assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2))
 
 
 def test_last_to_wait():
@@ -148,8 +119,6 @@ def test_last_to_wait():
 
 def test_chosen_ranks(monkeypatch):
     """A selection chooses the findings that are shown; the other workers are looked at too."""
-    timeline = Timeline(group([]).group, (), (), 0.0, 0.0)
-    monkeypatch.setattr(command, "read_timeline", lambda group: timeline)
     monkeypatch.setattr(command, "look_at_groups", lambda groups, **_: [seen])
     seen = group([busy(0, WAITING), busy(1, WAITING), busy(2, WAITING), busy(3, COMPUTING)])
     for chosen in ([0, 1], [3]):  # they wait for it; it is late
@@ -180,7 +149,7 @@ def test_polling_worker(monkeypatch):
     stacks = [OWN_WAIT, polling, OWN_WAIT, COMPUTING, OWN_WAIT, OWN_WAIT, OWN_WAIT, OWN_WAIT]
     seen = group([busy(rank, there, mesh=wide) for rank, there in enumerate(stacks)], mesh=wide)
     assert [one.ranks for one in diagnose(seen, stuck_after_s=10.0)] == [(1,), (3,)]
-    again = command.look_again(seen, 10.0, {})
+    again = command.look_again(seen, 10.0)
     assert asked == [{1, 3}, {3}]
     (found,) = diagnose(again, stuck_after_s=10.0)
     assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2, 4, 5, 6, 7))

@@ -101,7 +101,7 @@ def test_report_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     path = f"{tmp_path}/{name}"
     monkeypatch.setattr(_command, "look_here", lambda **_: pytest.fail("it looked"))
-    for command in (["why", "--here", "--report", path], ["trace", "-o", path]):
+    for command in (["why", "--here", "--report", path], ["timeline", "-o", path]):
         with pytest.raises(SystemExit) as ended:
             _command.main(command)
         assert ended.value.code == 2
