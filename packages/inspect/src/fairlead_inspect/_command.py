@@ -18,7 +18,6 @@ from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement.spi import Output, add_command, ask_head, attach, run_command
 
 from ._chrome import write_file
-from ._doctor import assess, draw_abilities
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._job_trace import make_job_trace
 from ._model import Snapshot
@@ -41,7 +40,7 @@ from ._verdict.rules import AFTER_S, diagnose, exit_status
 _EPILOG = """\
 exit status:
   0  done; for `why`: nothing is wrong
-  1  `why` found what others wait for, or something wrong with a group; `doctor` found what cannot be read
+  1  `why` found what others wait for, or something wrong with a group
   2  the arguments are wrong
   3  the cluster cannot be reached, wants another token or did not answer, or there is no such job or group
   4  `why` cannot decide: something does not move, or a part that matters could not be read
@@ -120,8 +119,6 @@ def _make_parser() -> argparse.ArgumentParser:
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move").set_defaults(run=_ps)
     stacks = _add(commands, "stacks", "show where processes stand, equal positions once with their ranks")
     stacks.set_defaults(run=_stacks)
-    doctor = _add(commands, "doctor", "say what a look can read on each node, and what keeps it from more")
-    doctor.set_defaults(run=_doctor)
     timeline = _add(
         commands, "timeline", "write the calls and tasks of all jobs as a Chrome trace", here=False, json=False
     )
@@ -215,16 +212,6 @@ def _stacks(options: argparse.Namespace, output: Output) -> int:
     else:
         output.print(draw_stacks(classes))
     return 0
-
-
-def _doctor(options: argparse.Namespace, output: Output) -> int:
-    snapshot = _look(options)
-    nodes = assess(snapshot)
-    if options.json:
-        output.print_json(clean_all({"schema": SCHEMA, "nodes": list(map(asdict, nodes)), "notes": snapshot.notes}))
-    else:
-        output.print(draw_abilities(nodes, snapshot.notes))
-    return int(any(one.faults for one in nodes))
 
 
 def _timeline(options: argparse.Namespace, output: Output) -> int:
