@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import Need, add_state, check_calls, record_span
+from fairlead_workergroup.spi import Need, add_state, check_calls
 
 from ._attempt import Attempt
 from ._bounded import BoundedAttempt
@@ -209,7 +209,7 @@ class Link:
                 f"delta={delta!r} keeps more in each source rank than this link allows, max_bytes_in_flight="
                 f"{self._router.exchange.most:,}: send without delta=, or make a link without the bound"
             )
-        with self._turn(timeout, version) as deadline, self._span(version):
+        with self._turn(timeout, version) as deadline:
             if not again and self._version is not None and version <= self._version:
                 raise ValueError(
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
@@ -249,8 +249,8 @@ class Link:
         if self._version is None:
             raise ValueError(f"{self!r}: nothing has been sent yet; call send first")
         # The version is read in the turn: another thread may send until then.
-        with self._turn(timeout, self._version) as deadline, self._span(version := self._version):
-            began = time.monotonic()
+        with self._turn(timeout, self._version) as deadline:
+            version, began = self._version, time.monotonic()
             states = self._states.read()
             chosen = {rank for rank, state in states.items() if state != version} if ranks is None else set(ranks)
             if wrong := sorted(chosen - set(states)):
@@ -370,10 +370,6 @@ class Link:
             delta=delta,
             stale=stale or {},
         )
-
-    def _span(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """Return the span of a transfer in the traces of both groups."""
-        return record_span(f"transfer of version {version}", self._source.group, self._target.group)
 
     @contextlib.contextmanager
     def _turn(self, timeout: float, version: int) -> Iterator[float]:

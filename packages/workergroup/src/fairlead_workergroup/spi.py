@@ -10,7 +10,7 @@ group before its workers start, and each handle.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,7 +91,6 @@ __all__ = [
     "read_members",
     "read_records",
     "record_html",
-    "record_span",
     "send_function",
     "start_tick",
     "state_of",
@@ -234,30 +233,6 @@ def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
     """Keep requests that have not started from starting; what their workers run goes on."""
     if requests:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
-
-
-@contextlib.contextmanager
-def record_span(name: str, *groups: RayWorkerGroup) -> Iterator[None]:
-    """Show what a block does with some groups, such as a transfer, as a span in their traces.
-
-    Args:
-        name: the name of the span; it is cut off after 64 bytes.
-        groups: the groups, which this process has made.
-
-    Raises:
-        WorkerGroupError: a group, or its Ray, has been shut down.
-    """
-    senders = dict.fromkeys(_sender(group) for group in groups)
-    for sender in senders:
-        sender.roster.check_alive()
-    began, failed = time.monotonic(), True
-    spans = {sender.observed: sender.observed.begin(name, began, ()) for sender in senders}
-    try:
-        yield
-        failed = False
-    finally:
-        for observed, number in spans.items():
-            observed.end([number], failed=failed)
 
 
 def observe_calls(group: RayWorkerGroup | GroupHandle, observer: CallObserver) -> None:

@@ -168,7 +168,7 @@ class Observed(spi.CallObserver):
 
 
 def test_extension(gate, caplog):
-    """An extension observes the calls and spans of a group from its start, and runs code in its workers.
+    """An extension observes the calls of a group from its start, and runs code in its workers.
 
     One that cannot be imported, and one that fails, are reported once, and others go on.
     """
@@ -203,16 +203,13 @@ def test_extension(gate, caplog):
         RayWorkerGroup(cluster, Worker) as group,
     ):
         assert group.call(lambda worker: os.environ["CALLS"]).result() == ["1"]  # the constructor
-        with spi.record_span("transfer", group):
-            pass
-        assert observed.told[1:] == [(1, False), ("transfer", 0), (3, False)]
         late = group.handle().call(wait_for, gate, timeout=0.1)
         with pytest.raises(CallTimeoutError) as caught:
             late.result()
         assert caught.value.__notes__[-1] == "as the observer says"
         gate.touch()
         late.wait()
-        assert len(observed.told) == 4
+        assert len(observed.told) == 2
         kill(group, 0)
         with pytest.raises(WorkerFailureError) as lost:
             group.call("value").result()
