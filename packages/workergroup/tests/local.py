@@ -25,10 +25,6 @@ class Group(LocalGroup):
         """Return what `spi.observe_workers` returns for a group of processes."""
         return spi.Observer(self._sender.roster)
 
-    def observe_calls(self, observer: spi.CallObserver) -> None:
-        """Do what `spi.observe_calls` does for a group of processes."""
-        self._sender.observed.observe(observer)
-
     def lose(self, rank: int) -> None:
         """Let the group know that a worker is lost."""
         lost = spi.decide(self._sender.roster.now[rank].process, [spi.Evidence("process", "gone")])

@@ -2,10 +2,8 @@
 """The interface for packages that are built on fairlead-workergroup, besides the names that users need.
 
 These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
-moment, send a function to single workers, and collect what they reply by a deadline. Extensions, as fairlead-inspect is
-one, also observe the calls and changes of groups, run code in their workers, and look at groups of other processes. The
-entry point group ``fairlead_workergroup.extensions`` names their functions `extend(group, group_id)`, which get each
-group before its workers start, and each handle.
+moment, send a function to single workers, and collect what they reply by a deadline. fairlead-inspect also hears of
+changes of groups, and looks at groups of other processes.
 """
 
 import contextlib
@@ -23,7 +21,6 @@ from ._group import RayWorkerGroup
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
-from ._observe.calls import CallObserver
 from ._observe.display import record_html
 from ._observe.evidence import judge_errors, read_deaths
 from ._observe.head import alive_nodes, drain_deadlines, process_is_alive
@@ -43,7 +40,6 @@ from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
-    "CallObserver",
     "Evidence",
     "Member",
     "Message",
@@ -80,13 +76,10 @@ __all__ = [
     "look_at_process",
     "look_from_outside",
     "make_memory_file",
-    "observe_calls",
     "observe_workers",
-    "on_worker_start",
     "open_memory_file",
     "ownership_of",
     "process_is_alive",
-    "publication_of",
     "read_deaths",
     "read_members",
     "read_records",
@@ -235,28 +228,6 @@ def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
 
 
-def observe_calls(group: RayWorkerGroup | GroupHandle, observer: CallObserver) -> None:
-    """Let an observer see the calls that this process makes with a group. It must not refer to the group.
-
-    Raises:
-        ValueError: they are observed already.
-    """
-    _sender(group).observed.observe(observer)
-
-
-def on_worker_start(group: RayWorkerGroup, function: Callable[[list[Any], list[Any]], object]) -> None:
-    """Run a function in each worker that a group starts from now on, before the class of the user is imported.
-
-    It gets two lists, and may add functions to them. Those of the first are called when a method has ended. They get
-    the number of the call, the number of the method, start and end by `time.monotonic`, the seconds in
-    `current_worker().waiting()`, whether it failed, and the id of the task. The last argument is the version of the
-    weights when it began, or -1. Those of the second are called with the time and the step of each report of a step.
-    The function is pickled here, and needs nothing of its package in the workers if that is registered with
-    `ray.cloudpickle.register_pickle_by_value`.
-    """
-    _sender(group).roster.on_start += (ray.cloudpickle.dumps(function),)
-
-
 def observe_workers(group: RayWorkerGroup) -> Observer:
     """Return what looks at the workers of a group without keeping the group alive."""
     return Observer(_sender(group).roster)
@@ -316,13 +287,6 @@ def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Calla
             del shown[key]
 
     return end
-
-
-def publication_of(group: RayWorkerGroup | GroupHandle) -> Callable[[], RegisteredGroup]:
-    """Return the function that reads what a group publishes for other processes; it does not keep the group alive."""
-    sender = _sender(group)
-    sender.roster.check_connected()
-    return sender.read_group
 
 
 def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:

@@ -50,8 +50,6 @@ class Roster:
         self._made_on = connection()
         # Those who watch the group: each with its listener, and what closes it within some seconds.
         self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
-        # Functions that new workers run, pickled; see `spi.on_worker_start`.
-        self.on_start: tuple[bytes, ...] = ()
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
         # It protects the members and the actors, which change together, and the standbys, which become members.
