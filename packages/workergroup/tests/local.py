@@ -22,7 +22,7 @@ class Group(LocalGroup):
         return self._sender.late_workers(range(self.world_size))
 
     def observe(self) -> spi.Observer:
-        """Return what `spi.observe_workers` returns for a group of processes."""
+        """Return what looks at the workers, as in a group of processes."""
         return spi.Observer(self._sender.roster)
 
     def lose(self, rank: int) -> None:

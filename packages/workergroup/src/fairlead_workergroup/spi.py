@@ -2,8 +2,8 @@
 """The interface for packages that are built on fairlead-workergroup, besides the names that users need.
 
 These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
-moment, send a function to single workers, and collect what they reply by a deadline. fairlead-inspect also hears of
-changes of groups, and looks at groups of other processes.
+moment, send a function to single workers, and collect what they reply by a deadline. They also look at groups of other
+processes.
 """
 
 import contextlib
@@ -19,22 +19,19 @@ from ._calls.route import Site
 from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
 from ._membership.judge import Evidence, decide
-from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
+from ._membership.model import Member, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
-from ._observe.display import record_html
 from ._observe.evidence import judge_errors, read_deaths
-from ._observe.head import alive_nodes, drain_deadlines, process_is_alive
-from ._observe.observer import STUCK_AFTER_S, Observer, check_seconds
-from ._observe.publications import RegisteredGroup, RegisteredWorker, find_group, find_groups
+from ._observe.head import alive_nodes, process_is_alive
+from ._observe.observer import STUCK_AFTER_S, Observer
+from ._observe.publications import RegisteredGroup, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers
 from ._observe.status import State, state_of
 from ._observe.stuck import find_innermost, find_method_frames
 from ._ray_private import actor_id_of, ownership_of
 from ._remote.outside import look_at_process, look_from_outside
-from ._remote.process import make_memory_file, open_memory_file, start_tick
-from ._remote.progress import read_records
+from ._remote.process import start_tick
 from ._remote.references import borrow, dump, dump_error
-from ._transport.futures import task_of_future
 from ._transport.messages import Message, MessageStream, Transport
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
@@ -45,10 +42,8 @@ __all__ = [
     "Message",
     "MessageStream",
     "Need",
-    "Notice",
     "Observer",
     "RegisteredGroup",
-    "RegisteredWorker",
     "Reply",
     "Resize",
     "STUCK_AFTER_S",
@@ -63,10 +58,8 @@ __all__ = [
     "borrow",
     "cancel",
     "check_calls",
-    "check_seconds",
     "collect",
     "decide",
-    "drain_deadlines",
     "dump",
     "dump_error",
     "find_group",
@@ -75,21 +68,14 @@ __all__ = [
     "find_method_frames",
     "look_at_process",
     "look_from_outside",
-    "make_memory_file",
-    "observe_workers",
-    "open_memory_file",
     "ownership_of",
     "process_is_alive",
     "read_deaths",
     "read_members",
-    "read_records",
-    "record_html",
     "send_function",
     "start_tick",
     "state_of",
     "stream_function",
-    "subscribe",
-    "task_of_future",
     "wait_for_turn",
 ]
 
@@ -226,22 +212,6 @@ def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
     """Keep requests that have not started from starting; what their workers run goes on."""
     if requests:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
-
-
-def observe_workers(group: RayWorkerGroup) -> Observer:
-    """Return what looks at the workers of a group without keeping the group alive."""
-    return Observer(_sender(group).roster)
-
-
-def subscribe(
-    group: RayWorkerGroup, listener: Callable[[Notice], object], close: Callable[[float], object]
-) -> Callable[[], None]:
-    """Let a listener hear of resizes, replacements and standbys of a group; return the function that ends that.
-
-    Neither function may wait for the group. `close` is called when the group begins to end, with the seconds that it
-    may take.
-    """
-    return _add(_sender(group).roster.watchers, (listener, close))
 
 
 def check_calls(

@@ -28,9 +28,10 @@ from fairlead_workergroup._remote.progress import (
     look,
     open_record,
     read_record,
+    read_records,
     write_cancelled,
 )
-from fairlead_workergroup.spi import read_records, start_tick
+from fairlead_workergroup.spi import start_tick
 
 # Looks at a process that writes all the time: a sample of the moments at which a look can come.
 LOOKS = 100 * int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))
