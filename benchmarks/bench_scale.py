@@ -109,9 +109,7 @@ def simulated_rows() -> Iterator[Row]:
     assert len(statuses) == count
     assert {status.state for status in statuses} == {"idle"}
     requests, moved = agents.requests, agents.bytes_moved / count
-    yield Row(
-        "simulated: a look of the watch at them: requests", f"{requests:,}", "one a node", requests == SIMULATED_NODES
-    )
+    yield Row("simulated: a look at them: requests", f"{requests:,}", "one a node", requests == SIMULATED_NODES)
     yield Row("  simulated: bytes there and back, per worker", f"{moved:.0f}", "under 100", moved < 100)
 
 

@@ -21,7 +21,6 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_inspect._remote.ring import CALL, CALLS_FILE, make_ring, start_rings
 from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
@@ -208,20 +207,12 @@ def _start_rows() -> Iterator[Row]:
 def _record_rows() -> Iterator[Row]:
     """Measure the cost of a worker's record at each call."""
     record = Record(["__init__", "step"])
-    record.extend([ray.cloudpickle.dumps(start_rings)])  # as with fairlead-inspect installed
 
     def call() -> None:
         record.end(record.begin(1))
 
     (timing,) = interleaved(call, repeats=100, calls=1_000)
     yield Row("what a worker's record costs a call", str(timing), "at most 2 us", timing.median <= 2e-6)
-    add = make_ring(CALLS_FILE, CALL)
-
-    def keep() -> None:
-        add(1, 1, 1.0, 2.0, 0.0, False, b"t" * 24)
-
-    (timing,) = interleaved(keep, repeats=100, calls=1_000)
-    yield Row("of that, to keep the finished call", str(timing), "at most 0.5 us", timing.median <= 0.5e-6)
 
 
 def _loss_rows() -> Iterator[Row]:

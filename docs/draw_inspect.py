@@ -21,7 +21,7 @@ import fairlead_workergroup
 from fairlead_inspect._diagnosis import diagnose
 from fairlead_inspect._groups import SeenGroup, look_at_groups
 from fairlead_inspect._stacks import fold_stacks
-from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks, draw_status
+from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup
@@ -106,7 +106,6 @@ def main() -> None:
         found = [find_group("policy")]
         (seen,) = look_at_groups(found, stuck_after_s=300.0)
         save("groups", draw_groups([seen]), 100)
-        save("top", draw_status(seen), 100)
         (seen,) = look_at_groups(found, stuck_after_s=10.0, dump=True)
         seen = with_usual_paths(seen)
         save("why", draw_findings(seen, diagnose(seen, stuck_after_s=10.0)), 100)

@@ -37,7 +37,7 @@ def test_simulated_cluster(monkeypatch):
     rows = {row.what.strip(): row for row in bench.simulated_rows()}
     for what in (
         "simulated: requests that wait for the head at a time",
-        "simulated: a look of the watch at them: requests",
+        "simulated: a look at them: requests",
         "simulated: bytes there and back, per worker",
     ):
         assert rows[what].ok, rows[what]

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of links over several nodes. The nodes are raylets that share one address."""
 
-import json
-
 import numpy as np
 import pytest
 
-from fairlead_inspect import trace
 from fairlead_placement import RayVirtualCluster
 from fairlead_transfer import Link, LocalTensor
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
@@ -58,21 +55,3 @@ def test_link_over_two_nodes(two_nodes):
             assert report.bytes_moved == 4 * 8 * 1000 * 8
             assert report.bytes_between_nodes == 8 * 1000 * 8
             assert "different nodes" in str(link.explain())
-
-
-def test_trace(two_nodes, tmp_path):
-    """A transfer is a span in the traces of both groups, beside their calls."""
-    with RayVirtualCluster([1, 1], use_gpus=False) as cluster:
-        slots = cluster.slots()
-        with (
-            RayWorkerGroup(slots[:1], RayWorkerBuilder(Rows, 1)) as source,
-            RayWorkerGroup(slots[1:], RayWorkerBuilder(Rows, 1)) as target,
-            Link(source, target, source="weights", target="weights") as link,
-        ):
-            link.send(77, timeout=60)
-            for group in (source, target):
-                trace(group, tmp_path / "trace.json")
-                events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-                (span,) = [one for one in events if one["ph"] == "X" and one["name"] == "transfer of version 77"]
-                assert (span["cat"], span["args"]) == ("transfer", {"workers": 0, "failed": False})
-                assert span["dur"] > 0

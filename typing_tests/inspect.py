@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Literal, assert_type
 
 import fairlead_inspect as fi
-from fairlead_inspect.otel import export_spans
-from fairlead_workergroup import GroupHandle, RayWorkerGroup, StuckWorker
 
 
 def look_at_any_job(path: Path) -> None:
@@ -29,22 +27,3 @@ def look_at_any_job(path: Path) -> None:
     assert_type(fi.label(rank=3, group="policy", world_size=8, coords={"dp": 1}), dict[str, str])
     fi.look(None)  # type: ignore[arg-type]
     fi.label(3, "policy")  # type: ignore[call-arg]
-
-
-def watch_a_group(group: RayWorkerGroup, handle: GroupHandle) -> None:
-    def on_event(event: fi.WorkerEvent) -> None:
-        assert_type((event.rank, event.method, event.message), tuple[int, str | None, str])
-        assert_type(event.stuck, StuckWorker | None)
-
-    with fi.watch(group, 5, 300, on_event, slow_after_s=60) as watching:
-        assert_type(watching, fi.Watch)
-    fi.watch(group, on_event=lambda: None)  # type: ignore[misc, arg-type]
-    fi.watch(handle)  # type: ignore[arg-type]
-
-
-def trace_a_group(group: RayWorkerGroup, handle: GroupHandle) -> None:
-    assert_type(fi.trace(handle, "trace.json"), None)
-    assert_type(fi.stragglers(group, "step"), fi.StragglerReport)
-    assert_type(fi.stragglers(handle).stragglers, tuple[fi.WorkerTiming, ...])
-    assert_type(export_spans(group), int)
-    fi.trace(group)  # type: ignore[call-arg]

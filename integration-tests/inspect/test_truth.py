@@ -165,7 +165,7 @@ def test_planted(cluster, case):
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [*NCCL_HANGS, *NCCL_OPEN])
 def test_planted_on_gpu(cluster, case):
-    """The same with ranks that reduce with NCCL, whose RAS and flight recorder count collectives."""
+    """The same with ranks that reduce with NCCL, whose flight recorder counts collectives."""
     torch = pytest.importorskip("torch", reason="the jobs use torch's NCCL")
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU that torch can use")

@@ -47,9 +47,6 @@ class Trainer:
         with current_worker().waiting():
             time.sleep(600)
 
-    def quick(self, seconds):
-        time.sleep(seconds)
-
 
 def hung_job():
     """A driver with a group over all hosts, of which rank 5 hangs."""
@@ -59,8 +56,6 @@ def hung_job():
             cluster, Trainer, name_prefix="policy", sharding_annotations=NamedSharding.from_shape(dp=4, tp=2)
         ) as group,
     ):
-        for _ in range(10):
-            group.call("quick", 0.01).result()
         yield os.getpid()
         call = group.call("train", "secret-in-an-argument", 5)
         while any(one.method != "train" or one.since_progress_s < 1.1 for one in group.get_worker_status()):
@@ -69,8 +64,8 @@ def hung_job():
         call.cancel(force=True)
 
 
-def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
-    """While the driver is stopped, `why`, `stacks` and `trace` work over hosts whose clocks are seconds apart."""
+def test_hung_over_hosts(namespaces, shifted, stop_process):
+    """While the driver is stopped, `why` and `stacks` work over hosts whose clocks are seconds apart."""
     with Hosts() as hosts:
         hosts.start_host(num_cpus=0)
         for env in (None, {"PYTHONPATH": shifted}):
@@ -81,32 +76,10 @@ def test_hung_over_hosts(namespaces, shifted, tmp_path, stop_process):
             with stop_process(pid):
                 why = hosts.run("fairlead_inspect", "why", "--after", "1", "--json")
                 stacks = hosts.run("fairlead_inspect", "stacks", "--group", "policy", "--json")
-                trace = hosts.run("fairlead_inspect", "trace", "-o", str(tmp_path / "trace.json"))
-    for done, status in ((why, 1), (stacks, 0), (trace, 0)):
+    for done, status in ((why, 1), (stacks, 0)):
         assert (done.returncode, done.stderr) == (status, "")
         assert "secret" not in done.stdout
     late, stopped = json.loads(why.stdout)["groups"][0]["findings"]
     assert (late["kind"], late["ranks"], late["coords"]) == ("late", [5], {"dp": 2, "tp": 1})
     assert stopped["kind"] == "driver"
     assert [one["ranks"] for one in json.loads(stacks.stdout)["stacks"]] == [[0, 1, 2, 3, 4, 6, 7], [5]]
-    check_nesting(json.loads((tmp_path / "trace.json").read_text()))
-
-
-def check_nesting(trace):
-    """Each call of the driver contains the calls of its workers on all hosts, up to the error of the clocks."""
-    events = trace["traceEvents"]
-    error = trace["otherData"]["clock_error_us"]
-    assert max(error.values()) < AHEAD_S * 1e6 / 2
-    requests = {one["ts"]: one for one in events if one["ph"] == "X" and one["pid"] == 1 and one["name"] == "quick"}
-    assert len(requests) == 10
-    spans = {(one["pid"], one["tid"], one["ts"]): one for one in events if one["ph"] == "X"}
-    begins = {one["id"]: one["ts"] for one in events if one["ph"] == "s"}
-    nested = 0
-    for arrow in (one for one in events if one["ph"] == "f"):
-        span = spans[arrow["pid"], arrow["tid"], arrow["ts"]]
-        if (request := requests.get(begins[arrow["id"]])) is not None:
-            allowed = error["driver"] + error[str(span["args"]["rank"])]
-            assert request["ts"] - allowed <= span["ts"]
-            assert span["ts"] + span["dur"] <= request["ts"] + request["dur"] + allowed
-            nested += 1
-    assert nested == 80

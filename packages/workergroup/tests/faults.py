@@ -6,13 +6,11 @@ it is given.
 """
 
 import contextlib
-import importlib.metadata
 import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ from fairlead_workergroup._membership import judge, machine
 from fairlead_workergroup._observe import (
     display,
     evidence,
-    extensions,
     head,
     memory,
     observer,
@@ -423,16 +420,3 @@ def leave_late_errors(count: int, looking: threading.Event) -> Callable[[], int]
     errors._late.append(late)
     errors._rounds.start()
     return lambda: len(late._refs)
-
-
-@contextlib.contextmanager
-def installed_extensions(**loads: Callable[[], Callable[[Any, str], object]]) -> Iterator[None]:
-    """Let installed packages name extensions of groups, given as functions that import them."""
-    entries = [SimpleNamespace(value=f"package:{name}", load=load) for name, load in loads.items()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.metadata, "entry_points", lambda group: entries)
-        extensions.load_extensions.cache_clear()
-        try:
-            yield
-        finally:
-            extensions.load_extensions.cache_clear()

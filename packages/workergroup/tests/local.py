@@ -22,12 +22,8 @@ class Group(LocalGroup):
         return self._sender.late_workers(range(self.world_size))
 
     def observe(self) -> spi.Observer:
-        """Return what `spi.observe_workers` returns for a group of processes."""
+        """Return what looks at the workers, as in a group of processes."""
         return spi.Observer(self._sender.roster)
-
-    def observe_calls(self, observer: spi.CallObserver) -> None:
-        """Do what `spi.observe_calls` does for a group of processes."""
-        self._sender.observed.observe(observer)
 
     def lose(self, rank: int) -> None:
         """Let the group know that a worker is lost."""

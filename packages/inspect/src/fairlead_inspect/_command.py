@@ -9,24 +9,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
 from fairlead_placement import HeadTimeoutError, PlacementError
-from fairlead_placement.spi import Output, add_command, ask_head, attach, head_deadline, run_command
+from fairlead_placement.spi import Output, add_command, ask_head, attach, run_command
 
 from ._chrome import write_file
-from ._doctor import assess, draw_abilities
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._job_trace import make_job_trace
-from ._live import Picture, View, show_live
 from ._model import Snapshot
 from ._ray_private import read_spans
 from ._report import draw_report
 from ._show import (
-    NO_JOB,
     SCHEMA,
     clean_all,
     draw_findings,
@@ -37,13 +34,13 @@ from ._show import (
     list_processes,
     to_json,
 )
-from ._source import new_file, positive, seconds
+from ._source import new_file, seconds
 from ._verdict.rules import AFTER_S, diagnose, exit_status
 
 _EPILOG = """\
 exit status:
   0  done; for `why`: nothing is wrong
-  1  `why` found what others wait for, or something wrong with a group; `doctor` found what cannot be read
+  1  `why` found what others wait for, or something wrong with a group
   2  the arguments are wrong
   3  the cluster cannot be reached, wants another token or did not answer, or there is no such job or group
   4  `why` cannot decide: something does not move, or a part that matters could not be read
@@ -122,12 +119,6 @@ def _make_parser() -> argparse.ArgumentParser:
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move").set_defaults(run=_ps)
     stacks = _add(commands, "stacks", "show where processes stand, equal positions once with their ranks")
     stacks.set_defaults(run=_stacks)
-    top = _add(commands, "top", "show what all processes do, again and again until Ctrl-C or q", json=False)
-    top.add_argument("-n", type=positive, default=None, metavar="N", help="print so many times, then end")
-    top.add_argument("--interval", type=seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
-    top.set_defaults(run=_top)
-    doctor = _add(commands, "doctor", "say what a look can read on each node, and what keeps it from more")
-    doctor.set_defaults(run=_doctor)
     timeline = _add(
         commands, "timeline", "write the calls and tasks of all jobs as a Chrome trace", here=False, json=False
     )
@@ -136,7 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     timeline.set_defaults(run=_timeline, here=False)
     if groups is not None:
-        groups.add_commands(commands, why=why, stacks=stacks, top=top, epilog=_EPILOG)
+        groups.add_commands(commands, why=why, stacks=stacks, epilog=_EPILOG)
     return parser
 
 
@@ -152,9 +143,9 @@ def _add(commands: Any, name: str, what: str, *, here: bool = True, json: bool =
     return parser
 
 
-def _look(options: argparse.Namespace, *, quiet: bool = False) -> Snapshot:
+def _look(options: argparse.Namespace) -> Snapshot:
     text = f"Looking at processes, for about {options.timeout:g} s at most"
-    with contextlib.nullcontext() if quiet else _show_wait(text):
+    with _show_wait(text):
         if options.here:
             return look_here(window_s=options.window, timeout_s=options.timeout)
         snapshot = look_at_cluster(options.job, window_s=options.window, timeout_s=options.timeout)
@@ -212,35 +203,6 @@ def _ps(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _top(options: argparse.Namespace, output: Output) -> int:
-    source = None if options.here else find_groups_source()
-
-    def look(first: bool) -> Picture:
-        claimed = frozenset[str]()
-        draw_groups: Picture | None = None
-        with head_deadline(None if first else 2 * options.interval):
-            if source is not None:
-                claimed, draw_groups = source.look_live(options)
-                if draw_groups is not None and (options.group is not None or options.at):
-                    return draw_groups
-            snapshot = _look(options, quiet=not first)
-        rows = [one for one in list_processes(snapshot) if one[0]["actor"] not in claimed]
-
-        def draw(view: View) -> RenderableType:
-            if view.stacks:
-                return draw_stacks(fold_stacks(snapshot))
-            if not snapshot.jobs:
-                return Text(NO_JOB)
-            others = min(len(rows), view.rows // 2 if claimed else view.rows)
-            table = draw_processes(rows, order=view.order, most_rows=others, one_line=view.on_screen)
-            groups = [draw_groups(replace(view, rows=view.rows - others))] if draw_groups is not None else []
-            return Group(table, *groups, draw_gaps(snapshot))
-
-        return draw
-
-    return show_live(look, output, times=options.n, interval_s=options.interval)
-
-
 def _stacks(options: argparse.Namespace, output: Output) -> int:
     if getattr(options, "group", None) is not None or getattr(options, "at", None):
         return int(find_groups_source().print_stacks(options, output))
@@ -250,16 +212,6 @@ def _stacks(options: argparse.Namespace, output: Output) -> int:
     else:
         output.print(draw_stacks(classes))
     return 0
-
-
-def _doctor(options: argparse.Namespace, output: Output) -> int:
-    snapshot = _look(options)
-    nodes = assess(snapshot)
-    if options.json:
-        output.print_json(clean_all({"schema": SCHEMA, "nodes": list(map(asdict, nodes)), "notes": snapshot.notes}))
-    else:
-        output.print(draw_abilities(nodes, snapshot.notes))
-    return int(any(one.faults for one in nodes))
 
 
 def _timeline(options: argparse.Namespace, output: Output) -> int:

@@ -4,7 +4,6 @@
 Workers of one group make the same calls, so those that are elsewhere than most are the ones that the others wait for.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,17 +18,12 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, find_innermost, find_method_
 from ._groups import SeenGroup, SeenWorker
 from ._show import write_ranks
 from ._stacks import write_frames
-from ._stragglers import WorkerTiming
-from ._timeline import CallKey
 
 # Stopped by SIGSTOP; late: others wait for it; stuck: no progress, and all are at one place; unknown: its node did not
-# answer; starting: its constructor has not finished; driver: stopped or gone; straggler: slower than its peers.
-Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver", "straggler"]
-MOST_STRAGGLERS = 8
+# answer; starting: its constructor has not finished; driver: stopped or gone.
+Kind = Literal["dead", "stopped", "late", "stuck", "unknown", "starting", "driver"]
 # Parts of the names of files in which workers wait for each other.
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
-# The moments of a call that is not in the timeline.
-_ANY_TIME = (-math.inf, math.inf)
 _WAITS = ("torch/distributed/", "jax/_src/distributed", "mpi4py/")
 
 
@@ -43,7 +37,7 @@ class Finding:
     axes: tuple[str, ...] = ()  # along which others wait for it
     coords: Mapping[str, int] = field(default_factory=dict)  # those that all of `ranks` have in common
     method: str | None = None
-    since_s: float = 0.0  # for how long; of a straggler, how long its method takes
+    since_s: float = 0.0  # for how long
     where: str = ""  # the innermost frame of the method, `file:line in function`; empty if it is not known
     stacks: str = ""  # the frames of the first rank, from the innermost one to its method
     waiting: tuple[int, ...] = ()  # the ranks that wait for them
@@ -51,13 +45,7 @@ class Finding:
     wrong: bool = True  # otherwise it only explains
 
 
-def diagnose(
-    seen: SeenGroup,
-    *,
-    stuck_after_s: float,
-    stragglers: Sequence[WorkerTiming] = (),
-    calls: Mapping[CallKey, tuple[float, float]] | None = None,
-) -> list[Finding]:
+def diagnose(seen: SeenGroup, *, stuck_after_s: float) -> list[Finding]:
     """Return what is wrong with a group that was looked at with stacks, the most certain first."""
     findings = [
         _about("dead", [one], f"{describe(one)} is dead. {one.note}".rstrip())
@@ -66,27 +54,14 @@ def diagnose(
     ]
     findings += [_report_stopped(one) for one in seen.workers if one.stopped]
     blamed = {rank for finding in findings for rank in finding.ranks}
-    findings += _find_late(seen, stuck_after_s, blamed, calls or {})
+    findings += _find_late(seen, stuck_after_s, blamed)
     findings += _find_driver(seen)
     findings += [
         _about("unknown", [one], f"{describe(one)} did not answer: {one.note}")
         for one in seen.workers
         if one.state == "unknown"
     ]
-    findings += [_report_straggler(seen, one) for one in stragglers[:MOST_STRAGGLERS]]
     return findings
-
-
-def _report_straggler(seen: SeenGroup, timing: WorkerTiming) -> Finding:
-    worker = next((one for one in seen.workers if one.rank == timing.rank), SeenWorker(timing.rank, timing.coords))
-    ratio = max(timing.ratios[axis] for axis in timing.slow)
-    text = (
-        f"{describe(worker)} takes {timing.median_s * 1000:.3g} ms for {timing.method!r}, {ratio:.2f} times as long as "
-        f"its peers along {', '.join(timing.slow)} (median of {timing.calls} calls)."
-    )
-    return Finding(
-        "straggler", (timing.rank,), text, timing.slow, dict(timing.coords), timing.method, timing.median_s, wrong=False
-    )
 
 
 def describe(worker: SeenWorker) -> str:
@@ -153,9 +128,7 @@ def _find_driver(seen: SeenGroup) -> list[Finding]:
     return []
 
 
-def _find_late(
-    seen: SeenGroup, stuck_after_s: float, blamed: Collection[int], calls: Mapping[CallKey, tuple[float, float]]
-) -> list[Finding]:
+def _find_late(seen: SeenGroup, stuck_after_s: float, blamed: Collection[int]) -> list[Finding]:
     """Find the workers that others wait for."""
     living = [
         one for one in seen.workers if one.state in ("busy", "stuck", "starting", "idle") and one.rank not in blamed
@@ -163,7 +136,7 @@ def _find_late(
     still = [one for one in living if one.method and one.since_progress_s >= stuck_after_s]
     if not still:
         return []
-    waiting, late = _split(still, living, calls)
+    waiting, late = _split(still, living)
     if not waiting:
         return _find_stuck(still)
     late = [one for one in late if one.state != "idle"] or late
@@ -177,15 +150,10 @@ def _find_late(
     return [_late(group, waiting, axes) for group in _by_place(late)]
 
 
-def _split(
-    still: Sequence[SeenWorker], living: Sequence[SeenWorker], calls: Mapping[CallKey, tuple[float, float]]
-) -> tuple[list[SeenWorker], list[SeenWorker]]:
+def _split(still: Sequence[SeenWorker], living: Sequence[SeenWorker]) -> tuple[list[SeenWorker], list[SeenWorker]]:
     """Return the workers that wait for others, and those that are elsewhere."""
     if any(map(_waits, still)):
-        # Of those that wait, the ones in an earlier call are late themselves.
-        known = [(one, calls.get((one.rank, one.incarnation, one.calls), _ANY_TIME)) for one in living if _waits(one)]
-        latest = max(earliest for _, (earliest, _) in known)
-        waiting = [one for one, (_, moment) in known if moment >= latest]
+        waiting = [one for one in living if _waits(one)]
     else:
         ((place, count),) = Counter(map(_position, still)).most_common(1)
         waiting = [one for one in still if _position(one) == place]

@@ -2,12 +2,11 @@
 """The source for Fairlead's groups, and the commands that look at these alone."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import Group
 
 from fairlead_placement.spi import Output, add_command
 from fairlead_workergroup import WorkerGroupError
@@ -15,13 +14,9 @@ from fairlead_workergroup.spi import STUCK_AFTER_S, RegisteredGroup, find_group,
 
 from ._diagnosis import Finding, diagnose
 from ._groups import SeenGroup, look_at_groups
-from ._live import Picture, View
-from ._source import Report, new_file
+from ._source import Report
 from ._stacks import fold_stacks
-from ._stragglers import find_stragglers
 from ._tables import draw_findings, draw_groups, draw_stacks, draw_status
-from ._timeline import CallKey, read_timeline
-from ._trace import write_trace
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
@@ -34,13 +29,12 @@ def add_commands(
     *,
     why: argparse.ArgumentParser,
     stacks: argparse.ArgumentParser,
-    top: argparse.ArgumentParser,
     epilog: str,
 ) -> None:
     """Add the commands that look at groups, and the options for groups of those that look at any job."""
 
-    def add(name: str, what: str, *, one_group: bool = True, json: bool = True) -> argparse.ArgumentParser:
-        parser = add_command(commands, name, what, epilog=epilog, json=json)
+    def add(name: str, what: str, *, one_group: bool = True) -> argparse.ArgumentParser:
+        parser = add_command(commands, name, what, epilog=epilog, json=True)
         if one_group:
             _add_group(parser)
         return parser
@@ -48,26 +42,16 @@ def add_commands(
     groups = add("groups", "list the groups of Fairlead of all jobs", one_group=False)
     groups.set_defaults(run=_groups)
     status = add("status", "show what each worker of a group is doing")
-    _add_rows(status)
+    status.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
     status.set_defaults(run=_status)
-    trace = add("trace", "write the latest calls of a group as a Chrome trace, which Perfetto opens", json=False)
-    trace.add_argument(
-        "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
-    )
-    trace.set_defaults(run=_trace)
-    for parser in (why, stacks, top):
+    for parser in (why, stacks):
         _add_group(parser)
-    _add_rows(top)
     stacks.add_argument("--threads", action="store_true", help="of a group: all threads, not only the method's")
 
 
 def _add_group(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", metavar="NAME", help="only this group of Fairlead: name, or six digits of its id")
     parser.add_argument("--at", type=_coords, default={}, metavar="dp=1,tp=0", help="only these workers of it")
-
-
-def _add_rows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="a line for each worker, however many do the same")
 
 
 def _coords(text: str) -> dict[str, int]:
@@ -133,19 +117,6 @@ def _status(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def look_live(options: argparse.Namespace) -> tuple[frozenset[str], Picture]:
-    """Look at one group, or at all; return the ids of their actors, and what draws them."""
-    groups = find_groups() if options.group is None and not options.at else [find_group(options.group)]
-    ranks = _choose_ranks(groups[0], options.at) if options.at else None
-    seen = look_at_groups(groups, stuck_after_s=STUCK_AFTER_S, ranks=ranks) if groups else []
-
-    def draw(view: View) -> RenderableType:
-        most = max(1, view.rows // max(1, len(seen)))
-        return Group(*(draw_status(one, every=options.all, most_rows=most) for one in seen))
-
-    return _actors_of(groups), draw
-
-
 def print_stacks(options: argparse.Namespace, output: Output) -> int:
     seen = _look(options, stuck_after_s=0.0, dump=True)
     folded = fold_stacks(seen.workers, threads=options.threads)
@@ -156,26 +127,10 @@ def print_stacks(options: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _trace(options: argparse.Namespace, output: Output) -> int:
-    timeline = read_timeline(find_group(options.group))
-    ranks = _choose_ranks(timeline.group, options.at)
-    if ranks is not None:
-        timeline = replace(timeline, workers=tuple(one for one in timeline.workers if one.worker.rank in ranks))
-    try:
-        write_trace(timeline, options.output)
-    except OSError as error:
-        raise WorkerGroupError(f"Cannot write the trace: {error}") from error
-    spans = sum(len(one.spans) for one in timeline.workers)
-    of = f"{len(timeline.workers)} of {timeline.group.sharding.size} workers"
-    text = f"Wrote {options.output}: {spans} calls of {of} and {len(timeline.requests)} of the driver."
-    output.print(Text(f"{text} Open it in https://ui.perfetto.dev."))
-    return 0
-
-
-def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[float, float]]) -> SeenGroup:
+def look_again(seen: SeenGroup, after_s: float) -> SeenGroup:
     """Look again at workers that seem late: one in a loop of its own is at times in another line than the others."""
     for _ in range(LOOKS):
-        found = diagnose(seen, stuck_after_s=after_s, calls=calls)
+        found = diagnose(seen, stuck_after_s=after_s)
         late = {rank for one in found if one.kind == "late" for rank in one.ranks}
         if not late:
             break
@@ -187,11 +142,7 @@ def look_again(seen: SeenGroup, after_s: float, calls: Mapping[CallKey, tuple[fl
 
 def find_actors() -> frozenset[str]:
     """Return the ids of the actors of all groups, which this source judges by what their workers record."""
-    return _actors_of(find_groups())
-
-
-def _actors_of(groups: Sequence[RegisteredGroup]) -> frozenset[str]:
-    return frozenset(one.actor_id for group in groups for one in group.members)
+    return frozenset(one.actor_id for group in find_groups() for one in group.members)
 
 
 def report(options: argparse.Namespace) -> Report:
@@ -207,11 +158,8 @@ def report(options: argparse.Namespace) -> Report:
 
 def examine(seen: SeenGroup, after_s: float, chosen: Sequence[int] | None = None) -> tuple[SeenGroup, list[Finding]]:
     """Return a group after another look, and what is wrong with it; of chosen ranks, also what they wait for."""
-    timeline = read_timeline(seen.group)
-    calls = timeline.find_calls()
-    seen = look_again(seen, after_s, calls)
-    stragglers = find_stragglers(timeline).stragglers
-    findings = diagnose(seen, stuck_after_s=after_s, stragglers=stragglers, calls=calls)
+    seen = look_again(seen, after_s)
+    findings = diagnose(seen, stuck_after_s=after_s)
     if chosen is None:
         return seen, findings
     shown = [one for one in findings if not one.ranks or {*one.ranks, *one.waiting} & {*chosen}]

@@ -87,22 +87,19 @@ class Record:
     """The collectives of a process on one communicator, which all its members number in the same order.
 
     `begun` is the number of the last one that it has begun, and `operation` its name; `done` is that of the last one
-    that is over, or None if that is not known. `size` counts the members, or is 0. `sends` says whether a send or
-    receive is open. The record is `age_s` old, and for `stood_s` before it nothing was begun on any communicator; None
-    if that is not known, and the numbers are those of both looks. `missing` has the members that do not answer: their
-    numbers, who that is, and whether they are considered dead.
+    that is over. `size` counts the members, or is 0. `sends` says whether a send or receive is open. The record is
+    `age_s` old, and for `stood_s` before it nothing was begun on any communicator.
     """
 
     source: str
     group: str
     size: int
     begun: int
-    done: int | None
+    done: int
     operation: str = ""
     sends: bool = False
     age_s: float = 0.0
-    stood_s: float | None = None
-    missing: tuple[tuple[int, str, bool], ...] = ()
+    stood_s: float = 0.0
 
 
 @dataclass(frozen=True)

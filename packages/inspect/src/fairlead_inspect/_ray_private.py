@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
+"""Wraps every use of a Ray API that is not public, each with its reason, and its fallback if it has one."""
 
 import contextlib
 import os
@@ -21,57 +21,32 @@ _CREATION = 1
 _PLACED = ("CREATED", "REMOVED")
 # The argument of a raylet with the id of its node.
 _NODE_ID = b"--node_id="
-# The page size of the state API.
-LIMIT = 10_000
 
 
 def read_jobs(job_id: str | None = None) -> list[Job]:
     """Return the jobs that have not ended, or one of them, with their drivers; without an id none of a command.
 
     Reason: the state API needs a dashboard, and does not name the driver's worker.
-    Fallback: the state API, where commands are jobs like others.
     """
-    try:
-        from ray.core.generated.gcs_pb2 import JobTableData
+    from ray.core.generated.gcs_pb2 import JobTableData
 
-        rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
-        return [
-            Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
-            for one, driver in ((one, one.driver_address) for one in rows if not one.is_dead)
-            if (COMMAND_MARK not in one.config.metadata if job_id is None else one.job_id.hex() == job_id)
-        ]
-    except (ImportError, AttributeError, TypeError):
-        from ray.util.state import list_jobs
-
-        return [
-            Job(
-                one.job_id,
-                one.entrypoint or "",
-                int((one.driver_info or {}).get("pid") or 0),
-                "",
-                one.job_id.ljust(56, "f"),
-            )
-            for one in list_jobs(limit=LIMIT, detail=True)
-            if one.job_id and one.end_time in (None, 0) and job_id in (None, one.job_id)
-        ]
+    rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
+    return [
+        Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
+        for one, driver in ((one, one.driver_address) for one in rows if not one.is_dead)
+        if (COMMAND_MARK not in one.config.metadata if job_id is None else one.job_id.hex() == job_id)
+    ]
 
 
 def read_actors(job_id: str) -> list[Actor]:
     """Return the actors of a job, also those that are dead.
 
     Reason: the state API needs a dashboard, and takes 15 times as long.
-    Fallback: the state API.
     """
-    try:
-        from ray.core.generated.gcs_pb2 import ActorTableData
+    from ray.core.generated.gcs_pb2 import ActorTableData
 
-        table = _accessor().get_actor_table(ray.JobID.from_hex(job_id), None)
-        return [_parse_actor(ActorTableData, ActorTableData.FromString(raw)) for raw in table]
-    except (ImportError, AttributeError, TypeError):
-        from ray.util.state import list_actors
-
-        filters = [("job_id", "=", job_id)]
-        return [_from_state(one) for one in list_actors(filters=filters, limit=LIMIT, detail=True)]
+    table = _accessor().get_actor_table(ray.JobID.from_hex(job_id), None)
+    return [_parse_actor(ActorTableData, ActorTableData.FromString(raw)) for raw in table]
 
 
 def _parse_actor(kind: Any, row: Any) -> Actor:
@@ -99,90 +74,28 @@ def _parse_death(row: Any) -> Death:
     if of == "actor_died_error_context":
         reason = type(context).DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number[context.reason].name
     message = getattr(context, "error_message", "") or of.removesuffix("_context").replace("_", " ")
-    return _make_death(reason, message, row.end_time / 1e3)
-
-
-def _make_death(reason: str, message: str, at: float) -> Death:
     intended = reason in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED") or "INTENDED" in message
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     said = next(
         (line for line in lines if line.startswith("Worker exit detail")), lines[0] if lines else "unknown cause"
     )
-    return Death(said.removeprefix("Worker exit detail: ")[:300], intended, at)
-
-
-def _from_state(one: Any) -> Actor:
-    cause: Any = next(iter((one.death_cause or {}).values()), {}) if one.state == "DEAD" else None
-    death = None if cause is None else _make_death(cause.get("reason", ""), cause.get("error_message", ""), 0.0)
-    return Actor(
-        one.actor_id,
-        one.class_name or "",
-        one.job_id or "",
-        one.state,
-        one.name or "",
-        one.ray_namespace or "",
-        one.node_id or "",
-        one.pid or 0,
-        death=death,
-        resources=one.required_resources or {},
-    )
+    return Death(said.removeprefix("Worker exit detail: ")[:300], intended, row.end_time / 1e3)
 
 
 def read_calls(job_id: str) -> tuple[list[Call], frozenset[str], dict[str, float]]:
     """Return the open calls and tasks of a job, the ids of the finished ones, and when actors were created.
 
     Reason: the state API needs a dashboard, and stops at 10,000 rows.
-    Fallback: the state API, and no times of creation.
     """
-    try:
-        return _parse_events(job_id, _read_events())
-    except (ImportError, AttributeError, TypeError):
-        from ray.util.state import list_tasks
-
-        rows = list_tasks(filters=[("job_id", "=", job_id)], limit=LIMIT, detail=True, raise_on_missing_output=False)
-        finished = frozenset(one.task_id for one in rows if one.state in ("FINISHED", "FAILED"))
-        calls = [
-            Call(
-                one.task_id,
-                one.name or "",
-                one.actor_id or "",
-                one.state,
-                (one.start_time_ms or one.creation_time_ms or 0) / 1e3,
-                one.worker_pid or 0,
-                one.node_id or "",
-            )
-            for one in rows
-            if one.task_id not in finished and one.type != "ACTOR_CREATION_TASK"
-        ]
-        return calls, finished, {}
+    return _parse_events(job_id, _read_events())
 
 
 def read_spans(job_id: str) -> list[Span]:
     """Return the calls and tasks of a job that have begun, also those that are over, and each attempt of them.
 
     Reason: the state API needs a dashboard, and stops at 10,000 rows.
-    Fallback: the state API.
     """
-    try:
-        return [span for one in _read_events() if (span := _parse_span(job_id, one)) is not None]
-    except (ImportError, AttributeError, TypeError):
-        from ray.util.state import list_tasks
-
-        rows = list_tasks(filters=[("job_id", "=", job_id)], limit=LIMIT, detail=True, raise_on_missing_output=False)
-        return [
-            Span(
-                one.task_id,
-                one.name or "",
-                one.actor_id or "",
-                one.worker_pid or 0,
-                one.node_id or "",
-                one.start_time_ms / 1e3,
-                one.end_time_ms / 1e3 if one.end_time_ms else None,
-                one.state == "FAILED",
-            )
-            for one in rows
-            if one.start_time_ms
-        ]
+    return [span for one in _read_events() if (span := _parse_span(job_id, one)) is not None]
 
 
 def _parse_span(job_id: str, one: Any) -> Span | None:

@@ -31,8 +31,6 @@ _SECRETS = (
 _HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
 MOST_ROWS = 200
 NO_JOB = "No job runs on this cluster."
-# In which processes are shown: as `list_processes` has them, or by a field, the largest first.
-ORDERS = {"fleet": "", "cpu": "cpu", "memory": "memory_bytes", "last run": "last_ran_s"}
 PTRACE = (
     "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
     "the workers, or set kernel.yama.ptrace_scope to 0."
@@ -272,25 +270,17 @@ def make_table(*columns: str, flexible: Sequence[str]) -> Table:
     return table
 
 
-def draw_processes(
-    rows: Sequence[tuple[dict[str, Any], Position]],
-    *,
-    order: str = "fleet",
-    most_rows: int = MOST_ROWS,
-    one_line: bool = False,
-) -> RenderableType:
-    """Return a table with a line for each process, in one of `ORDERS`; `one_line` cuts what does not fit."""
+def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> RenderableType:
+    """Return a table with a line for each process."""
     table = make_table("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory", flexible=["at"])
-    if field := ORDERS[order]:
-        rows = sorted(rows, key=lambda one: one[0][field] or 0.0, reverse=True)
-    for row, at in rows[:most_rows]:
+    for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
         stack = at.thread.stack if at.thread else at.where
         where = write_stack(stack) or row["note"] or row["title"]
         cells = [row["fleet"] or row["class"], _rank(row), row["node"], str(row["pid"]), row["state"]]
         cells += [f"{at.kind}, {at.motion}", f"{row['cpu']:.0%}", ran, f"{row['memory_bytes'] / 2**20:.0f} MiB"]
-        table.add_row(*(Text(clean(cell)) for cell in cells), Text(clean(where), no_wrap=one_line, overflow="ellipsis"))
-    more = [Text(f"{len(rows) - most_rows} more; `ps --json` has all of them.")] if len(rows) > most_rows else []
+        table.add_row(*(Text(clean(cell)) for cell in cells), Text(clean(where), overflow="ellipsis"))
+    more = [Text(f"{len(rows) - MOST_ROWS} more; `ps --json` has all of them.")] if len(rows) > MOST_ROWS else []
     return Group(table, *more)
 
 

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from rich.console import RenderableType
 
-from ._live import Picture
-
 
 @dataclass(frozen=True)
 class Report:
@@ -31,16 +29,12 @@ class Source(Protocol):
     def report(self, options: argparse.Namespace) -> Report:
         """Return what is wrong with them; the options are those of `why`."""
 
-    def look_live(self, options: argparse.Namespace) -> tuple[frozenset[str], Picture]:
-        """Look at them; return the ids of their actors, and what draws them. The options are those of `top`."""
-
     def add_commands(
         self,
         commands: Any,
         *,
         why: argparse.ArgumentParser,
         stacks: argparse.ArgumentParser,
-        top: argparse.ArgumentParser,
         epilog: str,
     ) -> None:
         """Add commands and options of its own to the command line."""
@@ -71,10 +65,3 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
     return value
-
-
-def positive(text: str) -> int:
-    """Return an argument as a whole number above 0."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)

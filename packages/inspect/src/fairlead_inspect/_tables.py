@@ -53,10 +53,10 @@ def _number(count: int, state: str) -> Text:
     return Text(str(count), style=_STYLES[state] if count else "")
 
 
-def draw_status(seen: SeenGroup, *, every: bool = False, most_rows: int = MOST_ROWS) -> RenderableType:
-    """Return a table with a line for each worker; of more than `most_rows`, one for those that do the same."""
+def draw_status(seen: SeenGroup, *, every: bool = False) -> RenderableType:
+    """Return a table with a line for each worker; of more than `MOST_ROWS`, one for those that do the same."""
     alike = [[worker] for worker in seen.workers]
-    if not every and len(alike) > most_rows:
+    if not every and len(alike) > MOST_ROWS:
         alike = _fold(seen.workers)
     columns = ["rank", "at", "node", "pid", "state", "method", "for", "step", "memory"]
     has_weights = any(one.weights is not None for one in seen.workers)

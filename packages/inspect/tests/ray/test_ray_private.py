@@ -99,7 +99,7 @@ def test_commands_are_no_jobs(job):
 
 
 def test_tables(job, eventually):
-    """The tables of jobs, actors and calls, read by the accessor and by what takes its place without it."""
+    """The tables of jobs, actors and calls, read by the accessor."""
     one, pending = Sleeper.remote(), Sleeper.options(resources={NEVER: 1}).remote()
     ray.get(one.ready.remote())
     calls = [one.sleep.remote(60), pending.ready.remote()]

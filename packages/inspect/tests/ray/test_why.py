@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`why`, `ps`, `stacks` and `top` on a job that is hand-written, in a Ray of its own."""
+"""`why`, `ps` and `stacks` on a job that is hand-written, in a Ray of its own."""
 
 import contextlib
 import json
@@ -134,18 +134,6 @@ def test_timeline(job, tmp_path):
     assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 2
 
 
-def test_doctor(job):
-    """`doctor` shows what a look reads on each node; here it reads all."""
-    deadline = time.monotonic() + DEADLINE_S
-    while (done := run(job, "doctor", "--json", "--timeout", "60")).returncode == 1 and time.monotonic() < deadline:
-        pass  # the machine was too busy
-    (node,) = json.loads(done.stdout)["nodes"]
-    assert (done.returncode, node["answer"], node["faults"]) == (0, "answered", [])
-    assert node["stacks"] == node["clocks"] == node["processes"] >= 3
-    heading = run(job, "doctor", "--timeout", "60").stdout.splitlines()[0]
-    assert heading.split() == ["node", "answer", "processes", "stacks", "since", "when", "why", "not"]
-
-
 WATCHDOG = """
     import pickle, time
     import ray
@@ -192,18 +180,6 @@ def test_text(job, eventually):
     assert eventually(lambda: "in Trainer.train" in run(job, "stacks", "--timeout", "60").stdout, DEADLINE_S)
     rows = json.loads(run(job, "ps", "--json", "--timeout", "60").stdout)["processes"]
     assert sorted(one["class"] for one in rows) == ["Controller", "Trainer", "driver"]
-
-
-@pytest.mark.nightly
-def test_top(job, eventually):
-    """`top` shows the same again and again, without Ray's head too."""
-
-    def shows(*options):
-        shown = run(job, "top", "-n", "2", "--interval", "0", "--timeout", "60", *options).stdout
-        return shown.count("user, still") == 2 and shown.count("Trainer.train") >= 2
-
-    assert eventually(shows, DEADLINE_S)
-    assert eventually(lambda: shows("--here"), DEADLINE_S)
 
 
 def test_nothing_is_left(job):

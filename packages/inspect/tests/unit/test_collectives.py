@@ -5,12 +5,9 @@ The dumps are made by hand, with the fields that torch 2.13 writes (version 2.10
 "skipped" in integration-tests/inspect reads dumps that torch has written.
 """
 
-import json
 import os
 import pickle
-import socket
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +19,10 @@ from seen import ALL_REDUCE, QUEUE, SITE, fleet_of
 
 from fairlead_inspect._model import Frame, Record
 from fairlead_inspect._node import collectives
-from fairlead_inspect._node.collectives import find_ras, read_dump, read_ras
+from fairlead_inspect._node.collectives import read_dump
 from fairlead_inspect._node.look import look
 from fairlead_inspect._node.processes import read_stat
-from fairlead_inspect._verdict.rules import diagnose, exit_status
+from fairlead_inspect._verdict.rules import diagnose
 
 ENVIRON = {"RANK": "3", "WORLD_SIZE": "4"}
 SYNC = (Frame(SITE + "torch/cuda/__init__.py", "synchronize", 900), Frame("/w/step.py", "log", 7))
@@ -241,188 +238,3 @@ def test_other_rules_come_first():
     assert [one.kind for one in diagnose(seen(records, [ALL_REDUCE] * 3 + [QUEUE])) if one.blames] == ["late"]
     stopped = seen(records, how={3: {"state": "T"}})
     assert [one.kind for one in diagnose(stopped) if one.blames] == ["stopped"]
-
-
-# NCCL RAS. The answers are those of NVIDIA's documentation (2.29), with other numbers: it was not tried on a GPU.
-
-
-def ras_rank(rank, pid, counts, **status):
-    flags = {"init_state": 0, "async_error": 0, "finalize_called": False, "destroy_flag": False, "abort_flag": False}
-    where = {"rank": rank, "host": "127.0.0.1", "pid": pid, "cuda_dev": rank, "nvml_dev": rank}
-    return {**where, "status": {**flags, **status}, "collective_counts": counts}
-
-
-def ras_answer(ranks, missing=(), size=2):
-    return json.dumps(
-        {
-            "nccl_version": "2.29.1",
-            "timestamp": "2025-12-19 13:06:53",
-            "communicators_count": 1,
-            "communicators": [
-                {
-                    "hash": "0xae94423cfbb2ef4a",
-                    "secondary_hash": "0xb7e7187447156001:0xb8242ed28a71381e",
-                    "size": size,
-                    "ranks_count": len(ranks),
-                    "missing_ranks_count": len(missing),
-                    "ranks": ranks,
-                    "missing_ranks": [*missing],
-                }
-            ],
-            "ras": {"collection_time_sec": 0.0, "timeouts_count": 0},
-        },
-        indent=2,
-    )
-
-
-COUNTS = {"Broadcast": 1, "Reduce": 0, "AllGather": 0, "ReduceScatter": 0, "AllReduce": 6, "SendRecv": 9}
-GROUP = "0xae94423cfbb2ef4a 0xb7e7187447156001:0xb8242ed28a71381e"
-LOST = {
-    "rank": 1,
-    "host": "172.16.64.245",
-    "pid": 1524345,
-    "cuda_dev": 1,
-    "nvml_dev": 1,
-    "status": {"unresponsive": True, "considered_dead": False},
-}
-
-
-@pytest.fixture
-def serve():
-    """Serve recorded answers on a socket of this machine, one for each connection, and keep what was requested."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        requests = []
-
-        def start(*answers, close=True):
-            def run():
-                for answer in answers:
-                    connection, _ = server.accept()
-                    with connection:
-                        requests.append(connection.recv(4096))
-                        connection.sendall(b"SERVER PROTOCOL 2\nOK\nOK\n" + answer.encode())
-                        if not close:
-                            time.sleep(2)
-
-            threading.Thread(target=run, daemon=True).start()
-            return f"127.0.0.1:{server.getsockname()[1]}", requests
-
-        yield start
-
-
-def test_ras_answer(serve):
-    """Processes of this node get what they have begun, without sends; who is missing is there; commands only ask."""
-    other = ras_rank(1, 77, COUNTS) | {"host": "192.0.2.77"}
-    address, requests = serve(ras_answer([ras_rank(0, 7, COUNTS), other], [LOST], size=3))
-    found, note = read_ras(address, {7, 77})
-    assert note == ""
-    (row,) = found.pop(7)
-    assert found == {}
-    one = Record(*row)
-    assert (one.source, one.group, one.size, one.begun, one.done, one.stood_s) == ("NCCL RAS", GROUP, 3, 7, None, None)
-    assert one.missing == ((1, "pid 1524345 on 172.16.64.245", False),)
-    assert requests == [b"CLIENT PROTOCOL 2\nTIMEOUT 1\nSET FORMAT json\nSTATUS\n"]
-
-
-def test_ras_leaves_out_a_comma(serve):
-    """The answers of NCCL 2.28.9 lack a comma in a missing rank."""
-    text = ras_answer([ras_rank(0, 7, COUNTS)], [LOST]).replace('"nvml_dev": 1,\n', '"nvml_dev": 1\n')
-    address, _ = serve(text)
-    found, note = read_ras(address, {7})
-    assert (len(found[7]), note) == (1, "")
-
-
-def test_ras_of_communicators_that_end(serve):
-    """A rank that leaves its communicator has no number there."""
-    address, _ = serve(ras_answer([ras_rank(0, 7, COUNTS, destroy_flag=True)]))
-    assert read_ras(address, {7}) == ({}, "")
-
-
-def test_ras_without_an_answer(serve, monkeypatch):
-    """Nothing listens, an old NCCL answers with text, and one that is silent costs less than a second."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert read_ras(f"127.0.0.1:{port}", {7}) == ({}, "")
-    address, _ = serve("NCCL version 2.24.3 compiled with CUDA 12.4\n")
-    assert "run ncclras there" in read_ras(address, {7})[1]
-    address, _ = serve("", close=False)
-    began = time.monotonic()
-    assert "did not answer: TimeoutError" in read_ras(address, {7})[1]
-    assert time.monotonic() - began < 1.5
-    assert "did not answer" in read_ras("nonsense", {7})[1]
-    monkeypatch.setattr(collectives, "MOST_BYTES", 100)
-    address, _ = serve(ras_answer([]))
-    assert "did not answer: ValueError" in read_ras(address, {7})[1]
-
-
-def test_where_ras_is_read(monkeypatch, tmp_path):
-    """Only nodes with a GPU, and processes with the variable, have an address."""
-    monkeypatch.setattr(collectives, "GPU", str(tmp_path / "none"))
-    assert find_ras([{}, {}]) == []
-    assert find_ras([{"NCCL_RAS_ADDR": "[::1]:9"}, {"NCCL_RAS_ADDR": "[::1]:9"}]) == ["[::1]:9"]
-    monkeypatch.setattr(collectives, "GPU", str(tmp_path))
-    assert find_ras([{}]) == ["localhost:28028"]
-
-
-def test_look_reads_ras_twice(serve, monkeypatch):
-    """A look keeps the numbers that are equal in two answers: the others are of a job that makes progress."""
-    pid = os.getpid()
-    still, later = ras_answer([ras_rank(0, pid, COUNTS)]), ras_answer([ras_rank(0, pid, COUNTS | {"AllReduce": 7})])
-    address, requests = serve(still, still, still, later)
-    monkeypatch.setenv("NCCL_RAS_ADDR", address)
-    for expected in ([7], []):
-        (process,) = look([pid], [], 0.2, -1, 60.0)["processes"]
-        assert [row[3] for row in process[-1]] == expected
-    assert len(requests) == 4
-
-
-def counted(begun, *, missing=(), group=GROUP, size=4):
-    return [Record("NCCL RAS", group, size, begun, None, missing=missing)]
-
-
-BEHIND = (Frame(SITE + "torch/cuda/__init__.py", "synchronize", 900), Frame("/w/step.py", "skip", 9))
-
-
-def test_behind_by_ras():
-    """The rank with fewer collectives is blamed if the others have one number and have waited for long."""
-    stacks = [SYNC, SYNC, BEHIND, SYNC]
-    records = [counted(9), counted(9), counted(8), counted(9)]
-    (found,) = diagnose(seen(records, stacks))
-    assert (found.kind, found.ranks, found.blames, found.since_s) == ("mismatch", (2,), True, 100.0)
-    assert "has begun 8 collectives" in found.text
-    spins = {
-        rank: {"age": 0.0, "ticks": 100, "switches": 9, "before": SYNC, "states": ("R", "R")} for rank in (0, 1, 3)
-    }
-    (found,) = diagnose(seen(records, stacks, how=spins))
-    assert (found.ranks, found.blames, found.moves, exit_status([found])) == ((2,), False, True, 0)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "stacks"),
-    [
-        ([9, 7, 8, 9], [SYNC, SYNC, BEHIND, SYNC]),  # they have queued different numbers on their devices
-        ([9, 9, 8, 9], [SYNC] * 4),  # it stands where the others do
-        ([9, 9, 8, 9], [SYNC, SYNC, ALL_REDUCE, SYNC]),  # it waits in something that has no number
-        ([9, 8, 8, 9], [SYNC, BEHIND, BEHIND, SYNC]),  # half of them
-    ],
-)
-def test_ras_is_no_proof(numbers, stacks):
-    """Numbers of collectives that are only queued may differ in a job whose network is at fault."""
-    found = diagnose(seen([counted(one) for one in numbers], stacks))
-    assert [(one.kind, one.blames) for one in found] == [("mismatch", False)]
-
-
-def test_ras_with_two_communicators():
-    """What a rank has begun on one communicator may wait for another one, of which it is not known what is over."""
-    records = [counted(one) for one in (9, 9, 8, 9)]
-    records[2] += counted(3, group="tp", size=2)
-    records[3] = records[3] + counted(3, group="tp", size=2)
-    assert mismatches(seen(records, [SYNC, SYNC, BEHIND, SYNC])) == [((2,), False, "likely")]
-
-
-def test_missing_by_ras():
-    """A process that NCCL considers dead is blamed, with its address, even if it is no actor; a silent one is not."""
-    for is_dead in (True, False):
-        missing = ((3, "pid 12 on 10.0.0.9", is_dead),)
-        (found,) = diagnose(seen([counted(9, missing=missing)] * 3))
-        assert (found.kind, found.blames, found.fleet) == ("missing", is_dead, "Worker")
-        assert "rank 3 (pid 12 on 10.0.0.9" in found.text

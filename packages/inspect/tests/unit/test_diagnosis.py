@@ -2,20 +2,18 @@
 """What is said about groups that were looked at from outside: the diagnosis, folded stacks and tables. Pure."""
 
 import json
-import math
 from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
-from fairlead_inspect import WorkerTiming
 from fairlead_inspect import _group_commands as command
+from fairlead_inspect import _tables
 from fairlead_inspect._command import main
 from fairlead_inspect._diagnosis import diagnose
 from fairlead_inspect._groups import SeenGroup, SeenWorker
 from fairlead_inspect._stacks import fold_stacks
 from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks, draw_status
-from fairlead_inspect._timeline import Timeline
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup.spi import RegisteredGroup
 
@@ -60,8 +58,8 @@ def group(workers, mesh=MESH, driver="runs"):
     return SeenGroup(found, tuple(workers), driver, 75.0)
 
 
-def findings(workers, calls=None, **changes):
-    return diagnose(group(workers, **changes), stuck_after_s=10.0, calls=calls)
+def findings(workers, **changes):
+    return diagnose(group(workers, **changes), stuck_after_s=10.0)
 
 
 def test_late_in_the_same_method():
@@ -102,41 +100,14 @@ def test_unknown_wait():
     assert (found.kind, found.ranks) == ("late", (3,))
 
 
-# The moment of a call of all workers, of one of some workers, and of one that is not in the driver's log.
-def whole(at):
-    return at, at
-
-
-def part(at):
-    return -math.inf, at
-
-
 def test_counts_of_processes():
     """Workers that wait in the same call are not late, whatever number their processes give the call."""
     workers = [busy(0, WAITING, calls=9), busy(1, WAITING, calls=1), busy(2, WAITING, calls=5)]
-    for calls in (None, {(0, 0, 9): whole(7.0), (1, 0, 1): whole(7.0), (2, 0, 5): whole(7.0)}):
-        (found,) = findings([*workers, busy(3, WAITING)], calls)
-        assert (found.kind, found.ranks, found.wrong) == ("stuck", (0, 1, 2, 3), True)
-        assert found.text.endswith(", and no worker is elsewhere.")
-        (found,) = findings([*workers, busy(3, COMPUTING)], calls)
-        assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("rank_1", "others", "late"),
-    [
-        (whole(6.0), whole(7.0), (1,)),
-        (part(6.0), whole(7.0), (1,)),  # a call of some workers, or one that began before the later one was made
-        (part(7.5), whole(7.0), None),  # a call that is not in the log, and began later
-        (whole(6.0), part(7.0), None),  # a later call of others only
-        (part(6.0), part(7.0), None),
-    ],
-)
-def test_earlier_call(rank_1, others, late):
-    """A worker that waits in an earlier call than the others is late if the later call is of all workers."""
-    calls = {(rank, 0, 5): rank_1 if rank == 1 else others for rank in range(4)}
-    (found,) = findings([busy(rank, WAITING) for rank in range(4)], calls)
-    assert (found.kind, found.ranks) == (("stuck", (0, 1, 2, 3)) if late is None else ("late", late))
+    (found,) = findings([*workers, busy(3, WAITING)])
+    assert (found.kind, found.ranks, found.wrong) == ("stuck", (0, 1, 2, 3), True)
+    assert found.text.endswith(", and no worker is elsewhere.")
+    (found,) = findings([*workers, busy(3, COMPUTING)])
+    assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2))
 
 
 def test_last_to_wait():
@@ -148,8 +119,6 @@ def test_last_to_wait():
 
 def test_chosen_ranks(monkeypatch):
     """A selection chooses the findings that are shown; the other workers are looked at too."""
-    timeline = Timeline(group([]).group, (), (), 0.0, 0.0)
-    monkeypatch.setattr(command, "read_timeline", lambda group: timeline)
     monkeypatch.setattr(command, "look_at_groups", lambda groups, **_: [seen])
     seen = group([busy(0, WAITING), busy(1, WAITING), busy(2, WAITING), busy(3, COMPUTING)])
     for chosen in ([0, 1], [3]):  # they wait for it; it is late
@@ -180,7 +149,7 @@ def test_polling_worker(monkeypatch):
     stacks = [OWN_WAIT, polling, OWN_WAIT, COMPUTING, OWN_WAIT, OWN_WAIT, OWN_WAIT, OWN_WAIT]
     seen = group([busy(rank, there, mesh=wide) for rank, there in enumerate(stacks)], mesh=wide)
     assert [one.ranks for one in diagnose(seen, stuck_after_s=10.0)] == [(1,), (3,)]
-    again = command.look_again(seen, 10.0, {})
+    again = command.look_again(seen, 10.0)
     assert asked == [{1, 3}, {3}]
     (found,) = diagnose(again, stuck_after_s=10.0)
     assert (found.kind, found.ranks, found.waiting) == ("late", (3,), (0, 1, 2, 4, 5, 6, 7))
@@ -241,17 +210,6 @@ def test_stuck_without_a_place():
     assert (found.kind, found.ranks) == ("stuck", (0,))
 
 
-def test_straggler():
-    """A straggler is reported along its axes, and is not wrong."""
-    timing = WorkerTiming(2, {"dp": 1, "tp": 0}, "train", 50, 0.012, {"dp": 1.2, "tp": 1.0}, ("dp",))
-    (found,) = diagnose(group([idle(rank) for rank in range(4)]), stuck_after_s=10.0, stragglers=[timing])
-    assert (found.kind, found.ranks, found.axes, found.wrong) == ("straggler", (2,), ("dp",), False)
-    assert found.text == (
-        "Rank 2 (dp=1, tp=0) on node abababab (10.0.0.1), pid 102 takes 12 ms for 'train', 1.20 times as long as its "
-        "peers along dp (median of 50 calls)."
-    )
-
-
 def test_fold():
     """Equal stacks are shown once with their ranks; threads have different ids and are equal all the same."""
     folded = fold_stacks([*(busy(rank, WAITING) for rank in (0, 1, 3)), busy(2, COMPUTING)])
@@ -287,21 +245,22 @@ def test_many_rows_fold(width):
     json.dumps([asdict(one) for one in found])
 
 
-def test_weights_in_the_table():
+def test_weights_in_the_table(monkeypatch):
     """A group whose tensors a link brings shows the version of each rank and its age; other groups have no column."""
     seen = group([busy(0, WAITING), busy(1, WAITING), busy(2, WAITING)])
     assert "weights" not in drawn(draw_status(seen), 160)
     ages = {0: (12, 61.0), 1: (12, 95.0), 2: (None, 0.0)}
     workers = [replace(one, weights=ages[one.rank][0], weights_age_s=ages[one.rank][1]) for one in seen.workers]
     assert "12, 1m 1s" in drawn(draw_status(group(workers)), 160)
-    folded = drawn(draw_status(group(workers), most_rows=1), 240)
+    monkeypatch.setattr(_tables, "MOST_ROWS", 1)
+    folded = drawn(draw_status(group(workers)), 240)
     assert "0-1" in folded
     assert "12, 1m 1s - 1m 35s" in folded
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["status", "--at", "dp"], ["top", "-n", "0"], ["why", "--after", "x"], ["groups", "--at"]],
+    [[], ["fly"], ["status", "--at", "dp"], ["why", "--after", "x"], ["groups", "--at"]],
 )
 def test_usage(arguments, capsys):
     """Wrong arguments end with status 2, before anything is attached to."""
@@ -311,7 +270,7 @@ def test_usage(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "groups", "status", "top", "stacks", "why"])
+@pytest.mark.parametrize("command", ["", "groups", "status", "stacks", "why"])
 def test_help(command, capsys):
     """Help names the exit statuses."""
     with pytest.raises(SystemExit) as ended:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs use of a look: its arguments, the label of a process, the report, and the abilities of nodes."""
+"""What programs use of a look: its arguments, the label of a process, and the report."""
 
 import html
 import json
@@ -16,9 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, QUEUE, fleet_of
 
 from fairlead_inspect import diagnose, label, look, write_report
-from fairlead_inspect._doctor import PTRACE, assess
 from fairlead_inspect._fleets import LABEL, find_fleets
-from fairlead_inspect._model import Node
 
 
 @pytest.fixture
@@ -93,18 +91,3 @@ def test_report(tmp_path):
     assert text.count("</pre>") == 4
     data = json.loads(html.unescape(text.split("</summary>\n<pre>")[1].split("</pre>")[0]))
     assert data["jobs"][0]["findings"][0]["ranks"] == [2]
-
-
-def test_abilities():
-    """Each node shows what was read there, why not more, and what to do about it."""
-    seen = fleet_of([ALL_REDUCE, QUEUE])
-    (first, *others) = seen.processes
-    refused = replace(first, threads=(), note="Permission denied (os error 13)")
-    silent = Node("silent", "10.0.0.9", True, "silent", "no answer within 5.0 s")
-    looked = replace(seen, processes=(refused, *others), nodes=(seen.nodes[0], silent), notes=("10.0.0.1: no x",))
-    here, there = assess(looked)
-    assert (here.answer, here.faults) == ("answered", ("Permission denied (os error 13)", "no x"))
-    assert (there.answer, there.faults) == ("silent", ("no answer within 5.0 s",))
-    assert (here.processes, here.stacks) == (len(seen.processes), len(others))
-    assert here.remedy == PTRACE
-    assert "--here" in there.remedy

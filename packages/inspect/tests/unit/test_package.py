@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the whole package: its entry point, its examples, and what its modules import."""
+"""Tests of the whole package: its examples, and what its modules import."""
 
 import ast
 import doctest
 import importlib
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -16,27 +15,21 @@ from fairlead_inspect._fleets import LABEL
 
 FOLDER = Path(fairlead_inspect.__file__).parent
 MODULES = sorted(FOLDER.rglob("*.py"))
-# What code that is shipped by value may import, besides itself: `spi` for functions that are shipped by value too.
-SHIPPED = {*sys.stdlib_module_names, "ray", "fairlead_workergroup.spi"}
-
-
-def test_entry_point():
-    """The distribution names the extension that keeps the timelines."""
-    (entry,) = importlib.metadata.entry_points(group="fairlead_workergroup.extensions", name="timeline")
-    assert entry.load() is importlib.import_module("fairlead_inspect._extension").extend
+# What code that is shipped by value may import, besides itself.
+SHIPPED = {*sys.stdlib_module_names, "ray"}
 
 
 def test_import_is_light():
-    """The import starts no Ray, and loads neither the command line nor OpenTelemetry."""
+    """The import starts no Ray, and does not load the command line."""
     code = (
-        "import sys, fairlead_inspect._extension, ray; "
-        "sys.exit(ray.is_initialized() or bool({'fairlead_inspect._command', 'opentelemetry.sdk'} & {*sys.modules}))"
+        "import sys, fairlead_inspect, ray; "
+        "sys.exit(ray.is_initialized() or 'fairlead_inspect._command' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(
-    "module", [one for one in MODULES if one.parent.name in ("_remote", "_node")], ids=lambda module: module.name
+    "module", [one for one in MODULES if one.parent.name == "_node"], ids=lambda module: module.name
 )
 def test_modules_of_workers(module):
     """A module that runs in workers imports the standard library and Ray, at its top, and its siblings by name."""
@@ -48,7 +41,7 @@ def test_modules_of_workers(module):
             assert node.module
             continue
         names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-        assert {name if name in SHIPPED else name.partition(".")[0] for name in names} <= SHIPPED
+        assert {name.partition(".")[0] for name in names} <= SHIPPED
 
 
 def test_examples_in_docstrings(monkeypatch):
@@ -57,7 +50,7 @@ def test_examples_in_docstrings(monkeypatch):
     attempted = 0
     for source in MODULES:
         parts = source.relative_to(FOLDER).with_suffix("").parts
-        if parts[-1] in ("otel", "__main__"):
+        if parts[-1] == "__main__":
             continue
         name = ".".join(["fairlead_inspect", *(part for part in parts if part != "__init__")])
         results = doctest.testmod(importlib.import_module(name))

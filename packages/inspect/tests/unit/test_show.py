@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, QUEUE, fleet_of
 
 from fairlead_inspect import _command
+from fairlead_inspect._model import Node
 from fairlead_inspect._show import (
+    PTRACE,
     clean,
     draw_findings,
     draw_processes,
@@ -56,6 +58,19 @@ def test_text(snapshot):
         assert "hunter2" not in text
         assert "\x1b" not in text
         assert "\x07" not in text
+
+
+def test_gaps():
+    """The verdict says what was not read, why not, and what to do about it."""
+    seen = fleet_of([ALL_REDUCE, QUEUE])
+    (first, *others) = seen.processes
+    refused = replace(first, threads=(), note="Permission denied (os error 13)")
+    silent = Node("silent", "10.0.0.9", True, "silent", "no answer within 5.0 s")
+    looked = replace(seen, processes=(refused, *others), nodes=(seen.nodes[0], silent), notes=("10.0.0.1: no x",))
+    shown = " ".join(drawn(draw_findings(looked, ())).split())
+    assert "Node 10.0.0.9: no answer within 5.0 s" in shown
+    assert f"Stacks of 1 processes on 1 nodes are unreadable: Permission denied (os error 13). {PTRACE}" in shown
+    assert "10.0.0.1: no x" in shown
 
 
 def test_json(snapshot):
@@ -101,7 +116,7 @@ def test_report_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     path = f"{tmp_path}/{name}"
     monkeypatch.setattr(_command, "look_here", lambda **_: pytest.fail("it looked"))
-    for command in (["why", "--here", "--report", path], ["trace", "-o", path]):
+    for command in (["why", "--here", "--report", path], ["timeline", "-o", path]):
         with pytest.raises(SystemExit) as ended:
             _command.main(command)
         assert ended.value.code == 2

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from fairlead_placement.spi import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import Need, add_state, check_calls, record_span
+from fairlead_workergroup.spi import Need, add_state, check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
@@ -151,7 +151,7 @@ class Link:
         """
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise ValueError(f"version must be a whole number of at least 0, got {version!r}")
-        with self._turn(timeout, version) as deadline, self._span(version):
+        with self._turn(timeout, version) as deadline:
             if not again and self._version is not None and version <= self._version:
                 raise ValueError(
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
@@ -185,8 +185,8 @@ class Link:
         if self._version is None:
             raise ValueError(f"{self!r}: nothing has been sent yet; call send first")
         # The version is read in the turn: another thread may send until then.
-        with self._turn(timeout, self._version) as deadline, self._span(version := self._version):
-            began = time.monotonic()
+        with self._turn(timeout, self._version) as deadline:
+            version, began = self._version, time.monotonic()
             states = self._states.read()
             chosen = {rank for rank, state in states.items() if state != version} if ranks is None else set(ranks)
             if wrong := sorted(chosen - set(states)):
@@ -294,10 +294,6 @@ class Link:
             check_replicas=self._check_replicas,
             in_order=bool(self._guards),
         )
-
-    def _span(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """Return the span of a transfer in the traces of both groups."""
-        return record_span(f"transfer of version {version}", self._source.group, self._target.group)
 
     @contextlib.contextmanager
     def _turn(self, timeout: float, version: int) -> Iterator[float]:

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 
-from fairlead_inspect import trace
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, StaleWeightsError, TransferError
@@ -269,8 +268,8 @@ def test_guard(groups):
     target.call("holds").result()
 
 
-def test_versions_in_the_open(groups, tmp_path):
-    """The status of a target, its trace and other processes show the version of the weights of each rank and call."""
+def test_versions_in_the_open(groups):
+    """The status of a target and other processes show the version of the weights of each rank."""
     source, target = groups
 
     def shown():
@@ -284,10 +283,6 @@ def test_versions_in_the_open(groups, tmp_path):
         assert shown() == [3, 3]
         assert all(0 < one.weights_age_s < 60 for one in target.get_worker_status())
         target.call("holds").result()
-        trace(target, tmp_path / "trace.json")
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        calls = [event["args"] for event in events if event["name"] == "holds" and "rank" in event.get("args", {})]
-        assert [(one["rank"], one.get("weights")) for one in calls] == [(0, None), (0, 3), (1, None), (1, 3)]
         seen = inspect("status", group="generation")[1]["workers"]
         assert [(one["rank"], one["weights"]) for one in seen] == [(0, 3), (1, 3)]
         kill(target, 1)

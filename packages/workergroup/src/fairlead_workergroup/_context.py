@@ -56,9 +56,8 @@ class CurrentWorker:
     def waiting(self) -> Iterator[None]:
         """Mark a block in which this worker waits for other workers, such as a collective.
 
-        Workers that wait for each other take equally long, whichever of them is slow. `fairlead_inspect.stragglers`
-        subtracts the time in these blocks, and `python -m fairlead_inspect why` knows who waits for whom. The
-        helpers of `fairlead_workergroup.torch` mark their own collectives. It takes about two microseconds.
+        `python -m fairlead_inspect why` then knows who waits for whom. The helpers of `fairlead_workergroup.torch` mark
+        their own collectives. It takes about two microseconds.
         """
         record = getattr(_published(), "record", None)
         if record is None:

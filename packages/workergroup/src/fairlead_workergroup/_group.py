@@ -41,10 +41,8 @@ from ._membership.roster import Roster
 from ._observe.calls import Counters
 from ._observe.display import table_html
 from ._observe.evidence import RayWitnesses
-from ._observe.extensions import extend
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
-from ._observe.publications import find_own_group
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions, read_master_ports
@@ -188,7 +186,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._launcher,
             self._membership,
             self._counters,
-            read_group=lambda: find_own_group(resources.registration),
             call_timeout_s=timeouts.call_s,
             overlapping=overlapping,
         )
@@ -203,7 +200,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._resources.claim_slots([place.slot for place in places])
             if resources.master_ports is not None:  # before anything else, because other processes may have it
                 resources.lease_master_port(places[0].slot)
-            extend(self, token)
             self._launcher.prepare(places)
             hooks.check()
             self._standbys.reserve(slots)

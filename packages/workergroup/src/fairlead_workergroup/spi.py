@@ -2,15 +2,13 @@
 """The interface for packages that are built on fairlead-workergroup, besides the names that users need.
 
 These names follow the same versioning as those of `fairlead_workergroup`. They read the members of a group at one
-moment, send a function to single workers, and collect what they reply by a deadline. Extensions, as fairlead-inspect is
-one, also observe the calls and changes of groups, run code in their workers, and look at groups of other processes. The
-entry point group ``fairlead_workergroup.extensions`` names their functions `extend(group, group_id)`, which get each
-group before its workers start, and each handle.
+moment, send a function to single workers, and collect what they reply by a deadline. They also look at groups of other
+processes.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,38 +19,31 @@ from ._calls.route import Site
 from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
 from ._membership.judge import Evidence, decide
-from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
+from ._membership.model import Member, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
-from ._observe.calls import CallObserver
-from ._observe.display import record_html
 from ._observe.evidence import judge_errors, read_deaths
-from ._observe.head import alive_nodes, drain_deadlines, process_is_alive
-from ._observe.observer import STUCK_AFTER_S, Observer, check_seconds
-from ._observe.publications import RegisteredGroup, RegisteredWorker, find_group, find_groups
+from ._observe.head import alive_nodes, process_is_alive
+from ._observe.observer import STUCK_AFTER_S, Observer
+from ._observe.publications import RegisteredGroup, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers
 from ._observe.status import State, state_of
 from ._observe.stuck import find_innermost, find_method_frames
 from ._ray_private import actor_id_of, ownership_of
 from ._remote.outside import look_at_process, look_from_outside
-from ._remote.process import make_memory_file, open_memory_file, start_tick
-from ._remote.progress import read_records
+from ._remote.process import start_tick
 from ._remote.references import borrow, dump, dump_error
-from ._transport.futures import task_of_future
 from ._transport.messages import Message, MessageStream, Transport
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
-    "CallObserver",
     "Evidence",
     "Member",
     "Message",
     "MessageStream",
     "Need",
-    "Notice",
     "Observer",
     "RegisteredGroup",
-    "RegisteredWorker",
     "Reply",
     "Resize",
     "STUCK_AFTER_S",
@@ -67,10 +58,8 @@ __all__ = [
     "borrow",
     "cancel",
     "check_calls",
-    "check_seconds",
     "collect",
     "decide",
-    "drain_deadlines",
     "dump",
     "dump_error",
     "find_group",
@@ -79,25 +68,14 @@ __all__ = [
     "find_method_frames",
     "look_at_process",
     "look_from_outside",
-    "make_memory_file",
-    "observe_calls",
-    "observe_workers",
-    "on_worker_start",
-    "open_memory_file",
     "ownership_of",
     "process_is_alive",
-    "publication_of",
     "read_deaths",
     "read_members",
-    "read_records",
-    "record_html",
-    "record_span",
     "send_function",
     "start_tick",
     "state_of",
     "stream_function",
-    "subscribe",
-    "task_of_future",
     "wait_for_turn",
 ]
 
@@ -236,68 +214,6 @@ def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
 
 
-@contextlib.contextmanager
-def record_span(name: str, *groups: RayWorkerGroup) -> Iterator[None]:
-    """Show what a block does with some groups, such as a transfer, as a span in their traces.
-
-    Args:
-        name: the name of the span; it is cut off after 64 bytes.
-        groups: the groups, which this process has made.
-
-    Raises:
-        WorkerGroupError: a group, or its Ray, has been shut down.
-    """
-    senders = dict.fromkeys(_sender(group) for group in groups)
-    for sender in senders:
-        sender.roster.check_alive()
-    began, failed = time.monotonic(), True
-    spans = {sender.observed: sender.observed.begin(name, began, ()) for sender in senders}
-    try:
-        yield
-        failed = False
-    finally:
-        for observed, number in spans.items():
-            observed.end([number], failed=failed)
-
-
-def observe_calls(group: RayWorkerGroup | GroupHandle, observer: CallObserver) -> None:
-    """Let an observer see the calls that this process makes with a group. It must not refer to the group.
-
-    Raises:
-        ValueError: they are observed already.
-    """
-    _sender(group).observed.observe(observer)
-
-
-def on_worker_start(group: RayWorkerGroup, function: Callable[[list[Any], list[Any]], object]) -> None:
-    """Run a function in each worker that a group starts from now on, before the class of the user is imported.
-
-    It gets two lists, and may add functions to them. Those of the first are called when a method has ended. They get
-    the number of the call, the number of the method, start and end by `time.monotonic`, the seconds in
-    `current_worker().waiting()`, whether it failed, and the id of the task. The last argument is the version of the
-    weights when it began, or -1. Those of the second are called with the time and the step of each report of a step.
-    The function is pickled here, and needs nothing of its package in the workers if that is registered with
-    `ray.cloudpickle.register_pickle_by_value`.
-    """
-    _sender(group).roster.on_start += (ray.cloudpickle.dumps(function),)
-
-
-def observe_workers(group: RayWorkerGroup) -> Observer:
-    """Return what looks at the workers of a group without keeping the group alive."""
-    return Observer(_sender(group).roster)
-
-
-def subscribe(
-    group: RayWorkerGroup, listener: Callable[[Notice], object], close: Callable[[float], object]
-) -> Callable[[], None]:
-    """Let a listener hear of resizes, replacements and standbys of a group; return the function that ends that.
-
-    Neither function may wait for the group. `close` is called when the group begins to end, with the seconds that it
-    may take.
-    """
-    return _add(_sender(group).roster.watchers, (listener, close))
-
-
 def check_calls(
     group: RayWorkerGroup | GroupHandle, check: Callable[[str, Sequence[int]], Need | None]
 ) -> Callable[[], None]:
@@ -341,13 +257,6 @@ def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Calla
             del shown[key]
 
     return end
-
-
-def publication_of(group: RayWorkerGroup | GroupHandle) -> Callable[[], RegisteredGroup]:
-    """Return the function that reads what a group publishes for other processes; it does not keep the group alive."""
-    sender = _sender(group)
-    sender.roster.check_connected()
-    return sender.read_group
 
 
 def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:

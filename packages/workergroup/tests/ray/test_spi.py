@@ -10,8 +10,6 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
-    CallTimeoutError,
-    GroupHandle,
     RayWorkerBuilder,
     RayWorkerGroup,
     WorkerFailureError,
@@ -19,8 +17,6 @@ from fairlead_workergroup import (
     spi,
 )
 from fairlead_workergroup.testing import kill
-
-from ..faults import installed_extensions
 
 SLOTS = 2
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -145,85 +141,6 @@ def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running
         slow.result()
         assert spi.collect(group, send(group, fail, alone_within_s=60.0), 60)[0].error.args == ("broken",)
         assert group.call("value").result() == [7]
-
-
-class Observed(spi.CallObserver):
-    """Records what the group reports."""
-
-    def __init__(self):
-        self.told = []
-
-    def begin(self, name, began, futures):
-        self.told.append((name, len(futures)))
-        return len(self.told)
-
-    def end(self, numbers, *, failed=False):
-        self.told.append((*numbers, failed))
-
-    def mark(self, text):
-        self.told.append(text)
-
-    def explain(self, error):
-        error.add_note("as the observer says")
-
-
-def test_extension(gate, caplog):
-    """An extension observes the calls and spans of a group from its start, and runs code in its workers.
-
-    One that cannot be imported, and one that fails, are reported once, and others go on.
-    """
-
-    def start(on_call, on_step):
-        import os
-
-        os.environ["CALLS"] = "0"
-        on_call.append(lambda number, *_: os.environ.update(CALLS=str(number)))
-
-    def fail_to_start(on_call, on_step):
-        raise KeyError("in the worker")
-
-    def extend(group, group_id):
-        assert group_id == "" or len(group_id) == 32
-        spi.observe_calls(group, Observed() if isinstance(group, GroupHandle) else observed)
-        if isinstance(group, RayWorkerGroup):
-            spi.on_worker_start(group, fail_to_start)
-            spi.on_worker_start(group, start)
-
-    def miss():
-        raise ImportError("no such module")
-
-    def fail_to_extend(group, group_id):
-        failed.append(group_id)
-        raise KeyError(group_id)
-
-    observed, failed = Observed(), []
-    with (
-        installed_extensions(missing=miss, failing=lambda: fail_to_extend, good=lambda: extend),
-        RayVirtualCluster([1], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker) as group,
-    ):
-        assert group.call(lambda worker: os.environ["CALLS"]).result() == ["1"]  # the constructor
-        with spi.record_span("transfer", group):
-            pass
-        assert observed.told[1:] == [(1, False), ("transfer", 0), (3, False)]
-        late = group.handle().call(wait_for, gate, timeout=0.1)
-        with pytest.raises(CallTimeoutError) as caught:
-            late.result()
-        assert caught.value.__notes__[-1] == "as the observer says"
-        gate.touch()
-        late.wait()
-        assert len(observed.told) == 4
-        kill(group, 0)
-        with pytest.raises(WorkerFailureError) as lost:
-            group.call("value").result()
-        assert "as the observer says" in lost.value.__notes__
-        assert "rank 0 lost: killed" in observed.told
-        assert spi.publication_of(group)().members[0].rank == 0
-    assert len(failed) == 1  # and not for the handle
-    assert [record.getMessage() for record in caplog.records if "extension" in record.getMessage()] == [
-        "The extension package:missing of worker groups cannot be imported.",
-        "The extension package:failing of worker groups failed. It is not used any more.",
-    ]
 
 
 class Refused(WorkerGroupError):

@@ -21,7 +21,6 @@ from fairlead_workergroup import (
     WorkerFailureError,
     WorkerStartError,
     current_worker,
-    spi,
 )
 from fairlead_workergroup.testing import kill
 
@@ -109,12 +108,10 @@ def lose(group, rank):
 
 def test_take_over(cluster, eventually):
     """A lost rank takes the standby with its process and its slot; another one starts in the slot that is free now."""
-    events = []
     builder = RayWorkerBuilder(Worker, [7])
     with (
         RayWorkerGroup(cluster, builder, workers_per_node=[2], elastic=Elastic(standby=1)) as group,
     ):
-        spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.inspect().standby == 1, 60)
         assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [2]
         console = Console(width=120)
@@ -133,9 +130,6 @@ def test_take_over(cluster, eventually):
         assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
         assert eventually(lambda: group.inspect().standby == 1, 60)
         assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
-        # A standby that dies is started again.
-        ready = [event for event in events if event.kind == "standby-ready"]
-        assert eventually(lambda: sum(event.kind == "standby-ready" for event in events) >= 2, 60), ready
         for rank in (0, 1):
             lose(group, rank)
             assert group.restart_failed_workers() == [rank]
@@ -183,7 +177,6 @@ def test_group_scope(cluster, eventually):
 
 def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_running):
     """The old worker hands its state over, the others keep theirs, and the vacated slot gets the next standby."""
-    events = []
     options = {
         "elastic": Elastic(standby=1, on_handover="save"),
         "restart": Restart(method="load"),
@@ -192,7 +185,6 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatc
     with (
         RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], **options) as group,
     ):
-        spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.inspect().standby == 1, 60)
         group.call("add", 5).result()
         before = [pid for pid, _ in group.call("pid").result()]
@@ -210,7 +202,6 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatc
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
         assert eventually(lambda: group.inspect().standby == 1, 60)
         assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
-        assert eventually(lambda: any(event.kind == "replaced" and event.rank == 1 for event in events), 60)
         # A rank without a living worker is replaced too; nothing is handed over.
         lose(group, 0)
         assert group.replace([0]) == 2

@@ -151,14 +151,13 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._start.launch.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.
         f"{ours}._start.environment.known_actor_environments": dict,
-        # What a group publishes for other processes, and the extensions that are installed.
+        # What a group publishes for other processes.
         "ray.get_runtime_context": lambda: CONTEXT,
         f"{ours}._observe.registration.publish": lambda key, version, data, **options: None,
         f"{ours}._observe.registration.await_published": lambda key, node_id, **options: True,
         f"{ours}._observe.registration.withdraw": lambda key, nodes: None,
         # It has a lock that is held while processes end, which is a wait.
         f"{ours}._group.Resources": lambda *args: Resources(*args, _ending=world.mutex(reentrant=True)),
-        f"{ours}._group.extend": lambda group, group_id: None,
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Terminals.
@@ -310,8 +309,7 @@ def make_sender(places: list[Place], started: Sequence[Started]) -> Sender:
     nothing: Any = SimpleNamespace()
     membership = Membership(roster, port, nothing, nothing)
     described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-    read_group: Any = None
-    return Sender(roster, described, membership, Counters(), read_group, None)
+    return Sender(roster, described, membership, Counters(), None)
 
 
 def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Execution:

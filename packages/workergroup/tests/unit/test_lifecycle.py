@@ -184,15 +184,15 @@ def test_an_interrupt_while_slots_are_claimed(monkeypatch):
     assert released == ["free"]
 
 
-def test_an_interrupt_while_a_watch_closes():
+def test_an_interrupt_at_the_beginning():
     """Ctrl-C at the very beginning of a shutdown leaves no worker behind either."""
     ended = []
 
-    def close(timeout):
+    def interrupt():
         raise KeyboardInterrupt
 
     held = SimpleNamespace(
-        roster=SimpleNamespace(begin_end=lambda: None, end=lambda: None, watchers=[(None, close)]),
+        roster=SimpleNamespace(begin_end=interrupt, end=lambda: None),
         give_back=lambda: ended.append("workers"),
         join_threads=lambda: None,
         gave_all_back=True,

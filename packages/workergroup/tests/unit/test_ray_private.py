@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from fairlead_workergroup import _ray_private as private
-from fairlead_workergroup.spi import task_of_future
+from fairlead_workergroup._transport.futures import task_of_future
 
 # The layout of Ray's ids: 12 random bytes and the job make an actor id, 8 more bytes a task id, 4 more an object id.
 ACTOR = b"a" * 12 + b"\1\0\0\0"

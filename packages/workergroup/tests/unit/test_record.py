@@ -28,9 +28,10 @@ from fairlead_workergroup._remote.progress import (
     look,
     open_record,
     read_record,
+    read_records,
     write_cancelled,
 )
-from fairlead_workergroup.spi import read_records, start_tick
+from fairlead_workergroup.spi import start_tick
 
 # Looks at a process that writes all the time: a sample of the moments at which a look can come.
 LOOKS = 100 * int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))
@@ -53,21 +54,6 @@ def read(record):
     return read_record(record._file)
 
 
-@pytest.fixture(params=[Record, OverlappingRecord])
-def extended(request, monkeypatch):
-    """A record with an extension, and the calls and steps that it has reported to the extension."""
-    calls, steps = [], []
-
-    def start(on_call, on_step):
-        on_call.append(lambda *call: calls.append(call))
-        on_step.append(lambda *step: steps.append(step))
-
-    for made in make_record(monkeypatch, request.param(["__init__", "work"])):
-        monkeypatch.setattr(ray.cloudpickle, "loads", lambda function: function)
-        made.extend([start])
-        yield made, calls, steps
-
-
 def test_task_in_a_worker(monkeypatch):
     """The record asks Ray's public API for the id of the task."""
     running = ["ab" * 24, None]
@@ -75,48 +61,6 @@ def test_task_in_a_worker(monkeypatch):
     record = Record(["__init__"])
     assert [record._task(), record._task()] == [b"\xab" * 24, b""]
     os.close(record._file)
-
-
-def test_extension(extended):
-    """A record reports to an extension each method that has ended, with its start, and each step."""
-    record, calls, steps = extended
-    first = record.begin(1)
-    record.progress(7)
-    record.note_weights(30)  # the method has begun with none
-    record.end(first)
-    record.end(record.begin(0), failed=True)
-    assert [(number, method, failed, task, weights) for number, method, *_, failed, task, weights in calls] == [
-        (1, 1, False, b"t" * 24, -1),
-        (2, 0, True, b"t" * 24, 30),
-    ]
-    assert calls[0][2] <= steps[0][0] <= calls[0][3] <= calls[1][2] <= calls[1][3]
-    assert [step for _, step in steps] == [7]
-
-
-@pytest.mark.parametrize("extended", [OverlappingRecord], indirect=True)
-def test_extension_of_overlapping_methods(extended):
-    """A record reports each of several overlapping methods with its own start."""
-    record, calls, _ = extended
-    first = record.begin(1)
-    second = record.begin(0)
-    record.end(first)
-    record.end(second, failed=True)
-    assert [(number, method, failed) for number, method, *_, failed, _, _ in calls] == [(1, 1, False), (2, 0, True)]
-    assert calls[0][2] <= calls[1][2]
-
-
-def test_extension_knows_waits(extended):
-    """A record reports the time in `waiting` with the call, and only once if threads wait at the same time."""
-    record, calls, _ = extended
-    key = record.begin(1)
-    record.wait_begins()
-    thread = threading.Thread(target=lambda: (record.wait_begins(), record.wait_ends()))
-    thread.start()
-    thread.join()
-    record.wait_ends()
-    record.end(key)
-    ((_, _, start, end, waited, *_),) = calls
-    assert 0 < waited < end - start
 
 
 def test_weights(record):
@@ -130,29 +74,6 @@ def test_weights(record):
     assert 0.01 <= seen["weights_age_s"] < 60
     record.note_weights(None)
     assert read(record).keys().isdisjoint(("weights", "weights_age_s"))
-
-
-def test_extensions_that_fail(extended, monkeypatch, caplog):
-    """An extension that fails in a worker is reported once, and methods and other extensions go on."""
-    record, calls, _ = extended
-    failed = []
-
-    def fail(*call):
-        failed.append(call)
-        raise KeyError(call)
-
-    def start(on_call, on_step):
-        on_call.insert(0, fail)
-
-    def fail_to_start(on_call, on_step):
-        raise ImportError("no module")
-
-    record.extend([fail_to_start, start])
-    for _ in range(3):
-        record.end(record.begin(1))
-    assert (len(failed), len(calls)) == (1, 3)
-    assert caplog.text.count("An extension failed in this worker.") == 2
-    assert "no module" in caplog.text
 
 
 def test_content(record):

@@ -2,18 +2,15 @@
 """The collectives that a process has begun and finished on each communicator, by their numbers. Shipped by value.
 
 Only dumps of torch's flight recorder that are there already are read: nothing is written, and no dump is requested.
-NCCL's RAS is read as its documentation describes it. Not tried on a GPU.
 """
 
 import io
-import json
 import os
 import pickle
 import re
-import socket
 import stat
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # The file of a rank is one of these and the rank (torch's `DebugInfoWriter`); older versions know the second only.
@@ -27,14 +24,6 @@ _UNREADABLE = (OSError, EOFError, ArithmeticError, AttributeError, LookupError, 
                pickle.UnpicklingError)  # fmt: skip
 # How the dumps that this understands are numbered.
 VERSION = "2."
-RAS = "NCCL RAS"
-# Where NCCL listens on each node, unless NCCL_RAS_ADDR says otherwise, and what each node with a GPU of NVIDIA has.
-RAS_ADDRESS, GPU = "localhost:28028", "/dev/nvidiactl"
-# NCCL asks all processes of the job, and answers within milliseconds if they are alive.
-ANSWER_S = 0.9
-REQUEST = b"CLIENT PROTOCOL 2\nTIMEOUT 1\nSET FORMAT json\nSTATUS\n"
-# Their counts differ between the members of a communicator.
-SENDS = ("Send", "Recv", "SendRecv")
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -112,67 +101,3 @@ def _summarize(dump: Any, age_s: float, written: float, environ: Mapping[str, st
         key = f"{name[:40]} {description[:40]} {','.join(ranks)[:200]}".strip()
         rows.append((RECORDER, key, size, begun, done, operation, waits, age_s, stood_s))
     return sorted(rows, key=lambda row: row[3] <= row[4])[:MOST_GROUPS]
-
-
-def find_ras(environs: Iterable[Mapping[str, str]]) -> list[str]:
-    """Return the addresses at which NCCL may listen for some processes of this node."""
-    named = {environ["NCCL_RAS_ADDR"] for environ in environs if environ.get("NCCL_RAS_ADDR")}
-    return sorted(named | ({RAS_ADDRESS} if os.path.exists(GPU) else set()))
-
-
-def read_ras(address: str, pids: Collection[int]) -> tuple[dict[int, list[tuple[Any, ...]]], str]:
-    """Return the fields of a `Record` for each communicator of processes of this node, and why there are none."""
-    try:
-        answer = _request(address)
-    except ConnectionRefusedError:
-        return {}, ""  # no process here uses NCCL, or its RAS is switched off
-    except (OSError, ValueError) as error:
-        return {}, f"NCCL RAS at {address[:60]} did not answer: {type(error).__name__}"
-    try:
-        # NCCL 2.28.9 leaves out a comma between two fields of a missing rank.
-        text = re.sub(r'([\d"el])(\s*\n\s*"[^"\n]*"\s*:)', r"\1,\2", answer[answer.index("{") :])
-        return _parse_ras(json.loads(text), pids), ""
-    except _UNREADABLE:
-        return {}, f"NCCL RAS at {address[:60]} does not answer in JSON, as NCCL does since 2.28.7: run ncclras there"
-
-
-def _request(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    until, answer = time.monotonic() + ANSWER_S, bytearray()
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as connection:
-        connection.sendall(REQUEST)
-        while (left := until - time.monotonic()) > 0:
-            connection.settimeout(left)
-            if not (part := connection.recv(1 << 16)):
-                return answer.decode(errors="replace")
-            answer += part
-            if len(answer) > MOST_BYTES:
-                raise ValueError("too long")
-    raise TimeoutError
-
-
-def _parse_ras(answer: Any, pids: Collection[int]) -> dict[int, list[tuple[Any, ...]]]:
-    found: dict[int, list[tuple[Any, ...]]] = {}
-    for one in answer["communicators"]:
-        group = f"{one['hash']} {one['secondary_hash']}"[:80]
-        missing = tuple(
-            (int(of["rank"]), f"pid {int(of['pid'])} on {str(of['host'])[:60]}", bool(of["status"]["considered_dead"]))
-            for of in one["missing_ranks"][:64]
-        )
-        for rank in one["ranks"]:
-            ends = any(rank["status"][name] for name in ("finalize_called", "destroy_flag", "abort_flag"))
-            if rank["pid"] in pids and not ends and _is_here(rank["host"]):
-                begun = sum(count for name, count in rank["collective_counts"].items() if name not in SENDS)
-                fields = (RAS, group, int(one["size"]), int(begun), None, "", False, 0.0, None, missing)
-                found.setdefault(rank["pid"], []).append(fields)
-    return found
-
-
-def _is_here(host: str) -> bool:
-    """Return whether an address is one of this machine."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as one:
-            one.bind((host, 0))
-        return True
-    except OSError:
-        return False

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 # No other variable leaves the node.
 ALLOWED = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|NRL_WORKER_GROUP|WG_PREFIX"
-    r"|\w+_VISIBLE_DEVICES|FAIRLEAD_INSPECT_\w+|TORCH_FR_\w+|TORCH_NCCL_DEBUG_INFO_TEMP_FILE|NCCL_RAS_ADDR"
+    r"|\w+_VISIBLE_DEVICES|FAIRLEAD_INSPECT_\w+|TORCH_FR_\w+|TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 )
 _LIBC = re.compile(r"/(?:libc[.-][^/]*so[^/]*|ld-musl[^/]*)\s*$")
 MOST_VARIABLES = 4096

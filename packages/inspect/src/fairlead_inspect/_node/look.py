@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from .collectives import find_ras, read_dump, read_ras
+from .collectives import read_dump
 from .environ import read_environ
 from .processes import (
     find_children,
@@ -63,7 +63,7 @@ def look(
     rows.sort(key=lambda row: row["states"][0] not in "TtDR")
     until, notes = time.monotonic() + max(DUMPS_S, (timeout_s - window_s) / 2), [] if program else [MISSING]
     # A file system that does not answer must not hold up the look.
-    reader = threading.Thread(target=_read_records, args=(rows, notes, window_s), daemon=True)
+    reader = threading.Thread(target=_read_records, args=(rows, notes), daemon=True)
     reader.start()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         list(pool.map(lambda row: _dump(row, program, offset, until), rows))
@@ -106,20 +106,10 @@ def _read_child(pid: int) -> tuple[str, int]:
     return state, ticks
 
 
-def _read_records(rows: Sequence[dict[str, Any]], notes: list[str], window_s: float) -> None:
-    addresses, pids = find_ras(row["environ"] for row in rows), {row["pid"] for row in rows}
-    first = {address: read_ras(address, pids) for address in addresses}
-    asked = time.monotonic()
+def _read_records(rows: Sequence[dict[str, Any]], notes: list[str]) -> None:
     for row in rows:
         row["records"], note = read_dump(row["pid"], row["started"], row["environ"])
         notes += [note] if note else []
-    time.sleep(max(0.0, window_s + asked - time.monotonic()) if addresses else 0.0)
-    for address, (before, note) in first.items():
-        # What has changed between two answers makes progress.
-        again = {} if note or not before else read_ras(address, pids)[0]
-        notes += [note] if note else []
-        for row in rows:
-            row["records"] += [one for one in again.get(row["pid"], ()) if one in before.get(row["pid"], ())]
 
 
 def _dump(row: dict[str, Any], program: str, offset: int, until: float) -> None:

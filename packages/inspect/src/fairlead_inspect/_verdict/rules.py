@@ -388,8 +388,8 @@ class _Judge:
             Wait("collective", odd.waiting, odd.behind, fleet=fleet),
             Evidence(record.source, counts, record.age_s),
         )
-        one = self._blame(odd.kind, odd.behind, odd.text, wait, (odd.since_s, record.source), fact)
-        return replace(one, fleet=fleet.name, blames=odd.blames, moves=odd.moves)
+        one = self._blame("mismatch", odd.behind, odd.text, wait, (odd.since_s, record.source), fact)
+        return replace(one, fleet=fleet.name, blames=odd.blames)
 
     # Findings.
 

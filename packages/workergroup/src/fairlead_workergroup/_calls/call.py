@@ -31,7 +31,6 @@ from .._transport.futures import (
 )
 from .._transport.messages import Message, references_of
 from .._world import NEVER, Deadline, check_timeout
-from ..exceptions import CallTimeoutError, WorkerFailureError
 from .execution import Execution, SendState
 from .follow import Follower
 from .plan import CallOptions, Column, Recipients
@@ -106,16 +105,11 @@ def dispatch(
     **others: Any,  # as for `make_order`
 ) -> Execution:
     """Store the values that have to be stored, and send a call."""
+    order = make_order(sender, method, recipients, args, kwargs, options, **others)
     # The public function raises an exception if there is no loop, and every call asks.
     blocking = not may_wait or _get_running_loop() is None
-    try:
-        order = make_order(sender, method, recipients, args, kwargs, options, **others)
-        sent = sender.send(order) if blocking else sender.send_or_queue(order)
-        sender.counters.add(calls=1, puts=order.stored[0])
-    except (CallTimeoutError, WorkerFailureError) as error:
-        if blocking:
-            sender.observed.explain(error)
-        raise
+    sent = sender.send(order) if blocking else sender.send_or_queue(order)
+    sender.counters.add(calls=1, puts=order.stored[0])
     return Execution(sender, owner, order, sent, recipients, options)
 
 

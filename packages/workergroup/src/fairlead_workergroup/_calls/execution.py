@@ -76,7 +76,7 @@ class Execution:
         # The future of what has been sent, for a call that had to wait; None for one that was sent at once.
         self.sending: Future[Sent] | None = self.sent if isinstance(self.sent, Future) else None
         if not isinstance(self.sent, Future):
-            self.futures, self.epoch, self.entries = self.sent.futures, self.sent.epoch, [self.sent.entry]
+            self.futures, self.epoch = self.sent.futures, self.sent.epoch
         elif not self.options.retries:
             # Only retries need the requests again. Those of a call that is sent at once are made one by one.
             self.order = self.order._replace(requests=())
@@ -90,11 +90,6 @@ class Execution:
     def epoch(self) -> int:
         """The epoch in which the workers run the call, of the latest attempt; wait as for `futures`."""
         return self.wait_until_sent(self.order.deadline).epoch
-
-    @cached_property
-    def entries(self) -> list[int]:
-        """The numbers of the call, and of its repetitions, in the log; wait as for `futures`."""
-        return [self.wait_until_sent(self.order.deadline).entry]
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -234,10 +229,8 @@ class Execution:
         again = self.order._replace(
             ranks=[self.ranks[at] for at in lost], requests=[requests[at] for at in lost], deadline=limit
         )
-        with self.sender.explained():
-            sent = self.sender.send(again)
+        sent = self.sender.send(again)
         self.epoch = sent.epoch
-        self.entries.append(sent.entry)
         for at, future in zip(lost, sent.futures, strict=True):
             self.futures[at] = future
             self.items.pop(at, None)
@@ -255,7 +248,6 @@ class Execution:
         """Begin with the requests of a call that was sent again because no worker had run it."""
         self.order, self.recipients = order, recipients
         self.futures, self.epoch = sent.futures, sent.epoch
-        self.entries.append(sent.entry)
         self.items.clear()
         for name in ("completions", "answering"):
             self.__dict__.pop(name, None)
@@ -320,10 +312,8 @@ class Execution:
         if isinstance(failure, Refused):
             self.follow(attempt, deadline)
             return None
-        if isinstance(failure, WorkerFailureError):
-            if self.repeat(attempt, deadline):  # a restart takes seconds
-                return None
-            self.sender.observed.explain(failure)
+        if isinstance(failure, WorkerFailureError) and self.repeat(attempt, deadline):  # a restart takes seconds
+            return None
         return failure
 
     async def _explained(self, on: Waiter, waiting: Coroutine[Any, Any, T]) -> T:
@@ -342,7 +332,6 @@ class Execution:
         """Return the result of the call for the values of `in_order`, of which the first ones are the results."""
         wanted, others = self.recipients.positions
         self.fetched_at.update(wanted)
-        self.sender.observed.end(self.entries)
         if self.options.discard:
             return None
         return values[0] if self.is_single else values[: len(wanted)] if others else values
@@ -448,14 +437,10 @@ class Execution:
         if type(error) is CallTimeoutError:  # that of a worker arrives as an instance of a class that Ray derives
             return error
         self.check_open()
-        self.sender.observed.end(self.entries, failed=True)
         failure = explain_failure(self._ends(), error, self.sender)
         if self._retrieved_attempt != self.attempt:
             self._retrieved_attempt = self.attempt
             retrieve_late(self.futures, self)
-        # An error that may be hidden by a repetition gets its trace when it is raised after all.
-        if isinstance(failure, WorkerFailureError) and not self.options.retries:
-            self.sender.observed.explain(failure)
         return failure
 
     def _ends(self) -> list[ObjectRef[Any]]:
@@ -477,7 +462,6 @@ class Execution:
             return Deadline()
         late = self.late_error(pending)
         if deadline.passed:
-            self.sender.observed.explain(late)
             raise late
         logger.warning("%s", late)
         return deadline

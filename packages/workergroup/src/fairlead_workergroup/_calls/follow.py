@@ -54,8 +54,7 @@ class Follower:
             found, sharding = self.replan()
             order = order._replace(ranks=found.called, sharding=sharding)
         requests = make_requests(order.method, found, self.columns, self.names)
-        with call.sender.explained():
-            sent = call.sender.send(order._replace(requests=requests, deadline=limit))
+        sent = call.sender.send(order._replace(requests=requests, deadline=limit))
         call.begin_again(order, found, sent)
         return True
 

@@ -20,7 +20,6 @@ from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
 from .._observe.calls import Counters
 from .._observe.evidence import RayWitnesses
-from .._observe.extensions import extend
 from .._observe.observer import STUCK_AFTER_S, Observer
 from .._observe.publications import (
     ANSWER_S,
@@ -189,7 +188,6 @@ class GroupHandle(TypedCalls):
                 sender = _make_sender(self._identity, group, self._lock)
             set_sender(self, sender)
             self._sender = sender
-        extend(self, self.group_id)
         return sender
 
 
@@ -294,7 +292,6 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
         Described(WorkerClass.from_dict(group.methods)),
         FixedMembership(remedy=REMEDY),
         Counters(),
-        read_group=lambda: identity.read(within_s=SETTLED_S),
         call_timeout_s=None,
         identity=identity,
         reading=reading,

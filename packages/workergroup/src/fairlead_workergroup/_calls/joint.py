@@ -188,13 +188,11 @@ class JoinedCall(CallResults[Result]):
 
 
 @contextlib.contextmanager
-def _named(sender: Sender, *, sending: bool = False) -> Iterator[None]:
-    """Let errors in this block name the group, and let the observer add to those of sending, which may take time."""
+def _named(sender: Sender) -> Iterator[None]:
+    """Let errors in this block name the group."""
     try:
         yield
     except Exception as error:
-        if sending and _get_running_loop() is None and isinstance(error, (CallTimeoutError, WorkerFailureError)):
-            sender.observed.explain(error)
         name_group(error, sender.roster.name_prefix)
         raise
 
@@ -248,7 +246,7 @@ def _prepare(
                 _check_axes(plans, value.axes)
             return plan.column(what, value)
 
-        with _named(sender, sending=True):
+        with _named(sender):
             columns, named = make_columns(args, kwargs, column)
             replan = None if sender.is_owner else partial(target.replan, options)
             order = make_order(sender, own, plan, columns, named, options, sharding=target.sharding, replan=replan)
@@ -300,7 +298,7 @@ def _send(parts: Sequence[_Part], options: CallOptions) -> list[Execution]:
 def _send_now(parts: Sequence[_Part]) -> list[Sent]:
     ready = []
     for part in parts:
-        with _named(part.sender, sending=True):
+        with _named(part.sender):
             ready.append(replace(part, order=part.sender.prepare(part.order)))
     # Every thread passes the gates in the same order, because two threads could wait for each other otherwise.
     gated = sorted({id(part.sender): part for part in ready}.values(), key=lambda part: id(part.sender))
@@ -309,7 +307,7 @@ def _send_now(parts: Sequence[_Part]) -> list[Sent]:
         # No gate is held here.
         if obstacle is None and part.sender.membership.gate.run(lambda: True, part.order.deadline):
             continue
-        with _named(part.sender, sending=True):
+        with _named(part.sender):
             part.sender.overcome(part.order, obstacle)
     return tried
 
@@ -408,8 +406,6 @@ class _Together:
         if not deadline.passed:
             logger.warning("%s", error)
             return deadline
-        for one in self.executions:
-            one.sender.observed.explain(error)
         raise error
 
     async def iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:

@@ -25,9 +25,8 @@ from .._membership.machine import FixedMembership
 from .._membership.model import Snapshot, WorkerProcess
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
-from .._observe.calls import Counters, ObservedCalls
+from .._observe.calls import Counters
 from .._observe.evidence import find_known_dead, judge_known_dead
-from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Described, Method
@@ -96,7 +95,6 @@ class Sent(NamedTuple):
 
     futures: list[Any]
     epoch: int
-    entry: int
 
 
 class _Queue:
@@ -141,10 +139,8 @@ class Sender:
     described: Described
     membership: FixedMembership
     counters: Counters
-    read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
     put: Callable[[Any], Any] = ray.put  # stores an argument
-    observed: ObservedCalls = field(default_factory=ObservedCalls)  # the observer of the calls
     checks: list[Callable[[str, Sequence[int]], Need | None]] = field(default_factory=list)  # of packages; see spi
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
@@ -260,8 +256,7 @@ class Sender:
             self.counters.add(requests=len(futures), lane_fallbacks=int(transport is not None))
         if overlaps:
             self.overlapping.note(futures)
-        entry = self.observed.begin(order.method.name, order.began, futures) if futures else 0
-        return Sent(futures, now.epoch, entry)
+        return Sent(futures, now.epoch)
 
     def _send_by_ray(self, now: Snapshot, order: Order, needs: Sequence[Need]) -> list[Any]:
         if order.has_answers:  # which have been stored, unless the transport has been closed since then
@@ -289,15 +284,6 @@ class Sender:
             reason = "An answer that is one of its arguments has not arrived. Make the call again when it has."
             raise self.unsent_error(order, reason) from None
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Let the observer add to an error about workers that is raised to the caller in this block."""
-        try:
-            yield
-        except (CallTimeoutError, WorkerFailureError) as error:
-            self.observed.explain(error)
-            raise
-
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         order = order._replace(requests=list(order.requests))  # for the second attempt, if the first one is too early
@@ -316,7 +302,7 @@ class Sender:
                 raise self.unsent_error(order)
             return self.send(order)
 
-        return self.queue.add(self.explained()(send))
+        return self.queue.add(send)
 
     def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
@@ -325,11 +311,7 @@ class Sender:
 
     def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:
         """Record losses, and return the error that reports them."""
-        known = self.roster.now.lost
         lost = self.roster.note(verdicts)
-        for failure in lost:
-            if failure.rank not in known:
-                self.observed.mark(f"rank {failure.rank} lost: {failure.kind}")
         return WorkerFailureError(tuple(lost), self.membership.remedy(lost))
 
     def is_lost(self, ref: ObjectRef[Any]) -> bool:

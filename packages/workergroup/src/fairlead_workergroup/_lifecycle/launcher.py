@@ -92,7 +92,7 @@ class Launcher(Described):
                 concurrent=spec.concurrent,
             )
         options = recursive_merge_options(described.options, spec.options.ray_options)
-        described = dataclasses.replace(described, options=options, on_start=self._roster.on_start)
+        described = dataclasses.replace(described, options=options)
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding, python)
 

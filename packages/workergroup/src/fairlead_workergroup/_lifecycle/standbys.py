@@ -12,7 +12,7 @@ import ray
 from fairlead_placement import PlacementError, Slot
 from fairlead_placement.spi import head_deadline
 
-from .._membership.model import Notice, Place, WorkerProcess
+from .._membership.model import Place, WorkerProcess
 from .._observe.head import REQUEST_S, alive_nodes
 from .._ray_private import actor_id_of
 from .._remote.facts import warm_up
@@ -226,8 +226,6 @@ class Standbys:
                 with self._roster.lock:
                     self._starting.remove(slot)
                     self._warm.extend(ready)
-                where = f"in bundle {slot.bundle_index} of logical node {slot.node_idx}"
-                self._roster.report(Notice("standby-ready", -1, f"a standby is ready {where}"))
             self._show()
         if self._is_over:
             self._resources.give_back_late()

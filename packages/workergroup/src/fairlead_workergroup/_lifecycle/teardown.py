@@ -15,14 +15,12 @@ from .shutdown import wait_for_cleanup
 
 logger = logging.getLogger(__name__)
 
-# A watcher that is looking at the workers has at least, and at most, this time to end.
-WATCHED_S, MOST_WATCHED_S = 2.0, 25.0
 # After Ctrl-C in a shutdown, the rest has this time.
 INTERRUPTED_S = 10.0
 
 
 class Teardown:
-    """End a group once, after its watchers, on a thread of its own, which goes on if a caller is interrupted."""
+    """End a group once, on a thread of its own, which goes on if a caller is interrupted."""
 
     def __init__(self, launcher: Launcher, membership: Membership) -> None:
         self._launcher = launcher
@@ -45,11 +43,6 @@ class Teardown:
             self._roster.begin_end()
             if force:
                 self._is_forced.set()
-            for _, close in list(self._roster.watchers):
-                try:
-                    close(max(WATCHED_S, deadline.left(at_most=MOST_WATCHED_S) or 0.0))
-                except Exception:
-                    logger.warning("A watcher of %r cannot be closed.", self._roster, exc_info=True)
             self._begin(cleanup_method, deadline, force=force)
             if not wait_for_event(self._ended, deadline):  # its cleanup is over, or that of another thread takes longer
                 self._is_forced.set()

@@ -108,7 +108,7 @@ class LocalGroup(TypedCalls):
         self._transport = transport = LocalTransport(self._workers)
         roster, fixed = _make_roster(described.name, places, sharding, self._workers), FixedMembership()
         self._sender = sender = _LocalSender(
-            roster, Described(described), fixed, Counters(), _read_nothing, None, put=transport.put, transport=transport
+            roster, Described(described), fixed, Counters(), None, put=transport.put, transport=transport
         )
         self._own_target = Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
         weakref.finalize(self, transport.stop)
@@ -241,10 +241,6 @@ class _LocalSender(Sender):
         if force and running:
             raise WorkerGroupError(f"{THREADS}, and threads cannot be killed. Use launch to test `cancel(force=True)`.")
         return running
-
-
-def _read_nothing() -> NoReturn:
-    raise WorkerGroupError(f"{THREADS}, and publish nothing.")
 
 
 def _make_slots(count: int) -> list[Slot]:

@@ -155,21 +155,6 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Notice:
-    """Something that happened to the membership, for those who watch it.
-
-    Attributes:
-        kind: "resized", "replaced" or "standby-ready".
-        rank: the rank; -1 if it is not about one rank.
-        message: the event as text.
-    """
-
-    kind: str
-    rank: int
-    message: str
-
-
-@dataclass(frozen=True)
 class Resize:
     """A change of the size of one axis.
 

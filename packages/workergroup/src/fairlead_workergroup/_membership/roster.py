@@ -17,7 +17,7 @@ from .._world import Deadline, Event, wait_for_event
 from ..exceptions import LateWorker, WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
-from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
+from .model import Member, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,6 @@ class Roster:
         # Says what workers do that are threads of this process; None if the agents of their nodes say it.
         self.look_here: Callable[[Sequence[WorkerProcess]], tuple[LateWorker, ...]] | None = None
         self._made_on = connection()
-        # Those who watch the group: each with its listener, and what closes it within some seconds.
-        self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
-        # Functions that new workers run, pickled; see `spi.on_worker_start`.
-        self.on_start: tuple[bytes, ...] = ()
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
         # It protects the members and the actors, which change together, and the standbys, which become members.
@@ -244,15 +240,6 @@ class Roster:
                 restarts = member.restarts + (rank in counted)
                 changed[rank] = replace(member, incarnation=member.incarnation + 1, restarts=restarts)
             self._change(changed, restarts=self.now.restarts + (together and bool(counted)))
-
-    def report(self, notice: Notice) -> None:
-        """Tell those who watch the group of a change. One that fails is reported, and does not watch any more."""
-        for watcher in list(self.watchers):
-            try:
-                watcher[0](notice)
-            except Exception:
-                self.watchers[:] = [one for one in self.watchers if one is not watcher]
-                logger.warning("A listener failed at %s, and hears of no more changes.", notice, exc_info=True)
 
     def show_states(self, states: Mapping[int, str], seen: Snapshot) -> None:
         """Show states that were observed from outside, except of workers that were replaced since `seen`."""

@@ -12,7 +12,7 @@ from fairlead_placement import HeadTimeoutError
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change
-from .model import Notice, Snapshot, Started
+from .model import Snapshot, Started
 from .operations import Plan
 from .phases import Phase
 from .ports import Crew, HookCall, Hooks, Transport
@@ -286,22 +286,11 @@ class Steps:
         return error if is_report or not isinstance(error, Exception) else WorkerFailureError(failures, text)
 
     def _report(self) -> None:
-        """Tell the log, and those who watch, what has changed."""
-        plan, before, after, roster = self._plan, self._before, self._roster.now, self._roster
+        """Tell the log what has changed."""
+        plan, roster = self._plan, self._roster
         if plan.resize is not None:
             logger.info("Resized %r %s.", roster.name_prefix, plan.resize)
-            roster.report(Notice("resized", -1, f"resized {plan.resize}"))
         moved = [rank for rank in plan.move if rank in self._ended]
-        for rank in moved:
-            old, new = before[rank].slot, after[rank].slot
-            roster.report(
-                Notice(
-                    "replaced",
-                    rank,
-                    f"rank {rank} moved from bundle {old.bundle_index} of logical node {old.node_idx} to bundle "
-                    f"{new.bundle_index} of logical node {new.node_idx} in epoch {after.epoch}",
-                )
-            )
         if ranks := moved or list(self._ended):
             verb = "Replaced" if moved else "Restarted"
             logger.warning("%s rank(s) %s of %r.", verb, ", ".join(map(str, ranks)), roster.name_prefix)

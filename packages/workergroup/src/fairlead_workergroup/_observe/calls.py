@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observed calls: the outcome of each worker, the cost of a call, the counts of a group, and observers."""
+"""Calls: the outcome of each worker, the cost of a call, and the counts of a group."""
 
-import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,39 +106,3 @@ class Counters:
         me = threading.get_ident()
         for name, count in more.items():
             self._counts[me, name] = self._counts.get((me, name), 0) + count
-
-
-class CallObserver:
-    """Observe the calls of a group, on any thread of the process that makes them. Override what you need."""
-
-    def begin(self, name: str, began: float, futures: Sequence[Any]) -> int:
-        """Note a call made at a time of `time.monotonic`, or without futures another span; return its number, or 0."""
-        return 0
-
-    def end(self, numbers: Sequence[int], *, failed: bool = False) -> None:
-        """Note that the caller has the results of these calls, or their error. A call may end more than once."""
-
-    def mark(self, text: str) -> None:
-        """Note something that has gone wrong at this moment."""
-
-    def explain(self, error: BaseException) -> None:
-        """Add notes to an error about workers that is about to be raised."""
-
-
-class ObservedCalls(CallObserver):
-    """The observer of the calls of one group, if there is one. One that raises is reported, and dropped."""
-
-    def observe(self, observer: CallObserver) -> None:
-        """Use an observer from now on."""
-        if vars(self):
-            raise ValueError(f"These calls are observed by {self.begin.args[0]!r} already.")  # type: ignore[attr-defined]
-        for name in ("begin", "end", "mark", "explain"):
-            setattr(self, name, functools.partial(self._tell, observer, getattr(observer, name)))
-
-    def _tell(self, observer: CallObserver, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except Exception:
-            vars(self).clear()
-            logger.warning("%r failed, and does not observe the calls of its group any more.", observer, exc_info=True)
-            return 0

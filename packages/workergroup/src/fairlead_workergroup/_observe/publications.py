@@ -13,7 +13,7 @@ from fairlead_sharding import NamedSharding
 
 from ..exceptions import WorkerGroupError
 from .head import find_agents, process_is_alive
-from .registration import KEY, SCHEMA, Registration
+from .registration import KEY, SCHEMA
 
 # Agents answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0
@@ -146,17 +146,6 @@ def read_group(group_id: str, job_id: str, worker_id: str, *, within_s: float) -
         if (found is not None and found.settled) or time.monotonic() >= deadline:
             return found
         time.sleep(0.05)
-
-
-def find_own_group(registration: Registration | None) -> RegisteredGroup:
-    """Return a group of this process, as it has published itself last."""
-    published = {} if registration is None else registration.published
-    job = next((value["driver"]["job_id"] for value in published.values()), "")
-    agents = {agent.node_id: agent for agent in find_agents() if agent.job_id == job}
-    values = {agents[node_id]: value for node_id, value in published.items() if node_id in agents}
-    if registration is None or not values:
-        raise WorkerGroupError("The group is not registered, because none of the agents of its nodes is there.")
-    return merge_boards({agent: {registration.key: value} for agent, value in values.items()})[0]
 
 
 def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[RegisteredGroup]:

@@ -60,7 +60,6 @@ class WorkerHost:
     """Hold one instance of the user's class. `host_class` adds a method for each of its public methods."""
 
     _fairlead_methods: tuple[str, ...] = ("__init__",)
-    _fairlead_on_start: tuple[bytes, ...] = ()
     _fairlead_instance: Any = None
     _fairlead_record: Record
     _fairlead_function_plain: Callable[..., Any]
@@ -98,7 +97,6 @@ class WorkerHost:
             self._fairlead_page = mark_tree(facts["tree"])
             start_reaper(facts["tree"])
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
-        self._fairlead_record.extend(self._fairlead_on_start)
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
         published.__dict__.update(facts=facts, record=self._fairlead_record)
@@ -235,7 +233,7 @@ class _MethodRun:
             if error is not None:
                 _prepare_error(self._method, error)
         finally:
-            self._record.end(self._key, failed=error is not None)
+            self._record.end(self._key)
 
 
 def _prepare_error(method: str, error: BaseException) -> None:
@@ -432,7 +430,6 @@ def host_class(
     *,
     concurrent: bool,
     backpressure: Mapping[str, int],
-    on_start: tuple[bytes, ...] = (),
 ) -> type:
     """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
@@ -440,7 +437,7 @@ def host_class(
     and because arguments inside a container are serialised as separate objects, which makes every call slower.
 
     Unless they are `concurrent`, one method runs at a time, whatever its kind. `backpressure` has how many items a
-    generator method may be ahead of its reader. `on_start` are the functions of extensions, pickled.
+    generator method may be ahead of its reader.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION, *FAULTS)
@@ -455,7 +452,7 @@ def host_class(
     for method, function in members.items():
         function.__name__ = method
         function.__qualname__ = f"{WorkerHost.__name__}.{method}"
-    return type(name, (base,), {"_fairlead_methods": names, "_fairlead_on_start": on_start, **members})
+    return type(name, (base,), {"_fairlead_methods": names, **members})
 
 
 def _delegate(path: str, kind: str, number: int) -> Any:

@@ -9,7 +9,6 @@ the system reuses pids.
 import contextlib
 import fcntl
 import json
-import logging
 import operator
 import os
 import struct
@@ -43,10 +42,9 @@ LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
 NO_WEIGHTS = -1
-# What runs: the method, its start, its task, the number of the call, the seconds waited before it, and the version of
-# the weights at its start.
-Running = tuple[int, float, bytes, int, float, int]
-NOTHING: Running = (IDLE, 0.0, b"", 0, 0.0, NO_WEIGHTS)
+# What runs: the method, its start, and its task.
+Running = tuple[int, float, bytes]
+NOTHING: Running = (IDLE, 0.0, b"")
 
 
 class Record:
@@ -72,13 +70,8 @@ class Record:
         self._version = 0
         # Bound methods: a lookup by the format's text would cost every call half as much again.
         self._pack = struct.Struct(STATE).pack_into
-        # What extensions have added: called with each method that has ended, and with each step.
-        self._on_call: list[Callable[..., object]] = []
-        self._on_step: list[Callable[..., object]] = []
-        # How many threads wait for other workers, since when the first of them does, and how long they did before.
+        # How many threads wait for other workers.
         self._waiting = 0
-        self._waiting_since = 0.0
-        self._waited = 0.0
         self._now: Running = NOTHING
         self._write(time.monotonic())
 
@@ -91,23 +84,15 @@ class Record:
         self._page.close()
         os.close(self._file)
 
-    def extend(self, pickled: Sequence[bytes]) -> None:
-        """Call the functions of `spi.on_worker_start`. One that fails is reported, and the worker starts without it."""
-        for one in pickled:
-            try:
-                ray.cloudpickle.loads(one)(self._on_call, self._on_step)
-            except Exception:
-                logging.getLogger("fairlead_workergroup").warning("An extension failed in this worker.", exc_info=True)
-
     def begin(self, method: int) -> int:
         """Record that a method starts, by its index, and return a key for `end`; raise if its task was cancelled."""
         started = time.monotonic()
         self._calls += 1
-        self._now = (method, started, self._task(), self._calls, self._waited, self._weights)
+        self._now = (method, started, self._task())
         self._write(started)
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
         if (self._cancelled or self._page[CANCELLED_AT]) and self._is_cancelled(self._now[2]):
-            self.end(self._calls, failed=True)
+            self.end(self._calls)
             raise ray.exceptions.TaskCancelledError
         return self._calls
 
@@ -121,13 +106,11 @@ class Record:
             self._context = ray.get_runtime_context()
         return bytes.fromhex(self._context.get_task_id() or "")
 
-    def end(self, key: int, failed: bool = False) -> None:
+    def end(self, key: int) -> None:
         """Record that a method has ended."""
-        method, started, task, calls, waited, weights = self._now
+        task = self._now[2]
         self._now = NOTHING
-        ended = time.monotonic()
-        _notify(self._on_call, calls, method, started, ended, self._waited - waited, failed, task, weights)
-        self._write(ended)
+        self._write(time.monotonic())
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
 
@@ -136,17 +119,14 @@ class Record:
         with self._messaging:
             self._waiting += 1
             if self._waiting == 1:
-                self._waiting_since = time.monotonic()
-                self._write(self._waiting_since)
+                self._write(time.monotonic())
 
     def wait_ends(self) -> None:
         """Record that a thread does not wait for other workers any more."""
         with self._messaging:
             self._waiting -= 1
             if self._waiting == 0:
-                now = time.monotonic()
-                self._waited += now - self._waiting_since
-                self._write(now)
+                self._write(time.monotonic())
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
         """Record progress, with a step and a line of text for people."""
@@ -156,7 +136,6 @@ class Record:
             if not NO_STEP < step < -NO_STEP:
                 raise ValueError(f"a step must fit in 64 bits, got {step}")
             self._step = step
-            _notify(self._on_step, time.monotonic(), step)
         if message is None:
             self._write(time.monotonic())
             return
@@ -174,7 +153,7 @@ class Record:
 
     def _write(self, progressed: float) -> None:
         # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
-        method, started, task, *_ = self._now
+        method, started, task = self._now
         self._version = version = self._version + 1
         self._pack(
             self._page,
@@ -222,10 +201,10 @@ class OverlappingRecord(Record):
         self._show_longest()
         return key
 
-    def end(self, key: int, failed: bool = False) -> None:
+    def end(self, key: int) -> None:
         """Record that a method has ended, as `Record.end` does."""
         self._now = self._running.pop(key, self._now)
-        super().end(key, failed)
+        super().end(key)
         self._show_longest()
 
     @property
@@ -237,16 +216,6 @@ class OverlappingRecord(Record):
         # Dicts keep the order of insertion, so the first method has run longest.
         self._now = next(iter(self._running.values()), NOTHING)
         self._write(time.monotonic())
-
-
-def _notify(listeners: list[Callable[..., object]], *values: Any) -> None:
-    """Call the functions of extensions; one that fails is reported, and not called again."""
-    for one in tuple(listeners):
-        try:
-            one(*values)
-        except Exception:
-            listeners[:] = [other for other in listeners if other is not one]
-            logging.getLogger("fairlead_workergroup").warning("An extension failed in this worker.", exc_info=True)
 
 
 def open_record(pid: int) -> int | None:
@@ -331,16 +300,13 @@ def record_file(process: Process) -> Iterator[int | None]:
             os.close(file)
 
 
-def read_records(processes: Sequence[Process], methods: bool = False) -> list[dict[str, Any] | None]:
-    """Return the record of each worker; None if the worker has ended, or its record could not be read.
-
-    With `methods`, a record has the names of all methods, by the numbers that functions of `on_call` get.
-    """
+def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
+    """Return the record of each worker; None if the worker has ended, or its record could not be read."""
     records: list[dict[str, Any] | None] = []
     for process in processes:
         with record_file(process) as file:
             record = None if file is None else try_read(file)
-            if record is not None and not methods:
+            if record is not None:
                 del record["methods"]
             records.append(record)
     return records

@@ -78,7 +78,6 @@ class WorkerClass:
     concurrent: bool = False  # whether its async methods overlap
     cls: type | None = None
     full_names: Mapping[str, str] = field(default_factory=dict)  # `module.Class.method` of each method's function
-    on_start: tuple[bytes, ...] = ()  # functions that run in each worker before the class is loaded, pickled
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a process without the class needs to call its methods, as plain data."""
@@ -118,7 +117,7 @@ class WorkerClass:
         """The generated class that hosts it."""
         kinds = {method.name: method.kind for method in self.methods.values()}
         limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits, on_start=self.on_start)
+        return host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits)
 
     @cached_property
     def actor_class(self) -> Any:
