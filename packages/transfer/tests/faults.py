@@ -8,7 +8,7 @@ import pytest
 
 from fairlead_transfer import TransferError
 from fairlead_transfer.testing import fail_at
-from fairlead_workergroup.testing import hang
+from fairlead_workergroup.testing import resume
 
 # `nox -s nightly` repeats each case 20 times.
 REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
@@ -58,7 +58,7 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
     decided = phase in ("commit", "committing")
     assert (error.phase == "commit") == decided
     if how == "stop":
-        hang(group, 1, "stop").close()
+        resume(group, 1)
     else:
         assert group.restart_failed_workers() == [1]
     if decided:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch of a group: which events it reports, how often and where, and when it ends."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -20,7 +21,7 @@ from fairlead_inspect._watch import EventFilter, Watch
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, WorkerStatus, report_progress
 from fairlead_workergroup._observe.evidence import RayWitnesses
-from fairlead_workergroup.testing import hang, kill
+from fairlead_workergroup.testing import kill
 
 pytestmark = pytest.mark.nightly
 
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.nightly
 class Worker:
     def nothing(self):
         return None
+
+    def hang(self, fifo):
+        """Wait in a system call until a named pipe is open for writing."""
+        os.close(os.open(fifo, os.O_RDONLY))
 
     def stop_twice(self, folder):
         """Stand still, make progress and stand still again, each until a file exists."""
@@ -52,6 +57,19 @@ def group(cluster):
 
 def kinds_and_ranks(events):
     return [(event.kind, event.rank) for event in events]
+
+
+@contextlib.contextmanager
+def hanging(group, rank, fifo):
+    """Make a worker hang."""
+    os.mkfifo(fifo)
+    call = group.at(worker=rank).call("hang", str(fifo))
+    try:
+        yield
+    finally:
+        write = os.open(fifo, os.O_RDWR)
+        call.result(timeout=60)
+        os.close(write)
 
 
 STARTED = [("worker-started", rank) for rank in range(2)]
@@ -88,7 +106,7 @@ def test_each_event_once(group, eventually, caplog, monkeypatch, tmp_path):
         assert repr(watching) == "Watch('watched', every 0.05 s)"
         assert eventually(lambda: kinds_and_ranks(events) == STARTED, 60)
         for number in (4, 6):
-            with hang(group, 1, "native"):
+            with hanging(group, 1, tmp_path / str(number)):
                 assert eventually(lambda: len(events) == number, 60)  # noqa: B023
                 wait_for_looks(1, "stuck", ("worker-stuck", 1))
         hung = [("call-slow", 1), ("worker-stuck", 1)]

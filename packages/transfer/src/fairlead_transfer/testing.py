@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in the middle of a transfer, made on purpose: for tests of code that has to live with them.
 
-A worker that has been stopped is continued by closing `fairlead_workergroup.testing.hang(group, rank, "stop")`.
+`fairlead_workergroup.testing.resume(group, rank)` continues a worker that has been stopped.
 """
 
 from typing import Literal, get_args

@@ -13,7 +13,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LayoutMismatchError, Link, LocalTensor, StaleWeightsError, TransferError
 from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
-from fairlead_workergroup.testing import hang, kill
+from fairlead_workergroup.testing import kill, resume
 
 from ..faults import REPEATS, check_fault, send_and_time
 from ..holders import AsyncHolder, Holder, two_groups
@@ -174,7 +174,7 @@ def test_torn_ranks(groups, call_in_time):
             with pytest.raises(StaleWeightsError):
                 target.call("holds")
             if how == "stop":
-                hang(source, 1, "stop").close()
+                resume(source, 1)
             else:
                 assert source.restart_failed_workers() == [1]
             source.call("fill", version + 1.0).result()

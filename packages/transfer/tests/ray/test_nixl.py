@@ -11,7 +11,7 @@ from fairlead_transfer import LayoutMismatchError, Link, TransferError
 from fairlead_transfer._remote.agent import explain_missing
 from fairlead_transfer.testing import fail_at
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
-from fairlead_workergroup.testing import hang, kill
+from fairlead_workergroup.testing import kill, resume
 
 from ..faults import check_fault, send_and_time
 from ..holders import Holder, two_groups
@@ -226,7 +226,7 @@ def test_torn(groups):
             link.send(2, timeout=timeout_s)
         assert caught.value.phase == "commit"
         assert {failure.rank for failure in caught.value.failures} == {1}
-        hang(target, 1, "stop").close()
+        resume(target, 1)
         target.call("note").result()
         link.sync(timeout=60)
         assert link.versions() == {0: 2, 1: 2}

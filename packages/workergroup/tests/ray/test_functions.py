@@ -22,7 +22,6 @@ from fairlead_workergroup import (
     WorkerFailureError,
     current_worker,
 )
-from fairlead_workergroup.testing import slow
 
 from ..calling import Worker
 
@@ -109,17 +108,6 @@ class TestCalls:
         view = group.at(dp=0, tp=0)
         assert view.call(remember, "here").result() == ["Worker"]
         assert view.call("what_ran").result() == [["here"]]
-
-    @pytest.mark.by_processes
-    def test_functions_share_the_instance_of_a_slowed_worker(self, group):
-        """They do so too in workers that were slowed."""
-        view = group.at(dp=0, tp=0)
-        slow(group, 5, 0.01)
-        try:
-            assert view.call(remember, "slowly").result() == ["Worker"]
-        finally:
-            slow(group, 5, 0)
-        assert view.call("what_ran").result() == [["slowly"]]
 
     def test_discard(self, group):
         """With discard no worker returns a result, generators run to their end, and errors are raised."""

@@ -34,8 +34,6 @@ from .stacks import write_stacks_on_signal
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
 # The end of a generator.
 _END = object()
-# The names in the record of the faults that `fairlead_workergroup.testing` causes.
-FAULTS = ("hang", "slow", "fill_memory")
 # The name in the record of a function that runs in place of a method.
 FUNCTION = "<function>"
 KINDS = ("plain", "generator", "async", "async_generator")
@@ -168,16 +166,7 @@ class WorkerHost:
         except Exception as error:
             error.add_note(f"while the worker loaded the function {name!r}; its Python must have what it refers to")
             raise
-        return function(self._fairlead_subject(), *args, **kwargs)
-
-    def _fairlead_subject(self) -> Any:
-        """Return the user's instance; the test kit replaces this method."""
-        return self._fairlead_instance
-
-    def _fairlead_run(self, name: str, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run a function of the test kit on this host; the record shows it as a method of that name."""
-        with _MethodRun(self._fairlead_record, self._fairlead_methods.index(name), name):
-            return function(self, *args)
+        return function(self._fairlead_instance, *args, **kwargs)
 
     def _fairlead_function_alone(
         self, within_s: float, name: str, pickled: bytes, /, *args: Any, first: Sequence[Any] | None = None
@@ -443,7 +432,7 @@ def host_class(
     generator method may be ahead of its reader. `on_start` are the functions of extensions, pickled.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
-    names = ("__init__", *kinds, FUNCTION, *FAULTS)
+    names = ("__init__", *kinds, FUNCTION)
     members = {
         method: delegate(f"_fairlead_instance.{method}", kind, number)
         for number, (method, kind) in enumerate(kinds.items(), 1)
