@@ -76,7 +76,6 @@ def watch(group: wg.RayWorkerGroup) -> None:
     assert_type((group.resize(dp=3), group.replace([0]), group.shutdown("save")), tuple[int, int, bool])
     state = group.inspect()
     assert_type((state, state.statistics), tuple[wg.GroupState, wg.GroupStatistics])
-    assert_type((state.start_report, state.start_report.phases), tuple[wg.StartReport, tuple[wg.StartPhase, ...]])
     testing.kill(group, 0)
     testing.stop(group, 0)
     testing.resume(group, 0)

@@ -74,12 +74,11 @@ class WorkerHost:
         here keeps its type. Ray would also unpickle the arguments of `__init__` before the environment is set. The
         target is in a list, because references in it and in the arguments are fetched here.
         """
-        began = time.monotonic()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, _get_values(facts.values())))
         cls = load(*_fill(target, _get_values(target)))
         values = _get_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
     def _fairlead_give(self, value: Any, _: Any) -> Any:
         """Return a value when another one, which Ray waits for, is there; raise its error."""
@@ -102,8 +101,7 @@ class WorkerHost:
         published.__dict__.update(facts=facts, record=self._fairlead_record)
         sys.modules["_fairlead_worker"] = published
 
-    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any], began: float) -> dict[str, Any]:
-        imported = time.monotonic()
+    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         self._fairlead_make(cls, args, kwargs)
         context = ray.get_runtime_context()
         return {
@@ -112,7 +110,6 @@ class WorkerHost:
             "node_id": context.get_node_id(),
             "python": sys.executable,
             "accelerator_ids": context.get_accelerator_ids(),
-            "took": {"import": imported - began, "constructor": time.monotonic() - imported},
         }
 
     def _fairlead_make(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -282,13 +279,12 @@ class ConcurrentHost(WorkerHost):
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        began = time.monotonic()
         self._fairlead_exits = Exits()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, await _await_values(facts.values())))
         cls = load(*_fill(target, await _await_values(target)))
         values = await _await_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
     async def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         function, find = ray.cloudpickle.loads(pickled), functools.partial(getattr, self)
