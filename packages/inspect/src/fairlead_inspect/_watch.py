@@ -75,8 +75,6 @@ class WorkerEvent:
     time: float
     stuck: StuckWorker | None = None
 
-    _repr_html_ = spi.record_html
-
 
 class EventFilter:
     """Find the events that have not been reported yet."""

@@ -41,7 +41,6 @@ from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.calls import Counters
-from ._observe.display import table_html
 from ._observe.evidence import RayWitnesses
 from ._observe.extensions import extend
 from ._observe.memory import MemoryLimit, parse_memory
@@ -224,12 +223,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def __repr__(self) -> str:
         return repr(self._roster)
 
-    def _repr_html_(self) -> str:
-        shown = ("global_rank", "name", "state", "node_idx", "node_id")
-        now = self._roster.now
-        rows = [(*(worker[key] for key in shown), now[worker["global_rank"]].coords) for worker in self.worker_metadata]
-        return table_html(repr(self), (*shown, "coords"), rows)
-
     @property
     def workers(self) -> list[Any]:
         """The actor handles, by rank: `group.workers[0].step.remote(x)`; empty after `shutdown`.
@@ -270,7 +263,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Standbys that were used or have died are started again. After `shutdown` the group has no standbys.
 
         Returns:
-            The state, which a notebook shows as a table.
+            The state.
 
         Raises:
             HeadTimeoutError: the group has standbys, and Ray's head does not say which of them are alive.

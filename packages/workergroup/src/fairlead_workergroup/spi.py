@@ -24,7 +24,6 @@ from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
 from ._membership.roster import direct
 from ._observe.calls import CallObserver
-from ._observe.display import record_html
 from ._observe.evidence import judge_errors, read_deaths
 from ._observe.head import alive_nodes, drain_deadlines, process_is_alive
 from ._observe.observer import STUCK_AFTER_S, Observer, check_seconds
@@ -90,7 +89,6 @@ __all__ = [
     "read_deaths",
     "read_members",
     "read_records",
-    "record_html",
     "record_span",
     "send_function",
     "start_tick",

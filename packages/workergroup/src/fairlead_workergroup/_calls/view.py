@@ -322,7 +322,7 @@ class GroupView(AddressedWorkers):
         Nothing is stored or called.
 
         Returns:
-            The explanation, which `print` and a notebook show as a table.
+            The explanation, which `print` shows as a table.
 
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.

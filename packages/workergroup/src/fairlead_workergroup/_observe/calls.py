@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .display import record_html
-
 logger = logging.getLogger("fairlead_workergroup")
 
 
@@ -31,8 +29,6 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     group: str = ""
-
-    _repr_html_ = record_html
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,6 @@ class CallStatistics:
     submit_s: float
     route: str = "ray"
 
-    _repr_html_ = record_html
-
 
 @dataclass(frozen=True)
 class GroupStatistics:
@@ -80,8 +74,6 @@ class GroupStatistics:
     puts: int = 0
     lane_requests: int = 0
     lane_fallbacks: int = 0
-
-    _repr_html_ = record_html
 
     def __str__(self) -> str:
         return f"put {self.puts} values, sent {self.requests} requests in {self.calls} calls"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .calls import GroupStatistics
-from .display import record_html
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,5 +26,3 @@ class GroupState:
     standby_metadata: list[dict[str, Any]]
     statistics: GroupStatistics
     shown: Mapping[str, Any]
-
-    _repr_html_ = record_html
