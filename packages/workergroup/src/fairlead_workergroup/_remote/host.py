@@ -36,7 +36,6 @@ _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
 _END = object()
 # The name in the record of a function that runs in place of a method.
 FUNCTION = "<function>"
-KINDS = ("plain", "generator", "async", "async_generator")
 
 
 def add_to_path(entries: Sequence[str]) -> None:
@@ -435,7 +434,7 @@ def host_class(
     }
     for method, limit in backpressure.items():
         ray.method(_generator_backpressure_num_objects=limit)(members[method])
-    for kind in KINDS:
+    for kind in ("plain", "async"):
         members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
         function.__name__ = method
