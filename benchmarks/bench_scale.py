@@ -32,7 +32,6 @@ from fairlead_workergroup._observe.observer import Observer
 from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_workers, wait_started
 from fairlead_workergroup._start.layout import lay_out
-from fairlead_workergroup._start.report import StartClock
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._transport.arguments import Arguments
 
@@ -56,7 +55,6 @@ def simulated_rows() -> Iterator[Row]:
     described = WorkerClass("bench.Worker", "Worker", {})
     described.__dict__["actor_class"] = ActorClass(head, Answers(), CONSTRUCTOR_S)
     sharding = NamedSharding.from_shape(dp=count // 8, tp=8)
-    clock = StartClock()
 
     began, cpu = time.perf_counter(), time.process_time()
     places = lay_out(make_slots(SIMULATED_NODES, SIMULATED_PER_NODE), prefix="sim")
@@ -69,11 +67,10 @@ def simulated_rows() -> Iterator[Row]:
         described,
         suffixes,
         name="sim",
-        clock=clock,
         add=lambda plan, actor: actors.update({plan.place.rank: actor}),
     )
     started = [actors[rank]._fairlead_start.remote({"rank": rank}, [], [], {}) for rank in range(count)]
-    wait_started(started, plans, name="sim", timeout_s=600.0, clock=clock, check=lambda: None)
+    wait_started(started, plans, name="sim", timeout_s=600.0, check=lambda: None)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
 
     each, most = planned_cpu / count, head.most_waiting
@@ -154,7 +151,7 @@ def _real_rows() -> Iterator[Row]:
         _start_by_hand()  # it uses the processes that Ray has started in advance
         for _ in range(ROUNDS):
             by_hand.append(_start_by_hand())
-            seconds, reserve_s, call_s, report = _start_group()
+            seconds, reserve_s, call_s = _start_group()
             ours.append(seconds)
             calls.append(call_s)
         ratio = statistics.median(ours) / statistics.median(by_hand)
@@ -163,11 +160,6 @@ def _real_rows() -> Iterator[Row]:
         measured = f"{ratio:.2f}x, {min(ours):.1f} to {max(ours):.1f} s"
         yield Row("  by worker group, reservation included", measured, "at most 1.15x", ratio <= 1.15)
         yield Row("  of that, the reservation", f"{reserve_s:.2f} s", "", True)
-        for name in ("agents", "create"):
-            yield Row(f"  of that, {name}", f"{report[name].seconds:.2f} s", "", True)
-        for name in ("process", "import"):
-            phase = report[name]
-            yield Row(f"  of that, {name}: median, maximum", f"{phase.median_s:.2f} s, {phase.max_s:.2f} s", "", True)
         yield Row(f"  a call of all {count}", f"{statistics.median(calls) * 1e3:.0f} ms", "", True)
     finally:
         ray.shutdown()
@@ -198,8 +190,8 @@ def _start_by_hand() -> float:
     return took
 
 
-def _start_group() -> tuple[float, float, float, Any]:
-    """Return the seconds that a group takes to start, its reservation, and a call, and the report of the start."""
+def _start_group() -> tuple[float, float, float]:
+    """Return the seconds that a group takes to start, its reservation, and a call."""
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(RayVirtualCluster([PER_NODE] * NODES, use_gpus=False))
@@ -212,9 +204,8 @@ def _start_group() -> tuple[float, float, float, Any]:
             again = time.perf_counter()
             group.call("nothing").result()
             calls.append(time.perf_counter() - again)
-        report = group.inspect().start_report
     _wait_until_free()
-    return took, reserve_s, statistics.median(calls), report
+    return took, reserve_s, statistics.median(calls)
 
 
 def _wait_until_free() -> None:

@@ -90,7 +90,7 @@ linkcheck_timeout = 20
 linkcheck_retries = 2
 linkcheck_workers = 4
 
-HANDLES = {"Call", "DeviceClass", "DeviceFunction", "DeviceInstances", "GroupView", "Hang", "SlotClaim"}
+HANDLES = {"Call", "DeviceClass", "DeviceFunction", "DeviceInstances", "GroupView", "SlotClaim"}
 PRIVATE = re.compile(r"(fairlead_\w+)\.(?:_\w+\.(?:\w+\.)?)?(\w+)")
 # Public modules beside the package itself, whose names have an entry as theirs.
 MODULES = {"fairlead_placement": ("fairlead_placement", "fairlead_placement.spi")}

@@ -9,6 +9,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from pathlib import Path
@@ -26,7 +27,6 @@ from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup.spi import find_group
-from fairlead_workergroup.testing import hang
 
 FOLDER = Path(__file__).parent / "pictures"
 # Where the packages are installed on this machine, and where they would be.
@@ -36,6 +36,8 @@ INSTALLED = {
     str(Path(sys.base_prefix)): "/env",
 }
 TRAINER = """
+import ctypes
+import os
 import time
 from fairlead_workergroup import current_worker, report_progress
 
@@ -51,6 +53,9 @@ class Trainer:
     def reduce(self, loss):
         with current_worker().waiting():
             time.sleep(600)
+
+    def hang(self, pipe):
+        ctypes.PyDLL(None).open(os.fsencode(pipe), os.O_RDONLY)
 """
 
 
@@ -99,8 +104,11 @@ def main() -> None:
     with (
         RayVirtualCluster([8], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, made["Trainer"], name_prefix="policy", sharding_annotations=mesh) as group,
-        hang(group, 5, "native-gil"),
+        tempfile.TemporaryDirectory() as folder,
     ):
+        pipe = os.path.join(folder, "pipe")
+        os.mkfifo(pipe)
+        group.at(dp=2, tp=1).call("hang", pipe)
         call = group.call("train", 17)
         time.sleep(12)
         found = [find_group("policy")]
@@ -111,6 +119,7 @@ def main() -> None:
         save("why", draw_findings(seen, diagnose(seen, stuck_after_s=10.0)), 100)
         save("stacks", draw_stacks(fold_stacks(seen.workers)), 100)
         call.cancel(force=True)
+        os.close(os.open(pipe, os.O_RDWR))  # for which the hang waits
     ray.shutdown()
 
 

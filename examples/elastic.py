@@ -28,7 +28,7 @@ from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Elastic, RayWorkerGroup, Shard, WorkerFailureError
 from fairlead_workergroup.testing import kill
-from fairlead_workergroup.torch import broadcast_state, destroy, init_process_group, rewrap_ddp, wrap_ddp
+from fairlead_workergroup.torch import broadcast_state, destroy, init_process_group, wrap_ddp
 
 FEATURES, BATCH = 16, 768  # 768 rows can be split over two and over three workers
 TOLERANCE = 1e-3  # relative
@@ -42,14 +42,13 @@ class Trainer:
         torch.set_num_threads(1)
         self.model = make_model()
         self.optimizer = make_optimizer(self.model)
-        self.ddp: nn.parallel.DistributedDataParallel | None = None
 
     def connect(self) -> int:
         """Join the workers of now, take over their state, and return the number of steps that they have taken."""
         # If a worker is lost in the middle of a collective, the others may wait so long for each other.
         init_process_group(timeout_s=15)
         broadcast_state(self.model, self.optimizer)
-        self.ddp = wrap_ddp(self.model) if self.ddp is None else rewrap_ddp(self.ddp)
+        self.ddp = wrap_ddp(self.model)
         return next((int(state["step"]) for state in self.optimizer.state.values()), 0)
 
     def step(self, rows: Rows) -> float:

@@ -26,7 +26,6 @@ class Worker:
     def train(self, model: Any, optimizer: Any) -> None:
         wg_torch.init_process_group("gloo", timeout_s=60)
         wrapped = wg_torch.wrap_ddp(model, compression="bf16", group=wg_torch.axis_group("dp"))
-        assert_type(wg_torch.gradient_bytes(wg_torch.rewrap_ddp(wrapped)), wg_torch.GradientBytes)
         wg_torch.broadcast_state(wrapped, optimizer, source=0)
         wg_torch.destroy()
 
@@ -77,11 +76,11 @@ def watch(group: wg.RayWorkerGroup) -> None:
     assert_type((group.resize(dp=3), group.replace([0]), group.shutdown("save")), tuple[int, int, bool])
     state = group.inspect()
     assert_type((state, state.statistics), tuple[wg.GroupState, wg.GroupStatistics])
-    assert_type((state.start_report, state.start_report.phases), tuple[wg.StartReport, tuple[wg.StartPhase, ...]])
     testing.kill(group, 0)
-    with testing.LocalGroup(Worker, dp=2) as local, testing.hang(group, 0, "sleep") as hung:
+    testing.stop(group, 0)
+    testing.resume(group, 0)
+    with testing.LocalGroup(Worker, dp=2) as local:
         assert_type(local.call(Worker.step, wg.Shard([[1], [2]], "dp"), 0.1), wg.Call[list[float]])
-        assert_type(hung, testing.Hang)
 
 
 def read_errors(error: Exception) -> None:

@@ -2,11 +2,14 @@
 """Test of a group under random faults: every call returns the correct result or raises the right error."""
 
 import contextlib
+import ctypes
 import os
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +28,7 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
 )
-from fairlead_workergroup.testing import hang, kill, slow
+from fairlead_workergroup.testing import kill, resume, stop
 
 pytestmark = pytest.mark.nightly
 
@@ -33,13 +36,36 @@ SECONDS = float(os.environ.get("FAIRLEAD_SOAK_S", "120"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 
 FAULTS = ["kill", "kill", "slow", "hang sleep", "hang native", "hang native-gil", "hang stop"]
+# How long a fault waits for a worker that is busy.
+BUSY_S = 2
 
 
 class Squarer:
     """The worker that is called while faults are injected."""
 
+    pause_s = 0
+
     def square(self, value):
+        time.sleep(self.pause_s)
         return value * value
+
+    def slow_down(self, seconds):
+        self.pause_s = seconds
+
+    def hang(self, how, folder):
+        """Hang until `let_continue`: in Python, or in a system call that does not return, with the GIL or without."""
+        (folder / "begun").touch()
+        while how == "sleep" and not (folder / "over").exists():
+            time.sleep(0.05)
+        if how != "sleep":
+            library = ctypes.PyDLL(None) if how == "native-gil" else ctypes.CDLL(None)
+            os.close(library.open(bytes(folder / "fifo"), os.O_RDONLY))
+
+
+def let_continue(folder):
+    """End the hang with this folder, or the one that has yet to begin."""
+    (folder / "over").touch()
+    os.open(folder / "fifo", os.O_RDWR)  # To open a pipe for reading waits until it is open for writing.
 
 
 class Faults:
@@ -48,7 +74,8 @@ class Faults:
     def __init__(self, group, rng, counts):
         self.affected = set()
         self._group, self._rng, self._counts = group, rng, counts
-        self._hangs = []
+        # What ends each hang.
+        self._hangs = contextlib.ExitStack()
         # Held while a worker is made to hang, and while none may.
         self._hanging = threading.Lock()
         self._end = threading.Event()
@@ -61,8 +88,7 @@ class Faults:
     def __exit__(self, *_):
         self._end.set()
         self._thread.join(60)
-        for one in self._hangs:
-            one.close()
+        self._hangs.close()
 
     def explain(self, ranks, error):
         """Raise AssertionError if an error names no ranks, or ranks without an injected fault."""
@@ -73,9 +99,7 @@ class Faults:
     def without_hangs(self):
         """Let workers that hang continue, and kill others or slow them down only."""
         with self._hanging:
-            for one in self._hangs:
-                one.close()
-            self._hangs.clear()
+            self._hangs.close()
             yield
 
     def end(self, rank):
@@ -95,15 +119,46 @@ class Faults:
                 if fault == "kill":
                     kill(self._group, rank)
                 elif fault == "slow":
-                    slow(self._group, rank, self._rng.choice([0, 0.2, 1.0]), timeout_s=2)
+                    self._slow_down(rank, self._rng.choice([0, 0.2, 1.0]))
+                elif fault == "hang stop":
+                    stop(self._group, rank)
+                    self._hangs.callback(self._resume, rank)
                 else:
-                    self._hangs.append(hang(self._group, rank, fault.split()[1], timeout_s=2))
+                    self._hang(rank, fault.split()[1])
                 self._counts[fault] += 1
-            except (IndexError, TimeoutError, WorkerGroupError):  # The rank may have left the group.
+            except (IndexError, ValueError, TimeoutError, WorkerGroupError):  # The rank may have left the group.
                 self._counts["fault that found its worker busy or dead"] += 1
             finally:
                 if fault.startswith("hang"):
                     self._hanging.release()
+
+    def _call(self, rank, *args):
+        return self._group.at(**self._group.sharding_annotations.get_worker_coords(rank)).call(*args, timeout=BUSY_S)
+
+    def _slow_down(self, rank, seconds):
+        call = self._call(rank, "slow_down", seconds)
+        try:
+            call.result()
+        except TimeoutError:
+            call.cancel()
+            raise
+
+    def _hang(self, rank, how):
+        folder = Path(tempfile.mkdtemp())
+        os.mkfifo(folder / "fifo")
+        call = self._call(rank, "hang", how, folder)
+        self._hangs.callback(let_continue, folder)
+        deadline = time.monotonic() + BUSY_S
+        while not (folder / "begun").exists():
+            if time.monotonic() > deadline:
+                let_continue(folder)
+                call.cancel()
+                raise TimeoutError(f"rank {rank} does not begin to hang")
+            time.sleep(0.02)
+
+    def _resume(self, rank):
+        with contextlib.suppress(IndexError, WorkerGroupError):  # The rank may have left the group.
+            resume(self._group, rank)
 
 
 @pytest.mark.timeout(SECONDS + 700)

@@ -10,7 +10,7 @@ import ray
 from fairlead_transfer import TransferError
 from fairlead_transfer._remote.entry import find_shared
 from fairlead_workergroup.spi import collect, read_members, send_function
-from fairlead_workergroup.testing import hang
+from fairlead_workergroup.testing import resume
 
 # `nox -s nightly` repeats each case 20 times.
 REPEATS = int(os.environ.get("FAIRLEAD_FAULTS", "1"))
@@ -26,7 +26,7 @@ def fail_at(group, rank, side, phase, how):
         rank: its number in the group.
         side: whether it counts as a source or a target: it may be both.
         phase: one of those in `CASES`; "committing" is after the first tensor has been overwritten.
-        how: "kill" (SIGKILL) or "stop" (SIGSTOP). Closing `hang(group, rank, "stop")` continues a stopped worker.
+        how: "kill" (SIGKILL) or "stop" (SIGSTOP). `resume(group, rank)` continues a stopped worker.
     """
 
     def plan_fault(worker):
@@ -80,7 +80,7 @@ def check_fault(source, target, link, side, phase, how, version, timeout_s=3.0):
     decided = phase in ("commit", "committing")
     assert (error.phase == "commit") == decided
     if how == "stop":
-        hang(group, 1, "stop").close()
+        resume(group, 1)
     else:
         assert group.restart_failed_workers() == [1]
     if decided:

@@ -33,7 +33,7 @@ from fairlead_workergroup._observe import (
     registration,
 )
 from fairlead_workergroup._remote import exits, process, progress, reaper
-from fairlead_workergroup._start import builder, report
+from fairlead_workergroup._start import builder, launch
 from fairlead_workergroup._transport import futures
 
 Patch = pytest.MonkeyPatch
@@ -272,13 +272,16 @@ def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> Non
 
 def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a change of a group waits for these ranks, and for no others."""
+    _act_at_a_bar(patch, delivery, ranks, act)
 
+
+def _act_at_a_bar(patch: Patch, module: Any, ranks: list[int], act: Callable[[], object]) -> None:
     class Bar(display.Bar):
         def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
             if list(waiting_for) == ranks:
                 act()
 
-    patch.setattr(delivery, "Bar", Bar)
+    patch.setattr(module, "Bar", Bar)
 
 
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
@@ -301,18 +304,9 @@ def act_before_processes_are_awaited(patch: Patch, act: Callable[[], object]) ->
     act_before(patch, shutdown, "wait_until", act)
 
 
-def act_when_processes_are_there(patch: Patch, act: Callable[[set[int]], object]) -> None:
-    """Let `act` run with the ranks whose processes are known to be there, each time a start learns of a rank."""
-    there: set[int] = set()
-    note = report.StartClock.note
-
-    def note_and_act(clock: Any, rank: int, **phases: float) -> None:
-        note(clock, rank, **phases)
-        if "process" in phases:
-            there.add(rank)
-        act(there)
-
-    patch.setattr(report.StartClock, "note", note_and_act)
+def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
+    """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
+    _act_at_a_bar(patch, launch, ranks, act)
 
 
 def act_at_the_next_read(

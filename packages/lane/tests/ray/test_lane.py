@@ -17,8 +17,8 @@ import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import CallTimeoutError, LaneError, RayWorkerGroup, Restart, WorkerFailureError
-from fairlead_workergroup.testing import hang, kill
+from fairlead_workergroup import LaneError, RayWorkerGroup, Restart, WorkerFailureError
+from fairlead_workergroup.testing import kill
 
 from ..lanes import (
     WINDOW,
@@ -308,17 +308,6 @@ class TestFaults:
             assert (grown.result(timeout=60)[:1], grown.statistics().route) == (pids, "lane")
             group.resize(worker=1, timeout=60)
             assert group.call("pid").result(timeout=60) == pids
-
-    def test_hang(self, group):
-        """A fault runs in its turn; a timeout names the late worker; the calls behind it arrive afterwards."""
-        with group.lane():
-            with hang(group, 1):
-                call = group.call("pid")
-                assert group.at(worker=0).call("pid", collect=()).result(timeout=60) > 0
-                with pytest.raises(CallTimeoutError) as caught:
-                    call.result(timeout=1)
-                assert [worker.rank for worker in caught.value.late] == [1]
-            assert len(call.result(timeout=60)) == 2
 
     def test_stopped_worker(self, group, stop_process):
         """The driver keeps a bounded number of messages under way to a stopped worker, and refuses more in time."""

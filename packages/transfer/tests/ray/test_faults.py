@@ -8,7 +8,7 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, TransferError
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
-from fairlead_workergroup.testing import hang, kill
+from fairlead_workergroup.testing import kill, resume
 
 from ..faults import CASES, REPEATS, check_fault, fail_at, send_and_time
 from ..holders import Holder, two_groups
@@ -106,6 +106,6 @@ def test_stopped_worker_that_continues_late_changes_nothing(groups):
         with pytest.raises(TransferError) as caught:
             link.send(1, timeout=timeout_s)
         assert caught.value.phase == "move"
-        hang(target, 1, "stop").close()
+        resume(target, 1)
         assert target.call("holds").result() == [1.0, 1.0]
         assert link.versions() == {0: 0, 1: 0}

@@ -26,12 +26,12 @@ from ._group import RayWorkerGroup
 from ._launch import launch
 from ._membership.model import Place
 from ._observe.calls import CallStatistics, GroupStatistics, Outcome
+from ._observe.state import GroupState
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._start.builder import RayWorkerBuilder
 from ._start.devices import WorkerOptions
 from ._start.options import recursive_merge_options
-from ._start.report import GroupState, StartPhase, StartReport
 from ._transport.arguments import PerWorker, Shard
 from ._transport.futures import ResultStream
 from .exceptions import (
@@ -80,8 +80,6 @@ __all__ = [
     "Restart",
     "ResultStream",
     "Shard",
-    "StartPhase",
-    "StartReport",
     "StuckWorker",
     "Timeouts",
     "WorkerFailure",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of workers: one process in each slot, called by rank or along named axes."""
 
+import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -39,18 +41,19 @@ from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.calls import Counters
-from ._observe.display import table_html
 from ._observe.evidence import RayWitnesses
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
+from ._observe.state import GroupState
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions, read_master_ports
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
-from ._start.report import GroupState, StartClock
 from ._world import check_timeout
 from .exceptions import LaneError
+
+logger = logging.getLogger(__name__)
 
 
 class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
@@ -141,9 +144,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
-        clock = StartClock()
-        with clock.phase("reserve"):
-            slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
+        began = time.monotonic()
+        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places = lay_out(
             slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
@@ -173,7 +175,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             concurrent=async_communication,
             start_timeout_s=start_timeout_s,
         )
-        self._launcher = Launcher(spec, self._resources, self._counters, clock)
+        self._launcher = Launcher(spec, self._resources, self._counters)
         self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping)
@@ -205,7 +207,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._standbys.reserve(slots)
             self._launcher.store()
             self._membership.change(Start())
-            self._start_report = clock.report(self.name_prefix)
+            took = time.monotonic() - began
+            logger.info("Started %d worker(s) of %r in %.1f s.", self.world_size, self.name_prefix, took)
             if elastic.on_drain is not None:
                 watch = DrainWatch(self, self._roster, self._membership, start_timeout_s)
                 self._resources.start_rounds("the watch for drains", LOOK_EVERY_S, watch.look, watch.is_left)
@@ -215,12 +218,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
     def __repr__(self) -> str:
         return repr(self._roster)
-
-    def _repr_html_(self) -> str:
-        shown = ("global_rank", "name", "state", "node_idx", "node_id")
-        now = self._roster.now
-        rows = [(*(worker[key] for key in shown), now[worker["global_rank"]].coords) for worker in self.worker_metadata]
-        return table_html(repr(self), (*shown, "coords"), rows)
 
     @property
     def workers(self) -> list[Any]:
@@ -257,12 +254,12 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch, the standbys, the counts of calls and the times of the start, as they are now.
+        """Return the epoch, the standbys and the counts of calls, as they are now.
 
         Standbys that were used or have died are started again. After `shutdown` the group has no standbys.
 
         Returns:
-            The state, which a notebook shows as a table.
+            The state.
 
         Raises:
             HeadTimeoutError: the group has standbys, and Ray's head does not say which of them are alive.
@@ -271,7 +268,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             epoch=self._roster.now.epoch,
             standby=self._standbys.count_warm() if self.workers else 0,
             standby_metadata=list(self._roster.standby_metadata),
-            start_report=self._start_report,
             statistics=self._counters.now,
             shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
         )

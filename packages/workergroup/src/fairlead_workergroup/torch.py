@@ -12,7 +12,7 @@ After a resize of the group, its method `on_resize` calls:
 
     init_process_group()
     broadcast_state(model, optimizer)
-    model = rewrap_ddp(model)
+    model = wrap_ddp(model.module)
 """
 
 # No `from __future__ import annotations`: torch compares the annotations of communication hooks.
@@ -21,11 +21,6 @@ import io
 import ipaddress
 import os
 import pickle
-import time
-import uuid
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,29 +29,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ._context import Compression, CurrentWorker, check_compression, current_worker, worker_of_thread
+from ._context import Compression, check_compression, current_worker, worker_of_thread
 
 __all__ = [
-    "GradientBytes",
     "axis_group",
     "broadcast_state",
     "destroy",
-    "gradient_bytes",
     "init_process_group",
-    "rewrap_ddp",
     "wrap_ddp",
 ]
-
-# Between two looks of rank 0 at who has arrived.
-ARRIVED_S = 0.005
-# In place of the name that a worker arrives with.
-NOBODY = "-"
 
 _groups: dict[tuple[str, ...], Any] = {}
 # The timeout of `init_process_group`, for later groups, to which torch gives the backend's default.
 _timeout: timedelta | None = None
 # How many process groups this process has joined.
 _joined = 0
+# The epoch of the latest attempt to join one, and the number of attempts in that epoch.
+_attempts = -1, 0
 # The store of the latest attempt to join one. Rank 0 serves it, also between attempts.
 _store: dist.TCPStore | None = None
 # Before torch 2.10 there was no such option, and groups kept the given order.
@@ -67,10 +56,9 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
     """Join all workers of the group in one process group, with the store on the leased master port.
 
     Every worker has to call it. A worker that is in a process group leaves it first, so after a resize or a restart of
-    the group all workers call it again. They can also repeat it when some of them have failed before they called it,
-    and the others have waited in vain. Wait for `call.outcomes()` before that: `call.result()` raises the first error
-    while others are still in this call, and they would meet those that are in the next one. Models keep the process
-    group that they were wrapped with; see `rewrap_ddp`.
+    the group all workers call it again. If a worker fails before it calls it, the others wait until the timeout, and
+    the workers can only join after a restart or a resize of the group. Models keep the process group that they were
+    wrapped with; wrap them again with `wrap_ddp`.
 
     Unless `GLOO_SOCKET_IFNAME` is set, gloo uses the network interface that has the node's
     address in Ray. Gloo's own default is the interface of the host name's address, which is often the loopback.
@@ -84,7 +72,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         RuntimeError: this process runs no worker of a group, or workers that are its threads.
         torch.distributed.DistStoreError: other workers did not join in time.
     """
-    global _timeout, _joined, _store
+    global _timeout, _joined, _attempts, _store
     worker = current_worker()
     if worker_of_thread.get() is not None:
         raise RuntimeError(
@@ -110,51 +98,12 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         )
         _store.set_timeout(timeout)
         _leave()
-        # The store may have keys of earlier groups, which must not be read again.
-        store = dist.PrefixStore(_meet(_store, worker, timeout_s), _store)
+        _attempts = worker.epoch, _attempts[1] + 1 if _attempts[0] == worker.epoch else 1
+        # The store may have keys of earlier attempts, which must not be read again.
+        store = dist.PrefixStore("epoch {} attempt {}".format(*_attempts), _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _timeout = timeout
     _joined += 1
-
-
-def _meet(store: dist.TCPStore, worker: CurrentWorker, timeout_s: float) -> str:
-    """Return a name shared by all workers currently in this call, after each has arrived.
-
-    No worker counts its calls, as some may have failed before. If rank 0 gives up, it answers with an empty name.
-    """
-    own = uuid.uuid4().hex
-    arrivals = [f"epoch {worker.epoch} rank {rank}" for rank in range(worker.world_size)]
-    if worker.rank:
-        store.set(arrivals[worker.rank], own)
-        try:
-            if name := str(store.get(own).decode()):
-                return name
-        except dist.DistStoreError:
-            store.delete_key(arrivals[worker.rank])
-        raise dist.DistStoreError(
-            f"rank {worker.rank} has waited in vain for the others, which had {timeout_s:g} s to call "
-            "init_process_group. Rank 0 knows which ranks did not call it; look at its error."
-        )
-    everybody = range(1, worker.world_size)
-    absent, deadline = list(everybody), time.monotonic() + timeout_s
-    while absent := [rank for rank in absent if not store.check([arrivals[rank]])]:
-        if time.monotonic() > deadline:
-            for rank in set(everybody) - set(absent):
-                # Unlike `get`, this does not wait for a worker that has given up as well.
-                name = store.compare_set(arrivals[rank], NOBODY, NOBODY).decode()
-                if name != NOBODY:
-                    store.delete_key(arrivals[rank])
-                    store.set(name, "")
-            raise dist.DistStoreError(
-                f"rank(s) {', '.join(map(str, absent))} did not call init_process_group within {timeout_s:g} s, and "
-                "every worker of the group has to. Look at their errors."
-            )
-        time.sleep(ARRIVED_S)
-    names = [store.get(arrival).decode() for arrival in arrivals[1:]]
-    for arrival, name in zip(arrivals[1:], names, strict=True):
-        store.delete_key(arrival)
-        store.set(name, own)
-    return own
 
 
 def _interface_of(address: str) -> str | None:
@@ -211,35 +160,6 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class GradientBytes:
-    """The bytes that this worker has sent to synchronise the gradients of a model.
-
-    Attributes:
-        handed: bytes passed to the collectives.
-        uncompressed: bytes of the gradients before the compression.
-    """
-
-    handed: int = 0
-    uncompressed: int = 0
-
-
-_Hook = Callable[[Any, Any], Any]
-_counts: "weakref.WeakKeyDictionary[Any, _Counter]" = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class _Wrapping:
-    """How `wrap_ddp` wrapped a model: what it was given, and the axes of the process group if it has any."""
-
-    compression: bool | Compression | None
-    axes: tuple[str, ...] | None
-    options: dict[str, Any]
-
-
-_wrappings: "weakref.WeakKeyDictionary[Any, _Wrapping]" = weakref.WeakKeyDictionary()
-
-
 def wrap_ddp(
     model: torch.nn.Module, *, compression: bool | Compression | None = None, group: Any = None, **options: Any
 ) -> torch.nn.parallel.DistributedDataParallel:
@@ -260,48 +180,23 @@ def wrap_ddp(
     """
     worker = current_worker()
     chosen = worker.gradient_compression if compression is None else check_compression(compression)
-    axes = () if group is None else next((axes for axes, one in _groups.items() if one is group), None)
-    wrapping = _Wrapping(compression, axes, dict(options))
     device = next(model.parameters()).device
     if device.type == "cuda":
         options.setdefault("device_ids", [device])
     wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group, **options)
-    _wrappings[wrapped] = wrapping
-    if chosen is not None:
-        counter = _Counter(chosen, group)
-        wrapped.register_comm_hook(None, counter.hook)
-        _counts[wrapped] = counter
+    if chosen == "powersgd":
+        # Error feedback and warm start need stable shapes of the gradients. 2 is the smallest value torch allows.
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif chosen is not None:
+        # They divide before the sum, so that it stays in range.
+        wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook if chosen == "fp16" else _reduce_bf16)
     return wrapped
 
 
-def rewrap_ddp(model: torch.nn.Module, *, group: Any = None) -> torch.nn.parallel.DistributedDataParallel:
-    """Return a new `DistributedDataParallel` of a model that `wrap_ddp` wrapped, over the process groups of now.
-
-    A wrapped model keeps its process group, which has other members than the group of workers after a resize. Every
-    worker calls it at the same time as those that wrap the model for the first time. The compression and the options
-    are those that `wrap_ddp` was given; counted bytes and the error feedback of PowerSGD start again. All replicas get
-    the parameters of rank 0 of the process group, so call `broadcast_state` first.
-
-    Args:
-        model: the wrapped model. Use the result instead of it.
-        group: the process group to average over; None for that of the same axes, or of all workers, as before.
-
-    Raises:
-        ValueError: `wrap_ddp` has not wrapped the model; or it was given a process group that is not that of axes, and
-            no other one is given now.
-        RuntimeError: this process runs no worker of a group.
-    """
-    wrapping = _wrappings.get(model)
-    if wrapping is None or not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"rewrap_ddp takes a model that wrap_ddp has returned, got a {type(model).__qualname__}. Wrap it with "
-            "wrap_ddp."
-        )
-    if group is None and wrapping.axes != ():
-        if wrapping.axes is None:
-            raise ValueError("The model was wrapped with a process group of its own; give the new one with group=.")
-        group = axis_group(*wrapping.axes)
-    return wrap_ddp(model.module, compression=wrapping.compression, group=group, **wrapping.options)
+def _reduce_bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Run torch's hook, which `register_comm_hook` refuses under its own name without NCCL."""
+    return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def broadcast_state(
@@ -394,50 +289,3 @@ class _OutlineUnpickler(pickle.Unpickler):
         shape, dtype, in_host_memory = description
         self._tensors.append(torch.empty(shape, dtype=dtype, device="cpu" if in_host_memory else self._device))
         return self._tensors[-1]
-
-
-def gradient_bytes(model: torch.nn.parallel.DistributedDataParallel) -> GradientBytes:
-    """Return the bytes passed to collectives for a model that `wrap_ddp` wrapped with a compression.
-
-    Raises:
-        ValueError: the model was wrapped without a compression; torch's own reducer does not count bytes.
-    """
-    if model not in _counts:
-        raise ValueError(
-            "Bytes are counted only for models that wrap_ddp wrapped with a compression. Give wrap_ddp a compression."
-        )
-    return _counts[model].bytes
-
-
-# They divide before the sum, so that it stays in range.
-_CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-
-
-class _Counter:
-    """A communication hook that counts the bytes it passes to collectives."""
-
-    def __init__(self, compression: str, group: Any) -> None:
-        self.bytes = GradientBytes()
-        self._group = group
-        self._compression = compression
-        self._run: _Hook = self._cast if compression in _CASTS else self._powersgd
-        if compression == "powersgd":
-            # Error feedback and warm start need stable shapes of the gradients. 2 is the smallest value torch allows.
-            self._state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-
-    def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Compress and reduce a bucket of gradients; `register_comm_hook` takes this."""
-        gradients = bucket.buffer()
-        future, handed = self._run(gradients, bucket)
-        self.bytes = GradientBytes(self.bytes.handed + handed, self.bytes.uncompressed + gradients.nbytes)
-        return future
-
-    def _cast(self, gradients: Any, bucket: Any) -> Any:
-        return _CASTS[self._compression](self._group, bucket), 2 * gradients.numel()
-
-    def _powersgd(self, gradients: Any, bucket: Any) -> Any:
-        if self._state.iter < self._state.start_powerSGD_iter:
-            return powerSGD_hook.powerSGD_hook(self._state, bucket), gradients.nbytes
-        before = self._state.total_numel_after_compression
-        future = powerSGD_hook.powerSGD_hook(self._state, bucket)
-        return future, (self._state.total_numel_after_compression - before) * gradients.element_size()

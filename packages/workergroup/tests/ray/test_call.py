@@ -165,22 +165,6 @@ class TestViews:
             group.call("rank", retries=retries)
 
 
-class TestNotebooks:
-    @pytest.mark.by_ray  # a second run would show the status that the first one has asked for
-    def test_group_and_call(self, group):
-        """A group and a call have a row for each worker with its state; texts are escaped."""
-        shown = group._repr_html_()
-        assert shown.count("<tr>") == 9
-        assert "RayWorkerGroup(&#x27;Worker&#x27;" in shown
-        assert "<td>alive</td>" in shown or "<td>idle</td>" in shown  # whether somebody has asked for the status
-        assert "<td>dp=1, tp=2</td>" in shown
-        call = group.call("rank", collect="dp")
-        call.result()
-        shown = call._repr_html_()
-        assert (shown.count("<tr>"), shown.count("<td>done</td>"), shown.count("<td>yes</td>")) == (9, 8, 2)
-        assert group.get_worker_status()._repr_html_().count("<tr>") == 9
-
-
 class TestExplain:
     def test_table(self, group):
         """A dry run shows the pieces, the stored values and the places of results, and sends nothing."""
@@ -194,7 +178,6 @@ class TestExplain:
         assert lines[7].split()[:4] == ["5", "0", "0", "piece"]
         assert lines[7].split()[-1] == "0"
         assert repr(plan) == str(plan)
-        assert plan._repr_html_().count("<tr>") == 9
         assert "its own" in str(group.at().explain("echo", PerWorker([1] * 8)))
 
     @pytest.mark.by_processes

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of functions in place of method names: methods of the class, and functions that run in real workers."""
 
-import asyncio
 import functools
 import importlib
 import os
@@ -22,7 +21,6 @@ from fairlead_workergroup import (
     WorkerFailureError,
     current_worker,
 )
-from fairlead_workergroup.testing import slow
 
 from ..calling import Worker
 
@@ -48,6 +46,26 @@ class TestRefused:
             with pytest.raises(TypeError, match=message):
                 refuse(function, *args)
         assert group.inspect().statistics.requests == before
+
+    def test_generator_functions(self, group):
+        """Generator functions are refused with the remedy, but for the generator methods of the class."""
+
+        def items(worker, count):
+            yield from range(count)
+
+        async def async_items(worker, count):
+            yield count
+
+        before = group.inspect().statistics.requests
+        message = r"items' is a generator function.*make it a generator method of the class, or return a list"
+        for function in (items, async_items, functools.partial(items)):
+            for refuse in (group.call, group.at().explain):
+                with pytest.raises(TypeError, match=message):
+                    refuse(function, 2)
+            with pytest.raises(TypeError, match=message):
+                group.map(function, range(2))
+        assert group.inspect().statistics.requests == before
+        assert group.call(Worker.items, 2, collect=()).result() == [500, 501]
 
     def test_functions_that_cannot_be_pickled(self, group):
         """The error names the function, the variable and the reason."""
@@ -110,47 +128,18 @@ class TestCalls:
         assert view.call(remember, "here").result() == ["Worker"]
         assert view.call("what_ran").result() == [["here"]]
 
-    @pytest.mark.by_processes
-    def test_functions_share_the_instance_of_a_slowed_worker(self, group):
-        """They do so too in workers that were slowed."""
-        view = group.at(dp=0, tp=0)
-        slow(group, 5, 0.01)
-        try:
-            assert view.call(remember, "slowly").result() == ["Worker"]
-        finally:
-            slow(group, 5, 0)
-        assert view.call("what_ran").result() == [["slowly"]]
-
     def test_discard(self, group):
-        """With discard no worker returns a result, generators run to their end, and errors are raised."""
+        """With discard no worker returns a result, and errors are raised."""
 
-        def items(worker):
-            yield 1
+        def run(worker):
             worker.ran = ["to its end"]
+            return 1
 
-        call = group.call(items, discard=True)
+        call = group.call(run, discard=True)
         assert (call.result(), call.refs) == (None, [])
         assert group.call("what_ran", collect=()).result() == ["to its end"]
         with pytest.raises(ZeroDivisionError):
             group.call(lambda worker: 1 / 0, discard=True).result()
-
-    def test_generators(self, group):
-        """A generator function streams; its result is the list of its items."""
-
-        def items(worker, count):
-            for item in range(count):
-                yield worker.rank() * 10 + item
-
-        view = group.at(dp=0)
-        assert view.call(items, 2, collect=()).result() == [50, 51]
-        assert sorted(outcome.value for outcome in view.call(items, 2).stream()) == [10, 11, 20, 21, 50, 51, 60, 61]
-
-        async def async_items(worker):
-            for item in range(2):
-                await asyncio.sleep(0)
-                yield item
-
-        assert view.call(async_items, collect=()).result() == [0, 1]
 
     def test_async_functions(self, group):
         """An async function runs to its end, and may await the worker's async methods."""

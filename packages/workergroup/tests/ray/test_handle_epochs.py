@@ -337,7 +337,7 @@ def test_admission(group, gate, wait_until_running, eventually):
     handle.call("take").result()
 
     def has_gate(worker):
-        return worker._fairlead_run.remote("take_runs", lambda host: host._fairlead_gate is not None)
+        return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)
 
     running = group.call("wait_soon_for", gate)
     wait_until_running(group, "wait_soon_for", *range(4))

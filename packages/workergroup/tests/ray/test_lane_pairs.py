@@ -26,7 +26,7 @@ from fairlead_workergroup import (
     attach,
     current_worker,
 )
-from fairlead_workergroup.testing import kill, slow
+from fairlead_workergroup.testing import kill
 
 from ..faults import most_calls_of_a_lane
 from ..slow_agents import delay, stop_delay
@@ -308,19 +308,3 @@ class TestFaults:
             assert [call.result(timeout=120) for call in calls] == list(range(1, most))
             assert waiting.result(60) == "waited"
             assert by_lane(one.call("take_seen", collect=())) == [*range(most), "waited"]
-
-    def test_slow_worker(self, pair):
-        """A slow worker delays nobody else, and a deadline names it."""
-        with pair.lane():
-            slow(pair, 1, 2.0)
-            try:
-                calls = [pair.call("add", i) for i in range(4)]
-                assert by_lane(pair.at(worker=0).call("pid", collect=())) > 0  # behind those four
-                with pytest.raises(CallTimeoutError) as caught:
-                    calls[-1].result(timeout=0.2)
-                assert [worker.rank for worker in caught.value.late] == [1]
-                assert [outcome.rank for outcome in calls[0]] == [0, 1]
-                assert [call.result(timeout=60) for call in calls] == [[i] * 2 for i in range(4)]
-            finally:
-                slow(pair, 1, 0)
-            assert [seen[-4:] for seen in by_lane(pair.call("take_seen"))] == [[0, 1, 2, 3]] * 2

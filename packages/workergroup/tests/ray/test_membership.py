@@ -24,7 +24,9 @@ from fairlead_workergroup import (
     WorkerFailureError,
     current_worker,
 )
-from fairlead_workergroup.testing import assert_no_leaks, hang, kill
+from fairlead_workergroup.testing import assert_no_leaks, kill
+
+from ..hanging import hanging
 
 pytestmark = pytest.mark.nightly
 
@@ -137,7 +139,7 @@ class Model:
     def hang(self):
         """A worker that hangs and stays keeps a resize from beginning."""
         if self.size > 1 and not self.dead:
-            with hang(self.group, 0), pytest.raises(ResizeTimeoutError):
+            with hanging(self.group, 0), pytest.raises(ResizeTimeoutError):
                 self.group.resize(dp=1, timeout=0.5)
 
     def check_in_flight(self, call, may_fail):

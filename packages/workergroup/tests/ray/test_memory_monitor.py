@@ -11,7 +11,6 @@ import ray
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError
-from fairlead_workergroup.testing import fill_memory
 
 pytestmark = pytest.mark.nightly
 
@@ -56,6 +55,5 @@ def test_kill_by_the_monitor(monkeypatch):
             node_id = group.worker_metadata[0]["node_id"]
             assert [row.pid for row in NodeAgent(node_id).usage([os.getpid()])] == [os.getpid()]
             assert len(group.call("rank").result()) == 2
-            assert fill_memory(group, 0, 10**6)
     finally:
         ray.shutdown()

@@ -11,9 +11,10 @@ import ray
 from fairlead_placement import NodeAgent, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, report_progress
-from fairlead_workergroup.testing import fill_memory, hang, kill
+from fairlead_workergroup.testing import kill
 
 from ..faults import end_processes_by, limit_answers_of_nodes, note_requests_for_dead_actors, unreadable_record
+from ..hanging import hanging, stopped, take_memory
 
 
 class Worker:
@@ -67,7 +68,7 @@ def test_one_request_for_each_node(group, gate, eventually):
     assert states(group) == ["idle"] * 8
     call = group.call("work", gate)
     assert eventually(lambda: states(group) == ["busy"] * 8, 60)
-    with hang(group, 5, "stop"):
+    with stopped(group, 5):
         for ask, method in (
             (group.get_worker_status, "run"),
             (group.detect_stuck_workers, "run"),
@@ -115,7 +116,7 @@ def test_fields(group, gate, eventually):
 
 def test_states(group):
     """A worker without progress is stuck; a worker in a restart is restarting (seam: the restart)."""
-    with hang(group, 0, "native-gil"), hang(group, 3):
+    with hanging(group, 0, "native-gil"), hanging(group, 3):
         time.sleep(0.2)
         assert states(group, stuck_after_s=0.1) == ["stuck", "idle", "idle", "stuck", *["idle"] * 4]
         assert [worker["state"] for worker in group.worker_metadata] == states(group, stuck_after_s=0.1)
@@ -131,11 +132,12 @@ def test_usage(group):
     """The usage has CPU, memory and threads by rank, and shows additional memory of a worker."""
     before = group.get_resource_usage()
     assert [usage.rank for usage in before] == list(range(8))
-    assert fill_memory(group, 3, 64 << 20) is True
+    view = group.at(dp=1, tp=1)
+    view.call(take_memory, 64 << 20).result()
     after = group.get_resource_usage()
     assert 64 << 20 <= after[3].rss_bytes - before[3].rss_bytes < 80 << 20
     assert all(usage.num_threads > 1 and usage.cpu_percent >= 0 for usage in after)
-    fill_memory(group, 3, 0)
+    view.call(take_memory, 0).result()
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), True, "1", None])

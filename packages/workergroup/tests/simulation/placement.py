@@ -8,7 +8,7 @@ from typing import Any
 from fairlead_placement import HeadTimeoutError, PlacementError, ResourceInsufficientError, Slot
 
 from .ray import HEAD_S, PretendedRay
-from .seam import WORKER_PHASES, Deadline, late_error, start_error
+from .seam import Deadline, late_error, start_error
 
 FIRST_PORT = 20_000
 # How long a lease waits for the agent of its node, and how often a wait for constructors looks whether it goes on.
@@ -81,13 +81,11 @@ class PretendedPlacement:
         names: Sequence[str],
         *,
         add: Callable[[Any, Any], None],
-        clock: Any,
         **_: Any,
     ) -> None:
         """Create the actors of workers, as `_start.launch.create_actors` does."""
         for plan in plans:
             add(plan, self.create_actor(plan))
-            clock.note(plan.place.rank, create=0.0)
 
     def create_actor(self, plan: Any, *_: Any) -> Any:
         """Create the actor of a worker, as `_start.launch.create_actor` does."""
@@ -104,7 +102,6 @@ class PretendedPlacement:
         *,
         actors: Sequence[Any] = (),
         timeout_s: float,
-        clock: Any,
         check: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> list[Mapping[str, Any]]:
@@ -125,5 +122,4 @@ class PretendedPlacement:
                     waiting = [other.place.rank for other, _ in pending.values()]
                     done = len(started) - len(pending) - 1
                     raise start_error(error, plan, actor, done, waiting) from error
-                clock.note(plan.place.rank, **dict.fromkeys(WORKER_PHASES, 0.0))
         return [ref.value() for ref in started]

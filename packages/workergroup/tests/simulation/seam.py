@@ -38,7 +38,6 @@ from fairlead_workergroup._remote import facts as remote_facts
 from fairlead_workergroup._remote.process import find_ended
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.layout import lay_out
-from fairlead_workergroup._start.report import WORKER_PHASES, StartClock
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline, replaced_by
 from fairlead_workergroup.spi import actor_id_of
@@ -54,7 +53,6 @@ __all__ = [
     "Roster",
     "Sender",
     "Started",
-    "WORKER_PHASES",
     "WorkerClass",
     "actor_id_of_ref",
     "dead_actors",
@@ -275,13 +273,13 @@ def create_actors(plans: Sequence[Any]) -> dict[int, Any]:
     def add(plan: Any, actor: Any) -> None:
         made[plan.place.rank] = actor
 
-    launcher.create_actors(plans, None, [], name="a", clock=StartClock(), add=add)  # type: ignore[arg-type]
+    launcher.create_actors(plans, None, [], name="a", add=add)  # type: ignore[arg-type]
     return made
 
 
 def wait_started(started: Sequence[Any], plans: Sequence[Any], timeout_s: float) -> Any:
     """Wait for constructors as a start does."""
-    return launcher.wait_started(started, plans, name="a", timeout_s=timeout_s, clock=StartClock(), check=lambda: None)
+    return launcher.wait_started(started, plans, name="a", timeout_s=timeout_s, check=lambda: None)
 
 
 def late_error(plans: Sequence[Any], workers: int, timeout_s: float) -> Exception:

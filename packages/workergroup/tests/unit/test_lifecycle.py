@@ -15,7 +15,6 @@ from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.teardown import Teardown
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
-from fairlead_workergroup._start.report import StartClock
 
 
 class Answer(Future):
@@ -40,7 +39,7 @@ def test_the_first_failure_is_reported(monkeypatch):
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()
     with pytest.raises(WorkerStartError, match="1: from 1"):
-        wait_started(refs, make_plans(2), name="a group", timeout_s=10, clock=StartClock(), check=lambda: None)
+        wait_started(refs, make_plans(2), name="a group", timeout_s=10, check=lambda: None)
     later.join()
 
 
@@ -56,8 +55,7 @@ def test_each_answer_is_looked_at_once():
     refs = [Counted() for _ in range(1000)]
     for at, ref in enumerate(refs):
         ref.set_result({"at": at})
-    clock = StartClock()
-    answers = wait_started(refs, make_plans(1000), name="a group", timeout_s=10, clock=clock, check=lambda: None)
+    answers = wait_started(refs, make_plans(1000), name="a group", timeout_s=10, check=lambda: None)
     assert [answer["at"] for answer in answers] == list(range(1000))
     assert set(looked.values()) == {1}
 
@@ -67,7 +65,7 @@ def test_workers_that_are_late():
     refs = [Answer() for _ in range(10)]
     refs[0].set_result({})
     with pytest.raises(WorkerStartError, match=r"9 of 10 workers .* after 0.1 s .*: rank 1, rank 2, .* and others"):
-        wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, clock=StartClock(), check=lambda: None)
+        wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, check=lambda: None)
 
 
 def test_the_progress_bar_names_the_phase(monkeypatch):
@@ -81,11 +79,11 @@ def test_the_progress_bar_names_the_phase(monkeypatch):
 
     monkeypatch.setattr(launch, "Bar", Recorded)
     monkeypatch.setattr(launch, "create_actor", lambda plan, described, suffix: plan.place.rank)
-    clock, refs = StartClock(), [Answer(), Answer()]
+    refs = [Answer(), Answer()]
     for ref in refs:
         ref.set_result({})
-    create_actors(make_plans(2), None, ["a", "b"], name="policy", clock=clock, add=lambda *_: None)
-    wait_started(refs, make_plans(2), name="policy", timeout_s=10, clock=clock, check=lambda: None)
+    create_actors(make_plans(2), None, ["a", "b"], name="policy", add=lambda *_: None)
+    wait_started(refs, make_plans(2), name="policy", timeout_s=10, check=lambda: None)
     assert shown == [("Starting policy: create", 2), ("Starting policy: process, import, constructor", 2)]
 
 
@@ -110,14 +108,13 @@ class TestCreation:
             return plan.place.rank, suffix
 
         monkeypatch.setattr(launch, "create_actor", create_actor)
-        clock = StartClock()
         suffixes = [f"s{rank}" for rank in range(100)]
         created = {}
 
         def add(plan, actor):
             created[plan.place.rank] = actor
 
-        create_actors(make_plans(100), None, suffixes, name="a group", clock=clock, add=add)
+        create_actors(make_plans(100), None, suffixes, name="a group", add=add)
         assert created == {rank: (rank, suffix) for rank, suffix in enumerate(suffixes)}
         assert 1 < most <= launch.WINDOW
 
@@ -145,7 +142,6 @@ class TestCreation:
                 None,
                 [""] * 1000,
                 name="a group",
-                clock=StartClock(),
                 add=lambda plan, _: known.append(plan.place.rank),
             )
         assert len(requested) <= 4 + launch.WINDOW

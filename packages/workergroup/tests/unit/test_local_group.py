@@ -32,7 +32,7 @@ from fairlead_workergroup import (
     report_progress,
 )
 from fairlead_workergroup.exceptions import RemoteError
-from fairlead_workergroup.testing import LocalGroup, hang, kill
+from fairlead_workergroup.testing import LocalGroup, kill, stop
 
 from ..faults import limit_closes_after_errors
 from ..local import no_ray  # noqa: F401  a fixture of all tests
@@ -439,7 +439,7 @@ class TestRefused:
             group.call("thread", retries=1)
         with pytest.raises(ValueError, match=r"limits how far it may be ahead of its reader\. Use launch"):
             group.call("ahead")
-        for fault in (kill, hang):
+        for fault in (kill, stop):
             with pytest.raises(TypeError, match="as `launch` starts one"):
                 fault(group, 0)
         with pytest.raises(AttributeError, match="not an actor: call 'thread' through the group"):

@@ -14,7 +14,6 @@ from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._observe.calls import CallStatistics, Outcome
-from .._observe.display import table_html
 from .._start.worker_class import Method
 from .._transport.arguments import Answer, Arguments, Gathered, PassedOn
 from .._transport.futures import (
@@ -220,9 +219,6 @@ class Call(CallResults[Result], MultiWorkerFuture):
     def __repr__(self) -> str:
         execution = self._execution
         return f"Call({execution.method.name!r}, {execution.describe()}, {len(execution.positions)} results)"
-
-    def _repr_html_(self) -> str:
-        return table_html(repr(self), ("rank", "coords", "state", "returns"), self._execution.rows())
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]

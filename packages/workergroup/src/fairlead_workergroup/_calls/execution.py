@@ -135,20 +135,6 @@ class Execution:
             return str(sending.value)
         return f"{len(self.futures) - len(self.pending())} of {len(self.futures)} workers done"
 
-    def rows(self) -> list[tuple[Any, ...]]:
-        """Return the rank, the coordinates and the state of each called worker, and whether it returns a result."""
-        sent = self.send_state is SendState.SENT
-        pending = set(self.pending()) if sent and self.connected else set()
-        return [
-            (
-                rank,
-                self.coords(at),
-                "not sent" if not sent else "not finished" if at in pending else "done",
-                "yes" if at in self.answering else "no",
-            )
-            for at, rank in enumerate(self.ranks)
-        ]
-
     def wait_until_sent(self, deadline: Deadline) -> Sent:
         """Wait until the call has been sent, and return what has been."""
         if not isinstance(self.sent, Future):

@@ -12,7 +12,6 @@ from typing import Any, Unpack
 
 from .. import _world
 from .._observe.calls import Outcome
-from .._observe.display import table_html
 from .._start.worker_class import Method
 from .._transport.arguments import Answer, Gathered, PerWorker, Shard
 from .._transport.futures import Waiter
@@ -149,10 +148,6 @@ class JoinedCall(CallResults[Result]):
     def __repr__(self) -> str:
         states = (f"{name!r} {one.describe()}" for name, one in self._execution.named)
         return f"JoinedCall({self.method_name()!r}, {', '.join(states)})"
-
-    def _repr_html_(self) -> str:
-        rows = [(name, *row) for name, one in self._execution.named for row in one.rows()]
-        return table_html(repr(self), ("group", "rank", "coords", "state", "returns"), rows)
 
     @property
     def refs(self) -> list[Any]:

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .._membership.model import Resize
-from .._observe.display import shorten_rows, table_html
+from .._observe.display import shorten_rows
 from .._start.worker_class import Method
 from .._transport.arguments import PassedOn, PerWorker, Shard, is_inlined
 from .._world import check_timeout
@@ -186,7 +186,7 @@ def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tu
 
 @dataclass(frozen=True, repr=False)
 class CallExplanation:
-    """The workers, pieces and results of a call that has not been made; its text is a table, also in a notebook.
+    """The workers, pieces and results of a call that has not been made; its text is a table.
 
     Attributes:
         summary: a sentence with the numbers of called workers, stored values and results.
@@ -207,9 +207,6 @@ class CallExplanation:
         return "\n".join([self.summary, *shown])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(self.summary, self.header, self.rows)
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ class GroupView(AddressedWorkers):
         Nothing is stored or called.
 
         Returns:
-            The explanation, which `print` and a notebook show as a table.
+            The explanation, which `print` shows as a table.
 
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
@@ -430,8 +430,9 @@ class TypedCalls(AddressedWorkers):
         is returned at once, and its results raise the errors that are raised here otherwise.
 
         Args:
-            method: the name of the method; the method itself, `Model.loss`; or any other function, which runs in each
-                worker with the user's instance as its first argument: `f(worker, *args, **kwargs)`.
+            method: the name of the method; the method itself, `Model.loss`; or any other function but a generator,
+                which runs in each worker with the user's instance as its first argument:
+                `f(worker, *args, **kwargs)`.
             args: positional arguments of the method.
             collect: None if every called worker returns a result, which makes a list by rank. With axes, one worker for
                 each coordinate along them returns a result, the one at coordinate 0 of all other axes; the list is

@@ -22,7 +22,6 @@ from .._start.devices import WorkerOptions, device_facts
 from .._start.environment import EnvVars, WorkerPython, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
-from .._start.report import StartClock
 from .._start.worker_class import Described, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import NEVER, Deadline
@@ -59,9 +58,8 @@ class Launcher(Described):
     spec: GroupSpec
     master: tuple[str, int]  # address and port of the store of their process group; set by the first start
 
-    def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters, clock: StartClock) -> None:
+    def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters) -> None:
         self.spec = spec
-        self._clock = clock
         self.resources = resources
         self._roster = resources.roster
         self._counters = counters
@@ -76,21 +74,19 @@ class Launcher(Described):
         """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""
         spec = self.spec
         nodes = [place.slot.node_id for place in places]
-        with self._clock.phase("environment"):
-            python = prepare_python(spec.python, nodes, timeout_s=self._time_left(deadline))
+        python = prepare_python(spec.python, nodes, timeout_s=self._time_left(deadline))
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
         variables = start_variables(variables_at(spec.env_vars, places[0]))
-        with self._clock.phase("describe"):
-            described = describe_class(
-                spec.worker,
-                spec.methods,
-                asks=[configure_ask(place, per_node) for place in places],
-                node_id=nodes[0],
-                runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
-                timeout_s=self._time_left(deadline),
-                concurrent=spec.concurrent,
-            )
+        described = describe_class(
+            spec.worker,
+            spec.methods,
+            asks=[configure_ask(place, per_node) for place in places],
+            node_id=nodes[0],
+            runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
+            timeout_s=self._time_left(deadline),
+            concurrent=spec.concurrent,
+        )
         options = recursive_merge_options(described.options, spec.options.ray_options)
         described = dataclasses.replace(described, options=options)
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
@@ -159,8 +155,7 @@ class Launcher(Described):
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         with head_deadline(self.spec.start_timeout_s):
             actors = self._create_actors(plan, ranks, processes)
-        with self._clock.phase("agents"):
-            port = lease().port
+        port = lease().port
         started = self._construct(plan, actors, port, epoch=epoch, deadline=deadline, check=check)
         if self.spec.memory_limit is not None:
             until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
@@ -243,9 +238,8 @@ class Launcher(Described):
         workers = [plan.workers[rank] for rank in ranks if rank not in processes]
         names = [actor_name(one.place, token, self._roster.next_incarnation(one.place.rank)) for one in workers]
         name = self._roster.name_prefix
-        create_actors(workers, plan.worker_class, names, name=name, clock=self._clock, add=add_new)
-        with self._clock.phase("agents"):
-            registration.publish({rank: one.handle for rank, one in starting.items()})
+        create_actors(workers, plan.worker_class, names, name=name, add=add_new)
+        registration.publish({rank: one.handle for rank, one in starting.items()})
         return {rank: starting[rank] for rank in ranks}
 
     def _construct(
@@ -286,9 +280,7 @@ class Launcher(Described):
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
         handles = [one.handle for one in actors.values()]
-        answers = wait_started(
-            refs, plans, actors=handles, name=name, timeout_s=timeout_s, clock=self._clock, check=check
-        )
+        answers = wait_started(refs, plans, actors=handles, name=name, timeout_s=timeout_s, check=check)
         started = []
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}

@@ -28,7 +28,6 @@ from .._start.builder import ClassLike
 from .._start.environment import WorkerEnvironment
 from .._start.launch import WorkerPlan, rank_variables, wait_started
 from .._start.layout import check_sharding, lay_out
-from .._start.report import StartClock
 from .._start.worker_class import Described, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import check_timeout
@@ -142,7 +141,7 @@ class LocalGroup(TypedCalls):
             answers += transport.send(now, [rank], [body], yields_items=False)
         environment = WorkerEnvironment()
         plans = [WorkerPlan(one.place, one.process, {}, environment, {}, frozenset()) for one in now.members]
-        wait_started(answers, plans, name=name, timeout_s=timeout_s, clock=StartClock(), check=lambda: None)
+        wait_started(answers, plans, name=name, timeout_s=timeout_s, check=lambda: None)
 
     def __repr__(self) -> str:
         return repr(self._sender.roster)

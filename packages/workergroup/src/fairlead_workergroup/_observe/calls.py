@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .display import record_html
-
 logger = logging.getLogger("fairlead_workergroup")
 
 
@@ -30,8 +28,6 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     group: str = ""
-
-    _repr_html_ = record_html
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,6 @@ class CallStatistics:
     submit_s: float
     route: str = "ray"
 
-    _repr_html_ = record_html
-
 
 @dataclass(frozen=True)
 class GroupStatistics:
@@ -79,8 +73,6 @@ class GroupStatistics:
     puts: int = 0
     lane_requests: int = 0
     lane_fallbacks: int = 0
-
-    _repr_html_ = record_html
 
     def __str__(self) -> str:
         return f"put {self.puts} values, sent {self.requests} requests in {self.calls} calls"

@@ -1,68 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The display of values as HTML tables in a notebook, and progress bars on a terminal."""
+"""Long tables and progress bars on a terminal."""
 
-import dataclasses
-import html
-import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 MOST_ROWS = 40
-MOST_CHARACTERS = 200
-
-_T = TypeVar("_T")
-
-
-def table_html(caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return an HTML table with a caption; a long table has its first and its last rows."""
-
-    def line(tag: str, values: Sequence[Any]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(_text(value))}</{tag}>" for value in values) + "</tr>"
-
-    body = "".join(line("td", row) for row in shorten_rows(rows, len(header)))
-    return f"<p>{html.escape(caption)}</p><table>{line('th', header)}{body}</table>"
 
 
 def shorten_rows(rows: Sequence[Sequence[Any]], columns: int) -> list[Sequence[Any]]:
     """Return the rows of a table; of more than `MOST_ROWS` rows, the first and the last ones with dots between them."""
     half = MOST_ROWS // 2
     return list(rows) if len(rows) <= MOST_ROWS else [*rows[:half], ("...",) * columns, *rows[-half:]]
-
-
-def record_html(record: Any) -> str:
-    """Return a dataclass instance as an HTML table with a row for each field."""
-    rows = [(field.name, getattr(record, field.name)) for field in dataclasses.fields(record)]
-    return table_html(type(record).__name__, ("field", "value"), rows)
-
-
-class Records(list[_T]):
-    """A list of instances of one dataclass, which a notebook shows as a table with a column for each field."""
-
-    def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no entries</p>"
-        names = [field.name for field in dataclasses.fields(self[0])]  # type: ignore[arg-type]
-        return table_html(
-            f"{len(self)} {type(self[0]).__name__}", names, [[getattr(one, name) for name in names] for one in self]
-        )
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={one}" for key, one in value.items())
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}" if abs(value) >= 10**6 else str(value)
-    text = value if isinstance(value, str) else reprlib.repr(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 # A bar appears when the work takes longer than this.

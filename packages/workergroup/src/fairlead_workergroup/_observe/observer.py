@@ -11,7 +11,6 @@ from .._membership.model import Snapshot, WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
 from ..exceptions import WorkerFailure
-from .display import Records
 from .evidence import weigh_answers
 from .query import ANSWER_S, HEAD_S, ask_nodes, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
@@ -46,7 +45,7 @@ class Observer:
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
-        return Records(self._look(check_seconds("stuck_after_s", stuck_after_s), dump=False)[0])
+        return self._look(check_seconds("stuck_after_s", stuck_after_s), dump=False)[0]
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
@@ -60,16 +59,16 @@ class Observer:
                 logger.warning("Cannot look at the workers on node %s: %s", node_id[:8], rows)
                 continue
             usage.update({(node_id, row.pid): row for row in rows})
-        return Records(
+        return [
             WorkerUsage(process.rank, row.cpu_percent, row.rss_bytes, row.gpu_memory_bytes, row.num_threads)
             for process in now.processes
             if (row := usage.get((process.node_id, process.pid))) is not None
-        )
+        ]
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
         """Return the workers that are alive and have made no progress for `timeout_s`."""
         statuses, stuck = self._look(check_seconds("timeout_s", timeout_s), dump=dump_stacks)
-        return Records(add_odd_ranks(stuck, {status.rank: status for status in statuses}))
+        return add_odd_ranks(stuck, {status.rank: status for status in statuses})
 
     def find_causes(self, workers: Iterable[WorkerProcess], *, within_s: float) -> Mapping[int, WorkerFailure]:
         """Ask all sources why workers were lost, so that the next call knows it; return the losses by rank."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..exceptions import format_coords
-from .display import record_html
 
 State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"]
 
@@ -52,8 +51,6 @@ class WorkerStatus:
     incarnation: int = 0
     restarts: int = 0
 
-    _repr_html_ = record_html
-
 
 @dataclass(frozen=True)
 class WorkerUsage:
@@ -72,8 +69,6 @@ class WorkerUsage:
     rss_bytes: int
     gpu_memory_bytes: int | None
     num_threads: int
-
-    _repr_html_ = record_html
 
 
 @dataclass(frozen=True)
@@ -108,8 +103,6 @@ class StuckWorker:
     stacks: str = ""
     where: str = ""
     note: str = ""
-
-    _repr_html_ = record_html
 
     def __str__(self) -> str:
         doing = f"in {self.method!r} for {self.running_s:.0f} s" if self.method else "idle"

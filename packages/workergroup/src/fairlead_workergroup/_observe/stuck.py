@@ -9,8 +9,8 @@ from dataclasses import replace
 from .status import StuckWorker, WorkerStatus
 
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-# The functions of the host that call a method or function of the user, or a fault of the test kit.
-CALLERS = ("delegate", "iterate", "stream", "_fairlead_apply", "_fairlead_run", "_fairlead_construct")
+# The functions of the host that call a method or function of the user.
+CALLERS = ("delegate", "iterate", "stream", "_fairlead_apply", "_fairlead_construct")
 MOST_NAMED = 8
 
 Frame = tuple[str, str, str]

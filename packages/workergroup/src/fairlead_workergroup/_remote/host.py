@@ -34,11 +34,8 @@ from .stacks import write_stacks_on_signal
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
 # The end of a generator.
 _END = object()
-# The names in the record of the faults that `fairlead_workergroup.testing` causes.
-FAULTS = ("hang", "slow", "fill_memory")
 # The name in the record of a function that runs in place of a method.
 FUNCTION = "<function>"
-KINDS = ("plain", "generator", "async", "async_generator")
 
 
 def add_to_path(entries: Sequence[str]) -> None:
@@ -75,12 +72,11 @@ class WorkerHost:
         here keeps its type. Ray would also unpickle the arguments of `__init__` before the environment is set. The
         target is in a list, because references in it and in the arguments are fetched here.
         """
-        began = time.monotonic()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, _get_values(facts.values())))
         cls = load(*_fill(target, _get_values(target)))
         values = _get_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
     def _fairlead_give(self, value: Any, _: Any) -> Any:
         """Return a value when another one, which Ray waits for, is there; raise its error."""
@@ -102,8 +98,7 @@ class WorkerHost:
         published.__dict__.update(facts=facts, record=self._fairlead_record)
         sys.modules["_fairlead_worker"] = published
 
-    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any], began: float) -> dict[str, Any]:
-        imported = time.monotonic()
+    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         self._fairlead_make(cls, args, kwargs)
         context = ray.get_runtime_context()
         return {
@@ -112,7 +107,6 @@ class WorkerHost:
             "node_id": context.get_node_id(),
             "python": sys.executable,
             "accelerator_ids": context.get_accelerator_ids(),
-            "took": {"import": imported - began, "constructor": time.monotonic() - imported},
         }
 
     def _fairlead_make(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -166,16 +160,7 @@ class WorkerHost:
         except Exception as error:
             error.add_note(f"while the worker loaded the function {name!r}; its Python must have what it refers to")
             raise
-        return function(self._fairlead_subject(), *args, **kwargs)
-
-    def _fairlead_subject(self) -> Any:
-        """Return the user's instance; the test kit replaces this method."""
-        return self._fairlead_instance
-
-    def _fairlead_run(self, name: str, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run a function of the test kit on this host; the record shows it as a method of that name."""
-        with _MethodRun(self._fairlead_record, self._fairlead_methods.index(name), name):
-            return function(self, *args)
+        return function(self._fairlead_instance, *args, **kwargs)
 
     def _fairlead_function_alone(
         self, within_s: float, name: str, pickled: bytes, /, *args: Any, first: Sequence[Any] | None = None
@@ -291,13 +276,12 @@ class ConcurrentHost(WorkerHost):
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        began = time.monotonic()
         self._fairlead_exits = Exits()
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, await _await_values(facts.values())))
         cls = load(*_fill(target, await _await_values(target)))
         values = await _await_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values), began)
+        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
     async def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         function, find = ray.cloudpickle.loads(pickled), functools.partial(getattr, self)
@@ -440,14 +424,14 @@ def host_class(
     generator method may be ahead of its reader.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
-    names = ("__init__", *kinds, FUNCTION, *FAULTS)
+    names = ("__init__", *kinds, FUNCTION)
     members = {
         method: delegate(f"_fairlead_instance.{method}", kind, number)
         for number, (method, kind) in enumerate(kinds.items(), 1)
     }
     for method, limit in backpressure.items():
         ray.method(_generator_backpressure_num_objects=limit)(members[method])
-    for kind in KINDS:
+    for kind in ("plain", "async"):
         members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
         function.__name__ = method

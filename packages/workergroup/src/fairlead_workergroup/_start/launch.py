@@ -34,7 +34,6 @@ from .environment import (
     worker_environment,
 )
 from .options import actor_options, recursive_merge_options
-from .report import StartClock
 from .worker_class import WorkerClass
 
 # How many actors are requested at a time. Ray's head acknowledges each request for a named actor before the next one of
@@ -136,17 +135,14 @@ def create_actors(
     names: Sequence[str],
     *,
     name: str,
-    clock: StartClock,
     add: Callable[[WorkerPlan, Any], None],
 ) -> None:
     """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
 
     def create(plan: WorkerPlan, actor_name: str) -> None:
-        began = time.monotonic()
         add(plan, create_actor(plan, described, actor_name))
-        clock.note(plan.place.rank, create=time.monotonic() - began)
 
-    with clock.phase("create"), Bar(f"Starting {name}: create", len(plans)) as bar:
+    with Bar(f"Starting {name}: create", len(plans)) as bar:
         # The first one exports the class, which has to happen once.
         for one in zip(plans[:1], names, strict=False):
             create(*one)
@@ -168,7 +164,6 @@ def wait_started(
     actors: Sequence[Any] = (),
     name: str,
     timeout_s: float,
-    clock: StartClock,
     check: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, in the order of `plans`.
@@ -180,10 +175,10 @@ def wait_started(
     pending = dict(enumerate(plans))
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
-    arrived: queue.SimpleQueue[tuple[int, float, Future[dict[str, Any]]]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
 
     def note_arrival(at: int, answer: Future[dict[str, Any]]) -> None:
-        arrived.put((at, time.monotonic(), answer))
+        arrived.put((at, answer))
 
     for at, ref in enumerate(started):
         ref.future().add_done_callback(partial(note_arrival, at))
@@ -192,7 +187,7 @@ def wait_started(
         while pending:
             left = began + timeout_s - time.monotonic()
             try:
-                at, arrived_at, answer = arrived.get(timeout=max(0.0, min(SHOWN_EVERY_S, left)))
+                at, answer = arrived.get(timeout=max(0.0, min(SHOWN_EVERY_S, left)))
             except queue.Empty:
                 check()
                 if left <= 0:
@@ -203,8 +198,6 @@ def wait_started(
                     waiting = [other.place.rank for other in pending.values()]
                     raise _start_error(error, plan, actors[at] if actors else None, len(answers), waiting) from error
                 answers[at] = answer.result()
-                took = answers[at].get("took", {})
-                clock.note(plan.place.rank, process=arrived_at - began - sum(took.values()), **took)
             if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
                 shown_at = now
                 some = itertools.islice(pending.values(), NAMED)

@@ -148,8 +148,13 @@ class WorkerClass:
             raise TypeError(
                 f"call takes a method's name, a method of the class, or a function f(worker, ...), got {function!r}"
             )
-        signature = signature_without_worker(function)
-        return Method(function_name(function), function_kind(function), signature, pickle_function(function))
+        name, kind, signature = function_name(function), function_kind(function), signature_without_worker(function)
+        if "generator" in kind:
+            raise TypeError(
+                f"{name!r} is a generator function, and only methods stream: make it a generator method of the class, "
+                "or return a list"
+            )
+        return Method(name, kind, signature, pickle_function(function))
 
 
 @dataclass
