@@ -40,10 +40,7 @@ class Worker:
     def serve(self, seconds=0.01):
         time.sleep(seconds)
 
-    def load(self, value=None):
-        time.sleep(0.05)
-
-    def hand_over(self):
+    def load(self):
         time.sleep(0.05)
 
 
@@ -97,7 +94,7 @@ def use_group(cluster, phases, standby, workers=2):
         sharding_annotations=NamedSharding.from_shape(dp=workers),
         workers_per_node=workers,
         restart=Restart(on_failure=True, method="load"),
-        elastic=Elastic(on_resize="load", on_handover="hand_over", standby=standby),
+        elastic=Elastic(on_resize="load", standby=standby),
     ) as group:
         for phase in phases:
             enter(phase)

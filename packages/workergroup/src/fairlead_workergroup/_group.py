@@ -133,8 +133,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
         elastic = read_option("elastic", elastic, Elastic)
         timeouts = read_option("timeouts", timeouts, Timeouts)
-        if elastic.on_handover is not None and restart.method is None:
-            raise ValueError("on_handover needs Restart(method=...), the method that receives what a worker hands over")
         strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")
         map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
         compression = check_compression(flat.get("enable_gradient_compression", False))
@@ -179,7 +177,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping)
-        hooks = Hooks(restart.method, elastic.on_resize, elastic.on_handover, start_timeout_s, delivery)
+        hooks = Hooks(restart.method, elastic.on_resize, start_timeout_s)
         crew = Crew(self._launcher, self._standbys, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
         self._teardown = Teardown(self._launcher, self._membership)
@@ -395,16 +393,15 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
 
-        Their processes are prepared first, while calls go on. Then the old workers finish their calls, run
-        `on_handover` if they live, and end. The new ones run their constructor with the same arguments, and
-        `Restart.method`, which gets what the old one has handed over. With `Restart(scope="group")` the others are
-        restarted too. A worker that is busy until the timeout is ended without a handover. A replacement does not count
-        as a restart.
+        Their processes are prepared first, while calls go on. Then the old workers finish their calls and end. The new
+        ones run their constructor with the same arguments, and `Restart.method`. With `Restart(scope="group")` the
+        others are restarted too. A worker that is busy until the timeout is ended. A replacement does not count as a
+        restart.
 
         Args:
             ranks: the ranks.
-            timeout: the seconds that the preparation, the calls before and `on_handover` may take; None for
-                `Timeouts.start_s`. The constructors and `Restart.method` of the new workers have as much time again.
+            timeout: the seconds that the preparation and the calls before may take; None for `Timeouts.start_s`. The
+                constructors and `Restart.method` of the new workers have as much time again.
 
         Returns:
             The epoch of the group.
@@ -416,7 +413,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
             WorkerFailureError: a new worker failed. Its rank is lost; `restart_failed_workers()` starts it again.
             WorkerGroupError: the group, or its Ray, has been shut down.
-            Exception: what `on_handover` raised. Nothing has changed.
         """
         check_timeout("timeout", timeout)
         wanted = check_ranks(ranks)

@@ -52,15 +52,12 @@ class Elastic:
             imported finds none.
         on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
             as one that sets up the collectives again.
-        on_handover: a method of the class, without arguments, that a worker runs before `replace` ends it. Its result
-            is the argument of `Restart.method` in the worker that takes over the rank.
         on_drain: "replace" moves the workers of a node that Ray drains, such as one that will be preempted, to standbys
             or free slots on other nodes.
     """
 
     standby: int = 0
     on_resize: str | None = None
-    on_handover: str | None = None
     on_drain: Literal["replace"] | None = None
 
     def __post_init__(self) -> None:

@@ -3,13 +3,12 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, WorkerFailureError, current_worker
+from fairlead_workergroup import Elastic, RayWorkerGroup, Timeouts, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import kill
 
 from ..faults import drain_without_agents
@@ -18,22 +17,10 @@ pytestmark = pytest.mark.nightly
 
 
 class Worker:
-    """A worker that knows its state and its node."""
-
-    def __init__(self):
-        self.state = None
-
-    def keep(self, state):
-        self.state = state
-
-    def hand_over(self):
-        return self.state
-
-    def take(self, state=None):
-        self.state = state
+    """A worker that knows its node."""
 
     def where(self):
-        return ray.get_runtime_context().get_node_id(), self.state, current_worker().incarnation
+        return ray.get_runtime_context().get_node_id(), current_worker().incarnation
 
     def variables(self):
         names = ("NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -71,18 +58,8 @@ def test_drain_of_a_node_without_an_agent(cluster, monkeypatch, caplog):
         assert group.replace([0, 1]) == 1
         # Nobody asks again, as an agent is asked that may be about to go.
         assert sorted(silent) == sorted(ends)
-        assert [incarnation for *_, incarnation in group.call("where").result()] == [1, 1]
+        assert [incarnation for _, incarnation in group.call("where").result()] == [1, 1]
     assert "which drains; they end with it at the latest: not schedulable" in caplog.text
-
-
-class Slow(Worker):
-    """A worker that hands over when a file exists, and reports the begin with another file."""
-
-    def hand_over(self):
-        Path(f"{self.state}.begun").touch()
-        while not os.path.exists(self.state):
-            time.sleep(0.02)
-        return self.state
 
 
 def test_facts_after_a_move(cluster):
@@ -124,7 +101,7 @@ def lose(group, rank):
 
 
 def where(group):
-    return [node_id for node_id, *_ in group.call("where").result(timeout=60)]
+    return [node_id for node_id, _ in group.call("where").result(timeout=60)]
 
 
 def test_restart_while_nodes_drain(cluster, ends, eventually):
@@ -174,37 +151,17 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
             group.resize(worker=5)
 
 
-def test_handover_that_outlives_the_notice(cluster, ends, gate, clock, eventually):
-    """A worker that has not handed over when its node ends is replaced without a handover."""
-    (reserved, _, first, _), (_, draining) = cluster, ends
-    options = {
-        "elastic": Elastic(on_handover="hand_over", on_drain="replace"),
-        "restart": Restart(method="take"),
-        "timeouts": Timeouts(start_s=3600),
-    }
-    with start(reserved, {first: 1}, Slow, **options) as group:
-        group.call("keep", str(gate)).result()
-        draining[first] = int((time.time() + 600) * 1000)
-        assert eventually(Path(f"{gate}.begun").exists)
-        clock.skip(600)
-        assert eventually(lambda: group.inspect().epoch == 1)
-        ((_, state, _),) = group.call("where").result(timeout=60)
-        assert state is None
-
-
 def test_drain(cluster, eventually):
-    """The state is handed over, the other node is untouched, and calls go on."""
+    """The rank moves, the other nodes are untouched, and calls go on."""
     head = cluster[1]
-    options = {"elastic": Elastic(on_handover="hand_over", on_drain="replace"), "restart": Restart(method="take")}
-    with RayWorkerGroup(cluster[0], Worker, workers_per_node=1, **options) as group:
-        group.call("keep", 7).result()
+    with RayWorkerGroup(cluster[0], Worker, workers_per_node=1, elastic=Elastic(on_drain="replace")) as group:
         before = group.call("where").result()
-        rank, gone = next((rank, node_id) for rank, (node_id, *_) in enumerate(before) if node_id != head)
+        rank, gone = next((rank, node_id) for rank, (node_id, _) in enumerate(before) if node_id != head)
         client = ray._private.worker.global_worker.gcs_client
         assert client.drain_node(gone, 2, "maintenance", int((time.time() + 120) * 1000))[0]
         assert eventually(lambda: group.inspect().epoch == 1, 60)
         after = group.call("where").result(timeout=60)
         assert after[rank][0] != gone
-        assert after[rank][1:] == (7, 1)
+        assert after[rank][1] == 1
         others = [other for other in range(3) if other != rank]
         assert [after[other] for other in others] == [before[other] for other in others]

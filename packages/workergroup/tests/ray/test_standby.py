@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standbys take over the ranks of lost workers, and ranks move to other processes on request."""
 
-import contextlib
 import os
 import pickle
 import time
@@ -51,13 +50,8 @@ class Worker:
     def pid(self):
         return os.getpid(), IMPORTED_WITH_RANK
 
-    def save(self):
-        if os.path.exists(os.environ.get("FAIL_TO_SAVE", "")):
-            raise OSError("disk full")
-        return {"value": self.value, "from": os.getpid()}
-
-    def load(self, saved=None):
-        self.value = saved
+    def load(self):
+        self.value = None
 
     def add(self, item):
         self.value = [*(self.value or []), item]
@@ -66,19 +60,12 @@ class Worker:
         while not os.path.exists(path):
             time.sleep(0.02)
 
-    def wait_for_gate(self):
+    def load_late(self):
         Path(f"{os.environ['GATE']}.begun").touch()
         self.wait_for(os.environ["GATE"])
-
-    def save_late(self):
-        self.wait_for_gate()
-        return "saved late"
-
-    def load_late(self, saved=None):
-        self.wait_for_gate()
         self.value = "loaded late"
 
-    def meet(self, saved=None):
+    def meet(self):
         """Note whether all ranks run this method at the same time, as one with a collective does."""
         folder, end = Path(os.environ["FOLDER"]), time.monotonic() + 60.0
         (folder / str(current_worker().rank)).touch()
@@ -182,36 +169,23 @@ def test_group_scope(cluster, eventually):
 
 
 def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_running):
-    """The old worker hands its state over, the others keep theirs, and the vacated slot gets the next standby."""
+    """The other workers keep their state, and the vacated slot gets the next standby."""
     events = []
-    options = {
-        "elastic": Elastic(standby=1, on_handover="save"),
-        "restart": Restart(method="load"),
-        "env_vars": {"FAIL_TO_SAVE": str(tmp_path / "full")},
-    }
+    options = {"elastic": Elastic(standby=1), "restart": Restart(method="load")}
     with (
         RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], **options) as group,
     ):
         spi.subscribe(group, events.append, lambda within_s: None)
         assert eventually(lambda: group.inspect().standby == 1, 60)
         group.call("add", 5).result()
-        before = [pid for pid, _ in group.call("pid").result()]
-        (tmp_path / "full").touch()
-        with pytest.raises(OSError, match="disk full"):
-            group.replace([1])
-        (tmp_path / "full").unlink()
-        assert (group.inspect().epoch, group.inspect().standby) == (0, 1)
-        assert [pid for pid, _ in group.call("pid").result()] == before
-
         assert group.replace([1]) == group.inspect().epoch == 1
-        saved = {"value": [5], "from": before[1]}
-        assert group.call("facts").result() == [(0, 1, 0, "0", [5]), (1, 1, 1, "1", saved)]
+        assert group.call("facts").result() == [(0, 1, 0, "0", [5]), (1, 1, 1, "1", None)]
         assert [one.restarts for one in group.get_worker_status()] == [0, 0]
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
         assert eventually(lambda: group.inspect().standby == 1, 60)
         assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
         assert eventually(lambda: any(event.kind == "replaced" and event.rank == 1 for event in events), 60)
-        # A rank without a living worker is replaced too; nothing is handed over.
+        # A rank without a living worker is replaced too.
         lose(group, 0)
         assert group.replace([0]) == 2
         assert group.call("facts", collect=()).result()[4] is None
@@ -262,12 +236,8 @@ def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
 
 
 def test_replace_with_a_collective(cluster, tmp_path):
-    """With scope "group" all ranks run `Restart.method` at the same time, those that get a handed-over value too."""
-    options = {
-        "elastic": Elastic(on_handover="save"),
-        "restart": Restart(scope="group", method="meet"),
-        "env_vars": {"FOLDER": str(tmp_path)},
-    }
+    """With scope "group" all ranks run `Restart.method` at the same time."""
+    options = {"restart": Restart(scope="group", method="meet"), "env_vars": {"FOLDER": str(tmp_path)}}
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:
         group.replace([1])
         assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
@@ -283,12 +253,11 @@ def test_resize_after_a_loss_with_group_scope(cluster):
         assert states == [(1, None), (1, None), (0, "new")]
 
 
-@pytest.mark.parametrize(("save", "load"), [("save_late", "load"), ("save", "load_late")])
-def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually, save, load):
+def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually):
     """A method of the user that takes longer than the timeout of a replacement is not waited for."""
     report_late_workers_every(monkeypatch, 0.1)
-    options = {"elastic": Elastic(on_handover=save), "restart": Restart(method=load)}
-    options |= {"timeouts": Timeouts(start_s=3600), "env_vars": {"GATE": str(gate)}}
+    options = {"restart": Restart(method="load_late"), "env_vars": {"GATE": str(gate)}}
+    options |= {"timeouts": Timeouts(start_s=3600)}
     with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:
         replaced = threads.submit(group.replace, [0], 600)
         assert eventually(Path(f"{gate}.begun").exists)
@@ -296,59 +265,6 @@ def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually,
         error = replaced.exception(timeout=60)
         gate.touch()
         assert error or group.call("facts").result()[0][4] is None
-
-
-class Handed:
-    """A value that one process must not unpickle."""
-
-    def __init__(self, not_in):
-        self.not_in = not_in
-
-    def __reduce__(self):
-        return make_handed, (self.not_in,)
-
-
-def make_handed(not_in):
-    assert os.getpid() != not_in, "the driver has fetched the value"
-    return Handed(not_in)
-
-
-@pytest.mark.parametrize("kind", ["plain", "overlapping", "lane"])
-def test_handover_does_not_pass_through_the_driver(cluster, kind):
-    """The value goes from the old worker to the new one, also while a lane is open."""
-    driver = os.getpid()
-    if kind == "lane":
-        pytest.importorskip("zmq")
-
-    class Keeper:
-        def __init__(self):
-            self.got = None
-
-        def save(self):
-            return Handed(driver)
-
-        def load(self, saved=None):
-            self.got = saved
-
-        def what(self):
-            return type(self.got).__name__
-
-    class AsyncKeeper(Keeper):
-        async def save(self):
-            return Handed(driver)
-
-    worker = AsyncKeeper if kind == "overlapping" else Keeper
-    options = {
-        "elastic": Elastic(on_handover="save"),
-        "restart": Restart(method="load"),
-        "async_communication": kind == "overlapping",
-    }
-    with (
-        RayWorkerGroup(cluster, worker, workers_per_node=[1], **options) as group,
-        group.lane() if kind == "lane" else contextlib.nullcontext(),
-    ):
-        assert group.replace([0]) == 1
-        assert group.call("what").result() == ["Handed"]
 
 
 def test_replace_in_a_free_slot(cluster):
@@ -378,7 +294,5 @@ def test_replace_in_a_free_slot(cluster):
             assert group.replace([1]) == 2
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
         assert group.inspect().standby == 0
-    with pytest.raises(ValueError, match="on_handover needs Restart"):
-        RayWorkerGroup(cluster, Worker, elastic=Elastic(on_handover="save"))
     with pytest.raises(ValueError, match="on_drain must be"):
         RayWorkerGroup(cluster, Worker, elastic=Elastic(on_drain="move"))

@@ -28,9 +28,8 @@ class Model:
     def meet(self, number: int) -> None: ...
     def slow(self) -> None: ...
     def fail(self) -> None: ...
-    def on_restart(self, value: Any = None) -> None: ...
+    def on_restart(self) -> None: ...
     def on_resize(self) -> None: ...
-    def on_handover(self) -> None: ...
     def clean_up(self) -> None: ...
 
 
@@ -113,14 +112,13 @@ class Behaviour:
             "fail": self._fail,
             "on_restart": self._on_restart,
             "on_resize": lambda worker: self._hook(worker) or self._meet(worker, "on_resize", worker.epoch),
-            "on_handover": lambda worker: self._hook(worker) or "state",
             "clean_up": lambda worker: None,
         }
 
     def _fail(self, worker: Worker) -> None:
         raise RuntimeError("the method fails")
 
-    def _on_restart(self, worker: Worker, value: Any = None) -> Any:
+    def _on_restart(self, worker: Worker) -> Any:
         if (outcome := self._hook(worker)) is not None or not self.meets_on_restart:
             return outcome
         return self._meet(worker, "on_restart", worker.epoch)
@@ -167,6 +165,6 @@ def make_group(
         name_prefix="simulated",
         sharding_annotations=NamedSharding.from_shape(dp=workers),
         restart=dataclasses.replace(restart or Restart(), method="on_restart"),
-        elastic=Elastic(standby=standby, on_resize="on_resize", on_handover="on_handover"),
+        elastic=Elastic(standby=standby, on_resize="on_resize"),
         timeouts=Timeouts(start_s=START_S),
     )

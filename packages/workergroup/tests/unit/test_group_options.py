@@ -59,12 +59,6 @@ def test_values_are_frozen():
             setattr(value, dataclasses.fields(value)[0].name, 1)
 
 
-def test_handover_needs_a_method():
-    """What a worker hands over needs a method that receives it."""
-    with pytest.raises(ValueError, match=r"on_handover needs Restart\(method=...\)"):
-        RayWorkerGroup([], dict, elastic=Elastic(on_handover="save"))
-
-
 @pytest.mark.parametrize(("name", "value"), [("restart", True), ("elastic", 2), ("timeouts", 60.0), ("elastic", {})])
 def test_types(name, value):
     """A group refuses a value of another type, and says how the option is written."""

@@ -194,7 +194,7 @@ class Requests:
     timeout_s = START_S
 
     def __init__(self):
-        self.left, self.values = {}, {}
+        self.left = {}
 
     def quiesce(self, members, deadline, check, *, all_calls):
         self.left["idle"] = deadline.left()
@@ -203,12 +203,8 @@ class Requests:
     def send_facts(self, member, changes, deadline, *, alone):
         pass
 
-    def on_restart(self, ranks, values, deadline):
-        self.values = values
+    def on_restart(self, ranks, deadline):
         return []
-
-    def hand_over(self, ranks, deadline, check, *, give_up):
-        return {rank: f"state of {rank}" for rank in ranks}
 
 
 def start_two(room=2):
@@ -229,36 +225,36 @@ def evacuate():
         crew, requests, membership = start_two(room)
         operation = Replace((0, 1), Deadline.after(notice_s), partly=True)
         membership.change(operation, Deadline.after(START_S))
-        return {**crew.left, **requests.left}, crew.moved, requests.values
+        return {**crew.left, **requests.left}, crew.moved
 
     return run
 
 
-def test_idle_ranks_hand_over_within_the_notice(evacuate):
-    """A busy rank has half of the notice, so that the others have the other half for their handover."""
-    left, moved, values = evacuate(100.0)
+def test_busy_ranks_within_the_notice(evacuate):
+    """A busy rank has half of the notice."""
+    left, moved = evacuate(100.0)
     assert 40 < left["idle"] <= 50
-    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
+    assert moved == [[0, 1]]
 
 
 @pytest.mark.parametrize("notice_s", [3.0, 0.01])
 def test_short_notice(evacuate, notice_s):
     """Processes take their time to start, also when the node ends meanwhile, and an idle rank is still asked."""
-    left, moved, values = evacuate(notice_s)
+    left, moved = evacuate(notice_s)
     assert START_S - 20 < left["start"] <= START_S
     assert 0 < left["idle"] <= steps.IDLE_S
-    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
+    assert moved == [[0, 1]]
 
 
 def test_no_notice(evacuate):
     """Without a time, the calls before may take as long as in any replacement."""
-    left, *_ = evacuate(None)
+    left, _ = evacuate(None)
     assert START_S - 20 < left["idle"] <= left["start"] <= START_S
 
 
 def test_room_for_some(evacuate):
     """An evacuation moves as many ranks as there is room for."""
-    _, moved, _ = evacuate(None, room=1)
+    _, moved = evacuate(None, room=1)
     assert moved == [[0]]
 
 

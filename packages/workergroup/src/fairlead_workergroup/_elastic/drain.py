@@ -39,7 +39,7 @@ class DrainWatch:
             return
         try:
             self._look()
-        except Exception as error:  # noqa: BLE001  `on_handover` may raise anything
+        except Exception as error:  # noqa: BLE001  `Restart.method` may raise anything
             if not self._roster.is_over:
                 logger.warning("Cannot replace the workers on draining nodes of %r: %s", self._roster, error)
             self._pause = Deadline.after(AGAIN_AFTER_S)
@@ -60,8 +60,7 @@ class DrainWatch:
             if (late := time.time() - end) > 0 and not self._roster.is_over:
                 logger.warning(
                     "The replacement of rank(s) %s of %r ended %.1f s after the time at which Ray was told that their "
-                    "node would end; the notice left %.1f s. What its workers had not handed over may be lost. Shorten "
-                    "the calls or on_handover, or keep a standby.",
+                    "node would end; the notice left %.1f s. Shorten the calls, or keep a standby.",
                     ", ".join(map(str, ends)),
                     self._roster.name_prefix,
                     late,

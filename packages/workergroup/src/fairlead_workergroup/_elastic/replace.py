@@ -14,8 +14,8 @@ from ..exceptions import BrokenEpochError
 class Replace:
     """Move ranks of a group to other processes; see `RayWorkerGroup.replace`.
 
-    Until `end`, when their nodes end, their calls may take half of the time, and `on_handover` the other half. The
-    start of their processes may take longer, because a rank needs one even after the end of its node.
+    Until `end`, when their nodes end, their calls may take half of the time. The start of their processes may take
+    longer, because a rank needs one even after the end of its node.
     """
 
     ranks: tuple[int, ...]

@@ -103,13 +103,8 @@ class Hooks(Protocol):
 
     timeout_s: float  # how long each of them may take
 
-    def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> Sequence[HookCall]:
-        """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""
+    def on_restart(self, ranks: Sequence[int], deadline: Deadline) -> Sequence[HookCall]:
+        """Send `Restart.method` to ranks; do not wait."""
 
     def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> Sequence[HookCall]:
         """Send `on_resize` to ranks; do not wait."""
-
-    def hand_over(
-        self, ranks: Sequence[int], deadline: Deadline, check: Callable[[], None], *, give_up: bool
-    ) -> Mapping[int, Any]:
-        """Return references to what `on_handover` returns, by rank; with `give_up`, leave out those that are late."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of every change: acquire, prepare, quiesce, hand over, end, construct, commit, deliver."""
+"""The steps of every change: acquire, prepare, quiesce, end, construct, commit, deliver."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,6 @@ class Steps:
         self._before = roster.now
         self._is_first = not roster.handles
         self._started: list[Started] = []
-        self._values: Mapping[int, Any] = {}
         # The ranks that are shown as restarting, and those whose old processes have been ended.
         self._marked: Sequence[int] = ()
         self._ended: Sequence[int] = ()
@@ -157,11 +156,10 @@ class Steps:
         self._roster.record_relaunch(again, counted=self._plan.counted, together=together)
 
     def _quiesce(self, replaced: Sequence[int]) -> None:
-        """Wait until calls have ended, and let workers that end hand over."""
+        """Wait until calls have ended."""
         plan, deadline, end = self._plan, self._deadline, self._plan.end
         living = [self._before[rank] for rank in plan.quiet if plan.follow or rank in replaced]
         if (left := end.left()) is not None:
-            # The other half is for those who hand over.
             deadline = Deadline.after(max(IDLE_S, left / 2))
         late = self._transport.quiesce(living, deadline, self._change.check, all_calls=plan.follow)
         if late and plan.follow:
@@ -171,12 +169,7 @@ class Steps:
             raise self._change.late_error(reason, late)
         busy = sorted(worker.rank for worker in late)
         if busy:
-            logger.warning("Rank(s) %s are replaced without a handover: they are busy.", busy)
-        ready = [one.rank for one in living if one.rank in plan.move and one.rank not in busy]
-        if ready:
-            until = self._deadline.sooner(end)
-            gives_up = end.at is not None
-            self._values = self._hooks.hand_over(ready, until, self._change.check, give_up=gives_up)
+            logger.warning("Rank(s) %s are replaced while they are busy.", busy)
 
     def _deliver_facts(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
@@ -205,7 +198,7 @@ class Steps:
         calls: list[tuple[str, HookCall]] = []
         try:
             if restarted := [rank for rank in plan.on_restart if rank in new]:
-                calls += [("Restart.method", one) for one in self._hooks.on_restart(restarted, self._values, deadline)]
+                calls += [("Restart.method", one) for one in self._hooks.on_restart(restarted, deadline)]
             if plan.follow:
                 everybody = [one.rank for one in now.members]
                 calls += [("on_resize", one) for one in self._hooks.on_resize(everybody, deadline)]
