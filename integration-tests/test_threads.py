@@ -65,7 +65,7 @@ def test_four_kinds(local_ray, names, eventually):
             workers_per_node=[2],
             sharding_annotations=NamedSharding.from_shape(dp=2),
             restart=Restart(on_failure=True),
-            elastic=Elastic(standby=1, on_drain="replace"),
+            elastic=Elastic(standby=1),
         ) as group,
         watch(group, 0.1, on_event=lambda event: seen.append((event.kind, event.rank))),
     ):

@@ -24,7 +24,6 @@ from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._elastic.axis import find_elastic_axis
-from ._elastic.drain import LOOK_EVERY_S, DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
 from ._lifecycle.crew import Crew
@@ -75,7 +74,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
-        elastic: the standbys, and the methods and events of changes; None for `Elastic()`.
+        elastic: the standbys, and the method that a resize calls; None for `Elastic()`.
         worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
             with which it sees its own and has the options of the class.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
@@ -208,9 +207,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._launcher.store()
             self._membership.change(Start())
             self._start_report = clock.report(self.name_prefix)
-            if elastic.on_drain is not None:
-                watch = DrainWatch(self, self._roster, self._membership, start_timeout_s)
-                self._resources.start_rounds("the watch for drains", LOOK_EVERY_S, watch.look, watch.is_left)
         except BaseException:
             self.shutdown(force=True)
             raise

@@ -52,18 +52,13 @@ class Elastic:
             imported finds none.
         on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
             as one that sets up the collectives again.
-        on_drain: "replace" moves the workers of a node that Ray drains, such as one that will be preempted, to standbys
-            or free slots on other nodes.
     """
 
     standby: int = 0
     on_resize: str | None = None
-    on_drain: Literal["replace"] | None = None
 
     def __post_init__(self) -> None:
         _check_count("standby", self.standby)
-        if self.on_drain not in (None, "replace"):
-            raise ValueError(f"on_drain must be 'replace' or None, got {self.on_drain!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 """Groups on several nodes: ranks that move, and nodes that drain or are lost."""
 
 import os
-import time
 
 import pytest
 import ray
@@ -149,19 +148,3 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
             RayWorkerGroup([*bad, *good], Worker, workers_per_node=[0, 1], elastic=Elastic(standby=1))
         with pytest.raises(ValueError, match="3 more workers need 3 free slots, and the cluster has 2"):
             group.resize(worker=5)
-
-
-def test_drain(cluster, eventually):
-    """The rank moves, the other nodes are untouched, and calls go on."""
-    head = cluster[1]
-    with RayWorkerGroup(cluster[0], Worker, workers_per_node=1, elastic=Elastic(on_drain="replace")) as group:
-        before = group.call("where").result()
-        rank, gone = next((rank, node_id) for rank, (node_id, _) in enumerate(before) if node_id != head)
-        client = ray._private.worker.global_worker.gcs_client
-        assert client.drain_node(gone, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-        assert eventually(lambda: group.inspect().epoch == 1, 60)
-        after = group.call("where").result(timeout=60)
-        assert after[rank][0] != gone
-        assert after[rank][1] == 1
-        others = [other for other in range(3) if other != rank]
-        assert [after[other] for other in others] == [before[other] for other in others]

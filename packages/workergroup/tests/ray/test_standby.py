@@ -294,5 +294,3 @@ def test_replace_in_a_free_slot(cluster):
             assert group.replace([1]) == 2
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
         assert group.inspect().standby == 0
-    with pytest.raises(ValueError, match="on_drain must be"):
-        RayWorkerGroup(cluster, Worker, elastic=Elastic(on_drain="move"))

@@ -6,21 +6,14 @@ from dataclasses import dataclass
 
 from .._membership.model import Snapshot
 from .._membership.operations import Facilities, Plan
-from .._world import NEVER, Deadline
 from ..exceptions import BrokenEpochError
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Move ranks of a group to other processes; see `RayWorkerGroup.replace`.
-
-    Until `end`, when their nodes end, their calls may take half of the time. The start of their processes may take
-    longer, because a rank needs one even after the end of its node.
-    """
+    """Move ranks of a group to other processes; see `RayWorkerGroup.replace`."""
 
     ranks: tuple[int, ...]
-    end: Deadline = NEVER
-    partly: bool = False  # whether the first ranks move if there is not room for all
 
     @property
     def name(self) -> str:
@@ -43,8 +36,6 @@ class Replace:
             quiet=tuple(rank for rank in self.ranks if rank not in lost),
             new_port=everybody,
             on_restart=started,
-            partly=self.partly,
-            end=self.end,
         )
 
 

@@ -43,11 +43,6 @@ class Staging:
     slots: Sequence[Slot]
     used: set[int] = field(default_factory=set)  # the numbers of the standbys that have become workers
 
-    @property
-    def moved(self) -> Sequence[int]:
-        """The ranks that have got another process."""
-        return list(self.targets)
-
 
 class Crew:
     """Acquire, start and end the processes of a group, for the owner of its membership."""
@@ -102,8 +97,6 @@ class Crew:
         undo.callback(self._give_back, staging)
         places = move_places(before.places, {rank: one.slot for rank, one in targets.items()})
         stays = [rank for rank in (*plan.start, *plan.replace) if rank < len(places) and rank not in targets]
-        if plan.partly and not self.policy.restarts_all:
-            stays = []
         moved, slots = self._find_new_slots(places, stays, before, deadline)
         needs_plan = plan.resize is not None or moved is not places
         if plan.resize is not None:
@@ -203,20 +196,17 @@ class Crew:
     def _take_processes(self, before: Snapshot, plan: Plan, deadline: Deadline) -> dict[int, Standby]:
         """Return the processes that take over ranks: standbys for lost ones, and others too for those that move."""
         if plan.move:
-            return self._find_targets([before[rank] for rank in plan.move], deadline, partly=plan.partly)
+            return self._find_targets([before[rank] for rank in plan.move], deadline)
         lost = [before[rank].place for rank in plan.replace if rank in before.lost]
         return self._standbys.take(lost) if lost else {}
 
-    def _find_targets(self, members: Sequence[Member], deadline: Deadline, *, partly: bool) -> dict[int, Standby]:
-        """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.
-
-        With `partly`, the ranks for which there is no room are left out, unless there is room for none.
-        """
+    def _find_targets(self, members: Sequence[Member], deadline: Deadline) -> dict[int, Standby]:
+        """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster."""
         targets = self._standbys.take([member.place for member in members])
         rest = [member for member in members if member.rank not in targets]
         try:
-            free = self._resources.claim_free(self._launcher.spec.slots(), len(rest), partly=partly)
-            if len(free) < len(rest) and not (partly and (targets or free)):
+            free = self._resources.claim_free(self._launcher.spec.slots(), len(rest))
+            if len(free) < len(rest):
                 raise ValueError(
                     f"{len(members)} rank(s) need as many standbys or free slots, and there are "
                     f"{len(targets) + len(free)} that can be used. Reserve more with cluster.extend(), or create the "
@@ -235,7 +225,7 @@ class Crew:
         except BaseException:
             self._standbys.give_back(targets.values())
             raise
-        return targets | {member.rank: one for member, one in zip(rest, started, strict=False)}
+        return targets | {member.rank: one for member, one in zip(rest, started, strict=True)}
 
     def _give_back(self, staged: Staging) -> None:
         """Keep as many unused processes as the group wants as standbys, and end the others."""

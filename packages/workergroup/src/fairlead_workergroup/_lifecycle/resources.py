@@ -19,13 +19,12 @@ from fairlead_placement import (
     Slot,
     lease_ports,
 )
-from fairlead_placement.spi import Rounds, SlotClaim, claim_slots, run_in_thread
+from fairlead_placement.spi import SlotClaim, claim_slots, run_in_thread
 
 from .._membership.roster import Roster
 from .._observe.head import alive_nodes, draining_nodes
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
-from .._world import Deadline
 from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # When the workers have ended, the threads of a group have nothing to wait for.
 JOIN_S = 20.0
-# How long the exit of the interpreter waits for a round of the group.
-EXIT_S = 1.0
 
 
 def usable_slots(slots: Iterable[Slot]) -> list[Slot]:
@@ -68,7 +65,6 @@ class Resources:
     # It protects the end: one thread gives back, and others wait until it has. A signal handler may end the group too.
     _ending: threading.RLock = field(default_factory=threading.RLock)
     _threads: dict[Future[Any], str] = field(default_factory=dict)
-    _rounds: dict[str, Rounds] = field(default_factory=dict)
 
     def add(self, workers: Mapping[int, RunningWorker]) -> None:
         """Add workers that have to be ended, by rank, in place of those added before for these ranks."""
@@ -200,11 +196,6 @@ class Resources:
         workers = {rank: self._workers[rank] for rank in ranks if rank in self._workers}
         return kill_and_wait(workers) if workers and self.roster.connected else []
 
-    def start_rounds(self, name: str, every_s: float, work: Callable[[], object], is_left: Callable[[], bool]) -> None:
-        """Do some work at intervals. The end of the group waits for a round that is under way."""
-        self._rounds[name] = rounds = Rounds(every_s, work, is_left, exit_s=EXIT_S)
-        rounds.start()
-
     def start_thread(self, name: str, function: Callable[[], _T]) -> Future[_T]:
         """Call a function on a background thread, for which the end of the group waits; return what it will return."""
         future = run_in_thread(function).future
@@ -215,10 +206,8 @@ class Resources:
 
     def join_threads(self) -> None:
         """Wait until the background work of the group has ended, after its workers."""
-        deadline = Deadline.after(JOIN_S)
         wait(list(self._threads), JOIN_S)
-        late = [name for name, one in self._rounds.items() if not one.close(deadline.left() or 0.0)]
-        if names := ", ".join(sorted((*self._threads.values(), *late))):
+        if names := ", ".join(sorted(self._threads.values())):
             logger.warning("Still running %g s after the end of a group: %s.", JOIN_S, names)
             self.gave_all_back = False
 

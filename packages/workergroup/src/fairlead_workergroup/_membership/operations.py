@@ -8,7 +8,6 @@ from typing import Protocol
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .._world import NEVER, Deadline
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
 from .model import Resize, Snapshot
 from .roster import Gate
@@ -84,8 +83,6 @@ class Plan:
     new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
     on_restart: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
-    partly: bool = False  # whether fewer ranks move if there is not room for all
-    end: Deadline = NEVER  # of the node of the ranks that move
     again: bool = False  # whether this is the first part, after which the operation is planned again
     switch: Callable[[Gate], object] | None = None  # is called with the gate, and nothing else is done
 

@@ -19,10 +19,6 @@ class Staged(Protocol):
     def places(self) -> Sequence[Place]:
         """The place of each rank."""
 
-    @property
-    def moved(self) -> Sequence[int]:
-        """The ranks that have got another process."""
-
 
 S = TypeVar("S", bound=Staged)
 

@@ -42,7 +42,6 @@ class Roster:
         self.standby_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
         self.ending: bool = False
-        self.end_begun: Event = _world.current.event()
         # Lets workers serve Ray's calls although a lane is open; None without a lane.
         self.detour: Detour | None = None
         # Says what workers do that are threads of this process; None if the agents of their nodes say it.
@@ -264,9 +263,7 @@ class Roster:
 
     def begin_end(self) -> None:
         """Record that a shutdown has begun, so that no incarnation starts any more."""
-        if not self.ending:  # a signal handler may come in between
-            self.ending = True
-            self.end_begun.set()
+        self.ending = True
 
     def end(self) -> None:
         """Record that the group has no workers any more."""

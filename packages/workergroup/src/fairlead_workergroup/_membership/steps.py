@@ -20,8 +20,6 @@ from .roster import Gate, Roster
 
 logger = logging.getLogger(__name__)
 
-# An idle worker answers within this time, also when the notice of the end of its node has passed.
-IDLE_S = 2.0
 # Of a rank whose old process was told to end, and may still be there.
 MAY_RUN = "its old process was told to end, and no other one has started"
 
@@ -103,7 +101,6 @@ class Steps:
         """Do the steps until the epoch has begun; return what was staged for it."""
         plan, before, crew = self._plan, self._before, self._crew
         staged = crew.acquire(before, plan, undo, self._deadline)
-        replaced = [rank for rank in plan.replace if rank not in plan.move or rank in staged.moved]
         if plan.start:
             self._end_old([rank for rank in plan.start if rank in before.lost])
             self._relaunch(plan.start)
@@ -111,19 +108,19 @@ class Steps:
         if not self._is_first:
             self._enter(Phase.QUIESCING)
             self._gate.close()
-            self._quiesce(replaced)
-            if replaced:
+            self._quiesce()
+            if plan.replace:
                 crew.check_head()
             self._change.seal()
             self._enter(Phase.SWITCHING)
-        if replaced:
+        if plan.replace:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             self._deadline = Deadline.after(self._change.time_s)
-            self._mark(replaced)
-            self._ended = replaced
-            self._end_old(replaced)
-            self._relaunch(replaced)
-            self._started += crew.start(staged, replaced, undo, self._deadline, self._change.check)
+            self._mark(plan.replace)
+            self._ended = plan.replace
+            self._end_old(plan.replace)
+            self._relaunch(plan.replace)
+            self._started += crew.start(staged, plan.replace, undo, self._deadline, self._change.check)
         self._roster.commit(
             epoch=0 if self._is_first else before.epoch + 1,
             sharding=plan.sharding,
@@ -155,13 +152,11 @@ class Steps:
         together = self._crew.policy.restarts_all
         self._roster.record_relaunch(again, counted=self._plan.counted, together=together)
 
-    def _quiesce(self, replaced: Sequence[int]) -> None:
+    def _quiesce(self) -> None:
         """Wait until calls have ended."""
-        plan, deadline, end = self._plan, self._deadline, self._plan.end
-        living = [self._before[rank] for rank in plan.quiet if plan.follow or rank in replaced]
-        if (left := end.left()) is not None:
-            deadline = Deadline.after(max(IDLE_S, left / 2))
-        late = self._transport.quiesce(living, deadline, self._change.check, all_calls=plan.follow)
+        plan = self._plan
+        living = [self._before[rank] for rank in plan.quiet]
+        late = self._transport.quiesce(living, self._deadline, self._change.check, all_calls=plan.follow)
         if late and plan.follow:
             reason = (
                 "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:"
