@@ -12,7 +12,7 @@ from fairlead_inspect import watch
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.spi import read_holders
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, current_worker
+from fairlead_workergroup import RayWorkerGroup, Restart, current_worker
 from fairlead_workergroup.testing import kill
 
 KINDS = {"fairlead-change", "fairlead-io", "fairlead-lane", "fairlead-monitor"}
@@ -65,22 +65,19 @@ def test_four_kinds(local_ray, names, eventually):
             workers_per_node=[2],
             sharding_annotations=NamedSharding.from_shape(dp=2),
             restart=Restart(on_failure=True),
-            elastic=Elastic(standby=1),
         ) as group,
         watch(group, 0.1, on_event=lambda event: seen.append((event.kind, event.rank))),
     ):
-        assert eventually(lambda: group.inspect().standby == 1)
         with group.lane():
             assert group.call("step").result() == [1, 1]
         kill(group, 1)
         assert eventually(lambda: ("worker-dead", 1) in seen)
-        assert group.call("step").result() == [1, 1]  # after a takeover by the standby
+        assert group.call("step").result() == [1, 1]  # after a restart
         kill(group, 0)
         assert eventually(lambda: ("worker-dead", 0) in seen)
         assert asyncio.run(call_step(group)) == [1, 1]  # after a restart that the event loop does not wait for
         with pytest.raises(ValueError, match="the step failed"):
             group.call("fail").result()
-        assert eventually(lambda: group.inspect().standby == 1)
         group.resize(dp=3)
         assert group.handle().call("step").result() == [1, 1, 1]
         assert len(group.get_worker_status()) == 3

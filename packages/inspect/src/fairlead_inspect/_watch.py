@@ -20,7 +20,6 @@ logger = logging.getLogger("fairlead_inspect")
 LEVELS = {
     "resized": logging.INFO,
     "replaced": logging.WARNING,
-    "standby-ready": logging.INFO,
     "node-draining": logging.WARNING,
     "worker-started": logging.INFO,
     "worker-restarted": logging.WARNING,
@@ -42,7 +41,7 @@ class WorkerEvent:
 
     Attributes:
         kind: "worker-started", "call-slow", "worker-stuck", "worker-dead", "worker-restarted", "replaced", or
-            "node-draining" if its node is about to end; or about the group: "resized" or "standby-ready".
+            "node-draining" if its node is about to end; or about the group: "resized".
         rank: its number in the group; -1 for an event of the group.
         coords: its coordinates, by axis.
         node_id: Ray's id of its node.
@@ -62,7 +61,6 @@ class WorkerEvent:
         "worker-restarted",
         "resized",
         "replaced",
-        "standby-ready",
         "node-draining",
     ]
     rank: int

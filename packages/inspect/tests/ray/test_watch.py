@@ -150,7 +150,7 @@ def test_dead_worker(cluster, eventually):
 
 
 def test_changes(cluster, eventually):
-    """Resizes, replacements and standbys are events of the group, in their order, and a rank that left is none."""
+    """Resizes and replacements are events of the group, in their order, and a rank that left is none."""
     events = []
     with RayWorkerGroup(cluster, Worker, workers_per_node=[1]) as group, watch(group, 0.05, on_event=events.append):
         assert group.resize(worker=2) == 1

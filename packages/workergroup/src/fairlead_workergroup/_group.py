@@ -29,8 +29,8 @@ from ._elastic.resize import Resize, check_caller, check_resize
 from ._lifecycle.crew import Crew
 from ._lifecycle.delivery import Delivery, OverlappingCalls
 from ._lifecycle.launcher import GroupSpec, Launcher
+from ._lifecycle.moves import check_alike
 from ._lifecycle.resources import Resources
-from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
 from ._membership.judge import Judge
 from ._membership.machine import Membership
@@ -74,7 +74,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
-        elastic: the standbys, and the method that a resize calls; None for `Elastic()`.
+        elastic: the method that a resize calls; None for `Elastic()`.
         worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
             with which it sees its own and has the options of the class.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
@@ -173,11 +173,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             start_timeout_s=start_timeout_s,
         )
         self._launcher = Launcher(spec, self._resources, self._counters, clock)
-        self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping)
         hooks = Hooks(restart.method, elastic.on_resize, start_timeout_s)
-        crew = Crew(self._launcher, self._standbys, policy, slots)
+        crew = Crew(self._launcher, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
         self._teardown = Teardown(self._launcher, self._membership)
         self._sender = hooks.sender = Sender(
@@ -203,7 +202,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             extend(self, token)
             self._launcher.prepare(places)
             hooks.check()
-            self._standbys.reserve(slots)
             self._launcher.store()
             self._membership.change(Start())
             self._start_report = clock.report(self.name_prefix)
@@ -255,20 +253,13 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch, the standbys, the counts of calls and the times of the start, as they are now.
-
-        Standbys that were used or have died are started again. After `shutdown` the group has no standbys.
+        """Return the epoch, the counts of calls and the times of the start, as they are now.
 
         Returns:
             The state, which a notebook shows as a table.
-
-        Raises:
-            HeadTimeoutError: the group has standbys, and Ray's head does not say which of them are alive.
         """
         return GroupState(
             epoch=self._roster.now.epoch,
-            standby=self._standbys.count_warm() if self.workers else 0,
-            standby_metadata=list(self._roster.standby_metadata),
             start_report=self._start_report,
             statistics=self._counters.now,
             shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
@@ -387,7 +378,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.epoch
 
     def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
-        """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
+        """Move ranks to new processes in free slots of the cluster, whether their workers live or not.
 
         Their processes are prepared first, while calls go on. Then the old workers finish their calls and end. The new
         ones run their constructor with the same arguments, and `Restart.method`. With `Restart(scope="group")` the
@@ -404,7 +395,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Raises:
             TypeError, ValueError, IndexError: wrong ranks, tied groups, ranks that differ in what they need before they
-                start, or too few standbys and free slots. Nothing has changed, as with the next two.
+                start, or too few free slots. Nothing has changed, as with the next two.
             WorkerStartError: a new process did not start.
             ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
             WorkerFailureError: a new worker failed. Its rank is lost; `restart_failed_workers()` starts it again.
@@ -413,7 +404,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         check_timeout("timeout", timeout)
         wanted = check_ranks(ranks)
         check_members(wanted, self._roster.check_alive())
-        self._standbys.check_alike("replace")
+        check_alike(self._launcher)
         self._membership.change(Replace(wanted), self._launcher.deadline(timeout))
         return self._roster.now.epoch
 

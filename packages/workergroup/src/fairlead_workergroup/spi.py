@@ -290,7 +290,7 @@ def observe_workers(group: RayWorkerGroup) -> Observer:
 def subscribe(
     group: RayWorkerGroup, listener: Callable[[Notice], object], close: Callable[[float], object]
 ) -> Callable[[], None]:
-    """Let a listener hear of resizes, replacements and standbys of a group; return the function that ends that.
+    """Let a listener hear of resizes and replacements of a group; return the function that ends that.
 
     Neither function may wait for the group. `close` is called when the group begins to end, with the seconds that it
     may take.

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-from fairlead_workergroup import Elastic, RayWorkerGroup, Timeouts, WorkerFailureError, current_worker
+from fairlead_workergroup import RayWorkerGroup, Timeouts, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import kill
 
 from ..faults import drain_without_agents
@@ -103,12 +103,10 @@ def where(group):
     return [node_id for node_id, _ in group.call("where").result(timeout=60)]
 
 
-def test_restart_while_nodes_drain(cluster, ends, eventually):
-    """A lost rank takes no standby on a node that drains, and leaves a node that drains itself."""
+def test_restart_while_nodes_drain(cluster, ends):
+    """A lost rank leaves a node that drains, and moves to none that drains."""
     (reserved, head, first, last), (_, draining) = cluster, ends
-    with start(reserved, {head: 2}, elastic=Elastic(standby=1), timeouts=Timeouts(start_s=60)) as group:
-        assert eventually(lambda: group.inspect().standby == 1)
-        assert group.inspect().standby_metadata[0]["node_id"] == first
+    with start(reserved, {head: 2}, timeouts=Timeouts(start_s=60)) as group:
         draining[first] = 0
         lose(group, 1)
         assert group.restart_failed_workers() == [1]
@@ -123,11 +121,11 @@ def test_restart_while_nodes_drain(cluster, ends, eventually):
             group.restart_failed_workers()
         draining.clear()
         assert group.restart_failed_workers() == [1]
-        assert where(group)[1] == first  # in the standby
+        assert where(group)[1] == last
 
 
 def test_no_slot_of_a_node_that_ends(cluster, ends):
-    """Starts, resizes, replacements and standbys choose no slot whose node is lost or drains."""
+    """Starts, resizes and replacements choose no slot whose node is lost or drains."""
     (reserved, head, first, last), (lost, draining) = cluster, ends
     bad = [slot for slot in reserved.slots() if slot.node_id == first]
     with start(reserved, {head: 2}, timeouts=Timeouts(start_s=60)) as group:
@@ -143,8 +141,5 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
         with pytest.raises(ResourceInsufficientError, match="cannot run in bundle 0"):
             RayWorkerGroup(bad, Worker)
         group.resize(worker=2)
-        good = [slot for slot in reserved.slots() if slot.node_id == last][:1]
-        with pytest.raises(ValueError, match="needs slots that the group does not use, and there are 0"):
-            RayWorkerGroup([*bad, *good], Worker, workers_per_node=[0, 1], elastic=Elastic(standby=1))
         with pytest.raises(ValueError, match="3 more workers need 3 free slots, and the cluster has 2"):
             group.resize(worker=5)

@@ -33,9 +33,9 @@ SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
 # After this many events another group continues.
 EVENTS_OF_GROUP = 16
-# With the standby and one slot for a replacement, six slots.
+# With one slot for a replacement, five slots.
 MOST = 4
-SLOTS = 6
+SLOTS = 5
 
 
 class Worker:
@@ -189,7 +189,7 @@ def test_random_events(raylets, eventually, store_used):
     rng, counts = random.Random(SEED), Counter()
     options = {
         "workers_per_node": [2],
-        "elastic": Elastic(standby=1, on_resize="join"),
+        "elastic": Elastic(on_resize="join"),
         "restart": Restart(max_restarts=10**6),
     }
     options |= {"sharding_annotations": NamedSharding.from_shape(dp=2)}

@@ -153,9 +153,7 @@ class Behaviour:
         return {one.facts["rank"] for one in running if "rank" in one.facts and one.epoch <= epoch}
 
 
-def make_group(
-    ray: PretendedRay, *, workers: int = 2, each: int = 3, restart: Restart | None = None, standby: int = 0
-) -> RayWorkerGroup:
+def make_group(ray: PretendedRay, *, workers: int = 2, each: int = 3, restart: Restart | None = None) -> RayWorkerGroup:
     """Start the shipped group on pretended nodes that have `each` slots."""
     cluster = PretendedCluster(ray, each)
     return RayWorkerGroup(
@@ -165,6 +163,6 @@ def make_group(
         name_prefix="simulated",
         sharding_annotations=NamedSharding.from_shape(dp=workers),
         restart=dataclasses.replace(restart or Restart(), method="on_restart"),
-        elastic=Elastic(standby=standby, on_resize="on_resize"),
+        elastic=Elastic(on_resize="on_resize"),
         timeouts=Timeouts(start_s=START_S),
     )

@@ -16,8 +16,6 @@ from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, Wor
         (Restart, {"max_restarts": -1}, ValueError, "max_restarts must be a whole number of at least 0, got -1"),
         (Restart, {"max_restarts": 1.5}, ValueError, "max_restarts must be a whole number of at least 0, got 1.5"),
         (Restart, {"scope": "node"}, ValueError, "scope must be 'worker' or 'group', got 'node'"),
-        (Elastic, {"standby": -1}, ValueError, "standby must be a whole number of at least 0, got -1"),
-        (Elastic, {"standby": True}, ValueError, "standby must be a whole number of at least 0, got True"),
         (WorkerOptions, {"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or 'node', got 'all'"),
         (WorkerOptions, {"ray_options": 3}, TypeError, "ray_options must be a dict of Ray options, got 3"),
         (WorkerOptions, {"ray_options": {"color": 1}}, ValueError, "ray_options: Invalid option keyword color"),
@@ -76,7 +74,6 @@ def test_flat_keyword_beside_its_value():
 @pytest.mark.parametrize(
     ("unknown", "nearest"),
     [
-        ("standby", "elastic=Elastic(standby=...)"),
         ("on_resized", "elastic=Elastic(on_resize=...)"),
         ("restart_on_failures", "restart_on_failure="),
         ("memory_limits", "memory_limit="),

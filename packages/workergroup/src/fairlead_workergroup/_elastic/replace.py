@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replacement of workers: their ranks move to standbys, or to new processes in other slots."""
+"""The replacement of workers: their ranks move to new processes in other slots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Replace:
     def plan(self, now: Snapshot, ask: Facilities) -> Plan:
         """Return the replacement; with scope "group" the other ranks are restarted where they are."""
         check_members(self.ranks, now)
-        ask.check_alike("replace")
+        ask.check_alike()
         if now.is_broken:
             raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
         lost, everybody = ask.find_lost(), ask.policy.restarts_all

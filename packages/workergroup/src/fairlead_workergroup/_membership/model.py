@@ -159,7 +159,7 @@ class Notice:
     """Something that happened to the membership, for those who watch it.
 
     Attributes:
-        kind: "resized", "replaced" or "standby-ready".
+        kind: "resized" or "replaced".
         rank: the rank; -1 if it is not about one rank.
         message: the event as text.
     """

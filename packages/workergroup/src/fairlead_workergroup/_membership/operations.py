@@ -98,7 +98,7 @@ class Facilities(Protocol):
     def lacks_cluster(self, ranks: Iterable[int]) -> bool:
         """Return whether the cluster of a rank has been shut down, so that nothing starts in its slot."""
 
-    def check_alike(self, what: str) -> None:
+    def check_alike(self) -> None:
         """Refuse ranks that cannot take each other's place."""
 
 
@@ -126,7 +126,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RestartLost:
-    """The restart of lost workers: the same ranks in their slots, in standbys, or in other slots if a node is lost."""
+    """The restart of lost workers: the same ranks in their slots, or in other slots if a node is lost."""
 
     name: str = "The restart"
 

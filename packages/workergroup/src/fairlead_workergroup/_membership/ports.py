@@ -27,7 +27,7 @@ class Crew(Facilities, Protocol[S]):
     """Acquires, starts and ends the processes of a group."""
 
     def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> S:
-        """Get slots, standbys and the environment for a plan; put what reverts that on the stack first."""
+        """Get slots, processes and the environment for a plan; put what reverts that on the stack first."""
 
     def start(
         self, staged: S, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
@@ -52,8 +52,8 @@ class Crew(Facilities, Protocol[S]):
     def discard(self, ranks: Sequence[int]) -> None:
         """End the processes of ranks that have left the group, and forget them."""
 
-    def settle(self, before: Snapshot) -> None:
-        """Give back what the group does not use any more, and start the standbys that are missing."""
+    def settle(self) -> None:
+        """Give back what the group does not use any more."""
 
 
 class Transport(Protocol):

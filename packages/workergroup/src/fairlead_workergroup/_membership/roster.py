@@ -37,9 +37,8 @@ class Roster:
         self.name_prefix = name
         # By rank, changed in place by restarts; empty after the end.
         self.handles: list[Any] = []
-        # The descriptions of each worker and standby for users.
+        # The descriptions of each worker for users.
         self.worker_metadata: list[dict[str, Any]] = []
-        self.standby_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
         self.ending: bool = False
         # Lets workers serve Ray's calls although a lane is open; None without a lane.
@@ -53,7 +52,7 @@ class Roster:
         self.on_start: tuple[bytes, ...] = ()
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
-        # It protects the members and the actors, which change together, and the standbys, which become members.
+        # It protects the members and the actors, which change together.
         self.lock: _world.Lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
@@ -271,7 +270,6 @@ class Roster:
             self.begin_end()
             self.handles = []
             self.worker_metadata = []
-            self.standby_metadata = []
             self._advance(ended=True)
 
     def _change(self, changed: Mapping[int, Member], **others: Any) -> None:

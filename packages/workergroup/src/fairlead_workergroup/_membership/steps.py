@@ -90,7 +90,7 @@ class Steps:
                 self._end_leaving()
             elif self._has_relaunched and not self._roster.is_over:
                 self._crew.publish()
-            self._crew.settle(self._before)
+            self._crew.settle()
         return tuple(one.place.rank for one in self._started)
 
     def _mark(self, ranks: Sequence[int]) -> None:

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standbys take over the ranks of lost workers, and ranks move to other processes on request."""
+"""Ranks move to other processes on request."""
 
 import os
 import pickle
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
-    Elastic,
     RayWorkerBuilder,
     RayWorkerGroup,
     Restart,
@@ -26,9 +24,7 @@ from fairlead_workergroup.testing import kill
 
 from ..faults import (
     act_before_calls_are_awaited,
-    hold_standbys_back,
     interrupt_starts,
-    note_release,
     report_late_workers_every,
 )
 
@@ -94,103 +90,30 @@ def lose(group, rank):
         group.call("facts").result(timeout=60)
 
 
-def test_take_over(cluster, eventually):
-    """A lost rank takes the standby with its process and its slot; another one starts in the slot that is free now."""
+def test_replace(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_running):
+    """A rank moves to another process in a free slot, and the other workers keep their state."""
     events = []
-    builder = RayWorkerBuilder(Worker, [7])
-    with (
-        RayWorkerGroup(cluster, builder, workers_per_node=[2], elastic=Elastic(standby=1)) as group,
-    ):
-        spi.subscribe(group, events.append, lambda within_s: None)
-        assert eventually(lambda: group.inspect().standby == 1, 60)
-        assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [2]
-        console = Console(width=120)
-        with console.capture() as shown:
-            console.print(cluster.grid([group]))
-        assert "standby" in shown.get()
-        names = [one["name"] for one in group.worker_metadata]
-        lose(group, 1)
-        assert group.restart_failed_workers() == [1]
-        assert group.inspect().epoch == 1
-        assert group.call("facts").result() == [(0, 1, 0, "0", [7]), (1, 1, 1, "1", [7])]
-        assert group.call("pid").result()[1][1] is None
-        assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
-        assert [one["name"] for one in group.worker_metadata] == names
-        # A handle, as another process has it, finds the actors by their names.
-        assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
-        assert eventually(lambda: group.inspect().standby == 1, 60)
-        assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
-        # A standby that dies is started again.
-        ready = [event for event in events if event.kind == "standby-ready"]
-        assert eventually(lambda: sum(event.kind == "standby-ready" for event in events) >= 2, 60), ready
-        for rank in (0, 1):
-            lose(group, rank)
-            assert group.restart_failed_workers() == [rank]
-            assert eventually(lambda: group.inspect().standby == 1, 60)
-        assert group.call("pid").result()[0][1] is None
-        assert sorted(one["bundle_index"] for one in (*group.worker_metadata, *group.inspect().standby_metadata)) == [
-            0,
-            1,
-            2,
-        ]
-        # The names of standbys that have ended are forgotten.
-        assert len(group._resources.registration._names) == 2
-        assert group.resize(worker=3) == 4
-        assert group.worker_metadata[2]["bundle_index"] == 3
-        assert group.shutdown()
-        assert group.inspect().standby_metadata == []
-        assert group.inspect().standby == 0
-
-
-def test_standbys_are_refused(cluster):
-    """Nothing is launched if there is no room for standbys, or if ranks could not take each other's place."""
-    for options, match in [
-        ({}, "needs slots that the group does not use, and there are 0"),
-        ({"bundle_indices_list": [(0, [0, 1])]}, "tied groups cannot"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            RayWorkerGroup(cluster, Worker, elastic=Elastic(standby=1), **options)
-    with pytest.raises(ValueError, match="rank 1 has other options"):
-        RayWorkerGroup(cluster, Different, workers_per_node=[2], elastic=Elastic(standby=1))
-    with RayWorkerGroup(cluster, Worker, [1]) as group:
-        assert group.inspect().standby == 0
-
-
-def test_group_scope(cluster, eventually):
-    """With scope "group" everybody restarts, and the lost rank in the standby's process."""
     with RayWorkerGroup(
-        cluster, Worker, workers_per_node=[2], elastic=Elastic(standby=1), restart=Restart(scope="group")
+        cluster, RayWorkerBuilder(Worker, [7]), workers_per_node=[2], restart=Restart(method="load")
     ) as group:
-        assert eventually(lambda: group.inspect().standby == 1, 60)
-        lose(group, 0)
-        assert group.restart_failed_workers() == [0, 1]
-        assert [imported for _, imported in group.call("pid").result()] == [None, "1"]
-        assert eventually(lambda: group.inspect().standby == 1, 60)
-
-
-def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_running):
-    """The other workers keep their state, and the vacated slot gets the next standby."""
-    events = []
-    options = {"elastic": Elastic(standby=1), "restart": Restart(method="load")}
-    with (
-        RayWorkerGroup(cluster, RayWorkerBuilder(Worker, []), workers_per_node=[2], **options) as group,
-    ):
         spi.subscribe(group, events.append, lambda within_s: None)
-        assert eventually(lambda: group.inspect().standby == 1, 60)
+        names = [one["name"] for one in group.worker_metadata]
         group.call("add", 5).result()
         assert group.replace([1]) == group.inspect().epoch == 1
-        assert group.call("facts").result() == [(0, 1, 0, "0", [5]), (1, 1, 1, "1", None)]
+        assert group.call("facts").result() == [(0, 1, 0, "0", [7, 5]), (1, 1, 1, "1", None)]
+        # Its class was imported before it had a rank.
+        assert [imported for _, imported in group.call("pid").result()] == ["0", None]
         assert [one.restarts for one in group.get_worker_status()] == [0, 0]
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
-        assert eventually(lambda: group.inspect().standby == 1, 60)
-        assert [one["bundle_index"] for one in group.inspect().standby_metadata] == [1]
+        assert [one["name"] for one in group.worker_metadata] == names
         assert eventually(lambda: any(event.kind == "replaced" and event.rank == 1 for event in events), 60)
+        # A handle, as another process has it, finds the actors by their names.
+        assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
         # A rank without a living worker is replaced too.
         lose(group, 0)
         assert group.replace([0]) == 2
         assert group.call("facts", collect=()).result()[4] is None
         # A worker that is busy at the timeout is ended.
-        assert eventually(lambda: group.inspect().standby == 1, 60)
         held = group.at(worker=1).call("wait_for", str(tmp_path / "never"))
         wait_until_running(group, "wait_for", 1)
         act_before_calls_are_awaited(monkeypatch, lambda: clock.skip(600))
@@ -198,41 +121,30 @@ def test_replace_with_a_standby(cluster, eventually, tmp_path, clock, monkeypatc
         with pytest.raises(WorkerFailureError):
             held.result(timeout=60)
         assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
+        # The names of processes that have ended are forgotten.
+        assert len(group._resources.registration._names) == 2
 
 
-def test_interrupted_takeover(cluster, eventually, monkeypatch):
-    """If Ctrl-C ends a restart, the standby that was to take over a rank is ended, and does not occupy its slot."""
-    with RayWorkerGroup(
-        cluster, Worker, workers_per_node=[1], elastic=Elastic(standby=1), timeouts=Timeouts(start_s=60)
-    ) as group:
-        assert eventually(lambda: group.inspect().standby == 1)
-        before = {number for number in group._resources._workers if number < 0}
-        lose(group, 0)
+def test_ranks_that_differ(cluster):
+    """A rank does not move to another process if ranks could not take each other's place."""
+    with (
+        RayWorkerGroup(cluster, Different, workers_per_node=[2]) as group,
+        pytest.raises(ValueError, match="rank 1 has other options"),
+    ):
+        group.replace([0])
+
+
+def test_interrupted_replacement(cluster, monkeypatch):
+    """If Ctrl-C ends a replacement, the process that was to take over a rank is ended, and does not occupy its slot."""
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[1], timeouts=Timeouts(start_s=60)) as group:
         with monkeypatch.context() as patched:
             interrupt_starts(patched)
             with pytest.raises(KeyboardInterrupt):
-                group.restart_failed_workers()
-        assert not before & group._resources._workers.keys()
+                group.replace([0])
+        assert not [number for number in group._resources._workers if number < 0]
         assert group.restart_failed_workers() == [0]
-        assert eventually(lambda: group.inspect().standby == 1)
-        bundles = [one["bundle_index"] for one in (*group.worker_metadata, *group.inspect().standby_metadata)]
-        assert (group.call("facts", collect=()).result()[0], sorted(bundles)) == (0, [0, 1])
-
-
-def test_shutdown_while_a_standby_starts(cluster, monkeypatch):
-    """A shutdown returns when the thread that starts a standby has ended."""
-    creating, may_create = hold_standbys_back(monkeypatch)
-    given_back = note_release(monkeypatch)
-    with (
-        ThreadPoolExecutor() as pool,
-        RayWorkerGroup(cluster, Worker, workers_per_node=[1], elastic=Elastic(standby=1)) as group,
-    ):
-        assert creating.wait(60)
-        ended = pool.submit(group.shutdown)
-        assert given_back.wait(60)
-        assert wait([ended], timeout=0.5).not_done
-        may_create.set()
-        assert ended.result(timeout=60)
+        assert [one["bundle_index"] for one in group.worker_metadata] == [0]
+        assert group.call("facts", collect=()).result()[0] == 0
 
 
 def test_replace_with_a_collective(cluster, tmp_path):
@@ -268,7 +180,7 @@ def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually)
 
 
 def test_replace_in_a_free_slot(cluster):
-    """Without a standby the ranks move to new processes in slots that nobody uses; with scope "group" all restart."""
+    """The ranks move to processes in slots that nobody uses; with scope "group" all restart."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart=Restart(scope="group")) as group:
         for ranks, error, match in [
             ([], ValueError, "at least one rank"),
@@ -293,4 +205,3 @@ def test_replace_in_a_free_slot(cluster):
                 group.replace([0, 1])
             assert group.replace([1]) == 2
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
-        assert group.inspect().standby == 0
