@@ -342,6 +342,11 @@ def note_reads(patch: Patch) -> list[int]:
     return reads
 
 
+def limit_waits_of_handles(patch: Patch, seconds: float) -> None:
+    """Let handles wait only this long for a publication that is on its way."""
+    patch.setattr(handle, "SETTLED_S", seconds)
+
+
 def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
     """Let each step before new workers start take longer; return the list of the times that they are given."""
     given: list[float] = []

@@ -22,6 +22,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
+from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
     interrupt_starts,
@@ -108,6 +109,7 @@ def test_replace(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_r
         assert [one["name"] for one in group.worker_metadata] == names
         assert eventually(lambda: any(event.kind == "replaced" and event.rank == 1 for event in events), 60)
         # A handle, as another process has it, finds the actors by their names.
+        wait_until_published(group)
         assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
         # A rank without a living worker is replaced too.
         lose(group, 0)

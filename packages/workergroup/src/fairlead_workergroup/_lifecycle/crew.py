@@ -148,11 +148,11 @@ class Crew:
         self._launcher.begin(staged.launch, self._resources.lease_master_port(staged.places[0].slot))
         self._slots = staged.slots
 
-    def publish(self) -> None:
-        """Let handles of other processes see the members, and wait a moment until those that look now do."""
+    def publish(self, *, wait: bool) -> None:
+        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
         if (registration := self._resources.registration) is not None:
             registration.publish()
-            if not self._roster.is_over:
+            if wait and not self._roster.is_over:
                 registration.await_handles(ANSWER_S)
 
     def end(self, ranks: Sequence[int]) -> list[str]:

@@ -43,8 +43,8 @@ class Crew(Facilities, Protocol[S]):
     def commit(self, staged: S) -> None:
         """Use what was staged from now on."""
 
-    def publish(self) -> None:
-        """Let handles of other processes see the members, and wait a moment until those that look now do."""
+    def publish(self, *, wait: bool) -> None:
+        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the processes of ranks; return descriptions of those that are still there."""

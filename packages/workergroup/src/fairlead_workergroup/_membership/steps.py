@@ -72,7 +72,7 @@ class Steps:
                 self._deliver_facts()
             finally:
                 # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
-                self._crew.publish()
+                self._crew.publish(wait=self._is_first)
             self._run_hooks()
             self._report()
         except BaseException as error:
@@ -89,7 +89,7 @@ class Steps:
             if self._has_begun:
                 self._end_leaving()
             elif self._has_relaunched and not self._roster.is_over:
-                self._crew.publish()
+                self._crew.publish(wait=False)
             self._crew.settle()
         return tuple(one.place.rank for one in self._started)
 
