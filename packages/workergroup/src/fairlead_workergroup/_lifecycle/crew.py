@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a group for a change: slots, starts and ends."""
 
-import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
 from .launcher import Launcher, LaunchPlan
 from .moves import PreparedProcess, check_alike, check_slots, prepare_processes
 from .resources import usable_slots
-
-logger = logging.getLogger(__name__)
 
 # Ray reports the cause of a death that it knows at once.
 CAUSE_S = 10.0
@@ -89,7 +85,6 @@ class Crew:
         if plan.resize is not None:
             self._note_slots()
         targets = self._find_targets(plan.move, deadline) if plan.move else {}
-        staging = Staging(before.epoch + 1, before.places, self._launcher.planned, targets, False, self._slots)
         undo.callback(self._resources.discard, [one.number for one in targets.values()])
         places = move_places(before.places, {rank: one.slot for rank, one in targets.items()})
         stays = [rank for rank in (*plan.start, *plan.replace) if rank < len(places) and rank not in targets]
@@ -109,9 +104,7 @@ class Crew:
         needs_port = is_new or lease is None or lease.node_id != moved[0].slot.node_id
         if needs_port and survives:  # those that keep running use the present one until then
             self._resources.lease_next_port(moved[0].slot)
-        return dataclasses.replace(
-            staging, places=moved, launch=launch, slots=slots, renews_port=needs_port and not survives
-        )
+        return Staging(before.epoch + 1, moved, launch, targets, needs_port and not survives, slots)
 
     def start(
         self, staged: Staging, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
