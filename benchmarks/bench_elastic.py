@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the take-over by a standby against a restart, and growing against starting, in one run.
+"""Measure a restart, and growing against starting, in one run.
 
 python benchmarks/bench_elastic.py
 """
@@ -13,15 +13,13 @@ from typing import Any
 
 import ray
 from _measure import Row, table
-from _torch_worker import TorchWorker
 
 from fairlead_placement import RayVirtualCluster, init_ray
-from fairlead_workergroup import Elastic, RayWorkerGroup, Restart
+from fairlead_workergroup import RayWorkerGroup, Restart
 
 WORKERS = 4
 KILLS = 3
 ROUNDS = 5
-WARM_S = 60.0
 
 
 class Worker:
@@ -35,57 +33,30 @@ class Worker:
 
 
 def rows() -> list[Row]:
-    """Return every row of the table. The run takes two minutes."""
+    """Return every row of the table. The run takes a minute."""
     init_ray(address="local", num_cpus=2 * WORKERS)
     try:
-        return [*_take_over_rows(), *_growth_rows()]
+        return [_restart_row(), *_growth_rows()]
     finally:
         ray.shutdown()
 
 
-def _take_over_rows() -> Iterator[Row]:
-    restart, taken = _time_losses(Worker)
-    yield Row("from SIGKILL of a worker to an answer of all, by a restart", f"{restart:.2f} s", "", True)
-    ratio = taken / restart
-    # A restart took 0.87 s on the machine on which the bound was set, and the ratio holds on faster ones.
-    yield Row(
-        "  by a warm standby",
-        f"{taken:.2f} s, {ratio:.2f}x",
-        "at most 0.35 s and 0.4x",
-        taken <= 0.35 and ratio <= 0.4,
-    )
-    restart, taken = _time_losses(TorchWorker)
-    yield Row("the same with a module that imports torch, by a restart", f"{restart:.2f} s", "", True)
-    faster = f"{restart / taken:.1f}x faster, {taken:.2f} s"
-    yield Row("  by a warm standby", faster, "at least 5x faster", restart >= 5 * taken)
-
-
-def _time_losses(worker: type) -> tuple[float, float]:
-    """Return the medians of the time from a kill to an answer of all ranks, by restarts and by standbys."""
-    times: dict[int, list[float]] = {0: [], 1: []}
+def _restart_row() -> Row:
+    """Return the median of the time from a kill to an answer of all ranks."""
+    times = []
     options: dict[str, Any] = {"workers_per_node": [WORKERS], "restart": Restart(on_failure=True, max_restarts=100)}
-    with RayVirtualCluster([WORKERS + 1], use_gpus=False) as cluster:
+    with RayVirtualCluster([WORKERS], use_gpus=False) as cluster:
         for _ in range(2):
-            for standby, seconds in times.items():
-                with RayWorkerGroup(cluster, worker, elastic=Elastic(standby=standby), **options) as group:
-                    for rank in range(1, 1 + KILLS):
-                        _wait_until_warm(group, standby)
-                        group.call("nothing").result()
-                        pid = group.get_worker_status()[rank].pid
-                        began = time.perf_counter()
-                        os.kill(pid, signal.SIGKILL)
-                        group.call("nothing", retries=5).result()
-                        seconds.append(time.perf_counter() - began)
-    restart, taken = (statistics.median(seconds) for seconds in times.values())
-    return restart, taken
-
-
-def _wait_until_warm(group: RayWorkerGroup, count: int) -> None:
-    deadline = time.monotonic() + WARM_S
-    while group.inspect().standby < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no standby was warm after {WARM_S:g} s")
-        time.sleep(0.05)
+            with RayWorkerGroup(cluster, Worker, **options) as group:
+                for rank in range(1, 1 + KILLS):
+                    group.call("nothing").result()
+                    pid = group.get_worker_status()[rank].pid
+                    began = time.perf_counter()
+                    os.kill(pid, signal.SIGKILL)
+                    group.call("nothing", retries=5).result()
+                    times.append(time.perf_counter() - began)
+    what = "from SIGKILL of a worker to an answer of all, by a restart"
+    return Row(what, f"{statistics.median(times):.2f} s", "", True)
 
 
 def _growth_rows() -> Iterator[Row]:

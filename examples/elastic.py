@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with DDP while the group grows from two to three workers, loses one to a standby, and shrinks to two again.
+"""Train with DDP while the group grows from two to three workers, loses and restarts one, and shrinks to two again.
 
 The batch of a step depends on the number of the step only, and is split over the workers that there are. So the loss
 has to be that of a training in one process, whatever happens to the group, up to the rounding of sums in another order.
@@ -100,7 +100,7 @@ def train(group: RayWorkerGroup, steps: int) -> tuple[list[float], dict[int, str
     """Train while the group changes. Return the loss of each step, and what happened before which step."""
     changes = {
         steps // 4: ("grows to dp=3", lambda: group.resize(dp=3)),
-        steps // 2: ("loses rank 1", lambda: lose(group, 1)),
+        steps // 2: ("loses rank 1", lambda: kill(group, 1)),
         3 * steps // 4: ("shrinks to dp=2", lambda: group.resize(dp=2)),
     }
     losses: list[float] = []
@@ -116,22 +116,12 @@ def train(group: RayWorkerGroup, steps: int) -> tuple[list[float], dict[int, str
         try:
             losses.append(float(np.mean(group.call("step", Shard(rows, "dp"), timeout=120).result())))
         except WorkerFailureError:
-            group.restart_failed_workers()  # by the standby
+            group.restart_failed_workers()
             # All have the state of one of them now, and continue after its last step.
             del losses[group.call("connect", timeout=120).result()[0] :]
         if happened:
             print(f"step {step:4}: {events[step]}, epoch {group.inspect().epoch}, {time.monotonic() - began:.1f} s")
     return losses, events
-
-
-def lose(group: RayWorkerGroup, rank: int) -> None:
-    """Kill a worker when a standby is ready to take over its rank."""
-    deadline = time.monotonic() + 120
-    while not group.inspect().standby:
-        if time.monotonic() > deadline:
-            raise TimeoutError("The standby is not ready after 120 s.")
-        time.sleep(0.1)
-    kill(group, rank)
 
 
 def draw(losses: list[float], alone: list[float], events: dict[int, str], path: str) -> None:
@@ -161,14 +151,14 @@ def main(argv: list[str] | None = None) -> int:
     init_ray(address=options.address, num_cpus=4)
     try:
         with (
-            RayVirtualCluster([4], use_gpus=False, reserve_timeout_s=30) as cluster,
+            RayVirtualCluster([3], use_gpus=False, reserve_timeout_s=30) as cluster,
             RayWorkerGroup(
                 cluster,
                 Trainer,
                 name_prefix="trainer",
                 workers_per_node=[2],
                 sharding_annotations=NamedSharding.from_shape(dp=2),
-                elastic=Elastic(on_resize="connect", standby=1),
+                elastic=Elastic(on_resize="connect"),
             ) as group,
         ):
             group.call("connect", timeout=120).result()

@@ -8,7 +8,9 @@ import time
 import numpy as np
 import ray
 
+from fairlead_placement.spi import read_newer
 from fairlead_sharding import NamedSharding
+from fairlead_workergroup import spi
 
 # Rank 5 is at dp=0, tp=0, and so on: no test may depend on ascending ranks.
 LAYOUT = [[5, 1, 6, 2], [0, 7, 3, 4]]
@@ -123,3 +125,12 @@ class Acting:
         act, self.act = self.act, int
         act()
         return int, ()
+
+
+def wait_until_published(group):
+    """Wait until handles, which ask the agent of the driver's node, find what a group has published last."""
+    registration, published = group._resources.registration, spi.publication_of(group)()
+    agent, end = published.agents[published.driver["node_id"]], time.monotonic() + 60
+    while read_newer(agent, registration.key, registration._version, timeout_s=60)[0] < registration._version:
+        assert time.monotonic() < end, "not published within 60 s"
+        time.sleep(0.01)

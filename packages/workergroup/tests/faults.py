@@ -20,7 +20,7 @@ from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
 from fairlead_workergroup._calls import errors, handle, sender
-from fairlead_workergroup._lifecycle import delivery, launcher, resources, shutdown, standbys
+from fairlead_workergroup._lifecycle import delivery, launcher, shutdown
 from fairlead_workergroup._membership import judge, machine
 from fairlead_workergroup._observe import (
     display,
@@ -333,6 +333,11 @@ def note_reads(patch: Patch) -> list[int]:
     return reads
 
 
+def limit_waits_of_handles(patch: Patch, seconds: float) -> None:
+    """Let handles wait only this long for a publication that is on its way."""
+    patch.setattr(handle, "SETTLED_S", seconds)
+
+
 def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
     """Let each step before new workers start take longer; return the list of the times that they are given."""
     given: list[float] = []
@@ -357,31 +362,6 @@ def interrupt_starts(patch: Patch) -> None:
         raise KeyboardInterrupt
 
     patch.setattr(launcher.Launcher, "start", interrupt)
-
-
-def hold_standbys_back(patch: Patch) -> tuple[threading.Event, threading.Event]:
-    """Hold the creation of standbys back; return the event that one begins, and the event that it waits for."""
-    creating, may_create = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        creating.set()
-        assert may_create.wait(60)
-
-    act_before(patch, standbys, "create_actor", wait)
-    return creating, may_create
-
-
-def note_release(patch: Patch) -> threading.Event:
-    """Return an event that happens when a group has given its slots back."""
-    given_back = threading.Event()
-    give_back = resources.Resources.give_back
-
-    def give_back_and_note(held: Any) -> None:
-        give_back(held)
-        given_back.set()
-
-    patch.setattr(resources.Resources, "give_back", give_back_and_note)
-    return given_back
 
 
 def end_actors(actors: Sequence[Any]) -> list[str]:

@@ -2,7 +2,7 @@
 """A driver that Ctrl-C interrupts: it changes groups until then, and reports what is left afterwards.
 
 It prints each phase as it enters it. First it goes through all phases. Then each line of its input is the phase in
-which it is interrupted, and the number of standbys.
+which it is interrupted.
 """
 
 import json
@@ -40,10 +40,7 @@ class Worker:
     def serve(self, seconds=0.01):
         time.sleep(seconds)
 
-    def load(self, value=None):
-        time.sleep(0.05)
-
-    def hand_over(self):
+    def load(self):
         time.sleep(0.05)
 
 
@@ -89,7 +86,7 @@ def enter(phase):
     sys.stdout.flush()
 
 
-def use_group(cluster, phases, standby, workers=2):
+def use_group(cluster, phases, workers=2):
     enter("start")
     with RayWorkerGroup(
         cluster,
@@ -97,7 +94,7 @@ def use_group(cluster, phases, standby, workers=2):
         sharding_annotations=NamedSharding.from_shape(dp=workers),
         workers_per_node=workers,
         restart=Restart(on_failure=True, method="load"),
-        elastic=Elastic(on_resize="load", on_handover="hand_over", standby=standby),
+        elastic=Elastic(on_resize="load"),
     ) as group:
         for phase in phases:
             enter(phase)
@@ -128,12 +125,12 @@ def wait_for_the_end(before):
     return left
 
 
-def interrupted(interrupts, cluster, phase, standby):
+def interrupted(interrupts, cluster, phase):
     """Use a group until Ctrl-C, and return whether that was raised."""
     try:
         interrupts.are_raised = True
         try:
-            use_group(cluster, [one for one in [phase] if one in PHASES], standby, WORKERS.get(phase, 1))
+            use_group(cluster, [one for one in [phase] if one in PHASES], WORKERS.get(phase, 1))
         finally:
             interrupts.are_raised = False
     except KeyboardInterrupt:
@@ -150,15 +147,15 @@ def main(address):
             time.sleep(0.02)
         before = look()
         before["thread"] += SERVING
-        use_group(cluster, list(PHASES), 1)
+        use_group(cluster, list(PHASES))
         wait_for_the_end(before)
         enter("ready")
         for line in sys.stdin:
-            phase, standby = line.split()
+            phase = line.strip()
             interrupts.count = 0
             was_raised, error = True, ""
             try:
-                was_raised = interrupted(interrupts, cluster, phase, int(standby))
+                was_raised = interrupted(interrupts, cluster, phase)
             except KeyboardInterrupt:  # the second one came where the first one was handled
                 interrupts.are_raised = False
             except Exception as other:  # noqa: BLE001  the test shows it

@@ -528,11 +528,7 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
             title: replaces the headline that counts nodes and GPUs.
         """
-        slots = self._shown_slots()
-        # The object that has claimed the slots of a group shows the same workers, and the standbys too.
-        claimed = {id(group.worker_metadata): group for group in groups_on(slots)}
-        shown = [claimed.get(id(group.worker_metadata), group) for group in worker_groups]
-        return draw(self._counts, slots, self._accelerators, shown, title)
+        return draw(self._counts, self._shown_slots(), self._accelerators, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""

@@ -38,12 +38,10 @@ def draw(
         worker = "W " if len(groups) == 1 else f"G{number}:W"
         name = group.name_prefix or "an unnamed group"
         lines.append(f"{worker.strip()} r: worker of rank r of {name} ({_count_noun(group.world_size, 'worker')})")
-        labelled = [(one, f"{worker}{one['global_rank']}", "green") for one in group.worker_metadata]
-        standby = worker.rstrip("W ") + "standby"
-        labelled += [(one, standby, "dim green") for one in getattr(group, "standby_metadata", ())]
-        for one, label, usual in labelled:
+        for one in group.worker_metadata:
+            label = f"{worker}{one['global_rank']}"
             state, key = one.get("state", ""), (one["node_idx"], one["bundle_index"])
-            text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, usual))
+            text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, "green"))
             inside.setdefault(cells.get(key, key), []).append(text)
 
     table = Table(show_header=False, show_lines=True)

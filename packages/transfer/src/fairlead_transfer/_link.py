@@ -223,8 +223,8 @@ class Link:
     def guard(self, *methods: str) -> Callable[[], None]:
         """Refuse calls of the target group whose ranks do not all hold the last version, until `close`.
 
-        A rank holds none before the first `send`, after a restart, and when it has joined or has taken over as a
-        standby; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes
+        A rank holds none before the first `send`, after a restart, and when it has joined or has moved to another
+        process; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes
         comes before that on all ranks, or after it; on asyncio workers, a rank that it reaches later refuses it. Calls
         that other processes make are not refused, and a call with `retries` is repeated on what its lost ranks hold
         then.

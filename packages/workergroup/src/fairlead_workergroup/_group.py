@@ -26,14 +26,13 @@ from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._elastic.axis import find_elastic_axis
-from ._elastic.drain import LOOK_EVERY_S, DrainWatch
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
 from ._lifecycle.crew import Crew
 from ._lifecycle.delivery import Delivery, OverlappingCalls
 from ._lifecycle.launcher import GroupSpec, Launcher
+from ._lifecycle.moves import check_alike
 from ._lifecycle.resources import Resources
-from ._lifecycle.standbys import Standbys
 from ._lifecycle.teardown import Teardown
 from ._membership.judge import Judge
 from ._membership.machine import Membership
@@ -76,7 +75,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
-        elastic: the standbys, and the methods and events of changes; None for `Elastic()`.
+        elastic: the method that a resize calls; None for `Elastic()`.
         worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
             with which it sees its own and has the options of the class.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
@@ -134,8 +133,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
         elastic = read_option("elastic", elastic, Elastic)
         timeouts = read_option("timeouts", timeouts, Timeouts)
-        if elastic.on_handover is not None and restart.method is None:
-            raise ValueError("on_handover needs Restart(method=...), the method that receives what a worker hands over")
         strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")
         map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
         compression = check_compression(flat.get("enable_gradient_compression", False))
@@ -176,11 +173,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             start_timeout_s=start_timeout_s,
         )
         self._launcher = Launcher(spec, self._resources, self._counters)
-        self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping)
-        hooks = Hooks(restart.method, elastic.on_resize, elastic.on_handover, start_timeout_s, delivery)
-        crew = Crew(self._launcher, self._standbys, policy, slots)
+        hooks = Hooks(restart.method, elastic.on_resize, start_timeout_s)
+        crew = Crew(self._launcher, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
         self._teardown = Teardown(self._launcher, self._membership)
         self._sender = hooks.sender = Sender(
@@ -204,14 +200,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
                 resources.lease_master_port(places[0].slot)
             self._launcher.prepare(places)
             hooks.check()
-            self._standbys.reserve(slots)
             self._launcher.store()
             self._membership.change(Start())
             took = time.monotonic() - began
             logger.info("Started %d worker(s) of %r in %.1f s.", self.world_size, self.name_prefix, took)
-            if elastic.on_drain is not None:
-                watch = DrainWatch(self, self._roster, self._membership, start_timeout_s)
-                self._resources.start_rounds("the watch for drains", LOOK_EVERY_S, watch.look, watch.is_left)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -254,20 +246,13 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch, the standbys and the counts of calls, as they are now.
-
-        Standbys that were used or have died are started again. After `shutdown` the group has no standbys.
+        """Return the epoch and the counts of calls, as they are now.
 
         Returns:
             The state.
-
-        Raises:
-            HeadTimeoutError: the group has standbys, and Ray's head does not say which of them are alive.
         """
         return GroupState(
             epoch=self._roster.now.epoch,
-            standby=self._standbys.count_warm() if self.workers else 0,
-            standby_metadata=list(self._roster.standby_metadata),
             statistics=self._counters.now,
             shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
         )
@@ -385,35 +370,33 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.epoch
 
     def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
-        """Move ranks to standbys, or to new processes in free slots of the cluster, whether their workers live or not.
+        """Move ranks to new processes in free slots of the cluster, whether their workers live or not.
 
-        Their processes are prepared first, while calls go on. Then the old workers finish their calls, run
-        `on_handover` if they live, and end. The new ones run their constructor with the same arguments, and
-        `Restart.method`, which gets what the old one has handed over. With `Restart(scope="group")` the others are
-        restarted too. A worker that is busy until the timeout is ended without a handover. A replacement does not count
-        as a restart.
+        Their processes are prepared first, while calls go on. Then the old workers finish their calls and end. The new
+        ones run their constructor with the same arguments, and `Restart.method`. With `Restart(scope="group")` the
+        others are restarted too. A worker that is busy until the timeout is ended. A replacement does not count as a
+        restart.
 
         Args:
             ranks: the ranks.
-            timeout: the seconds that the preparation, the calls before and `on_handover` may take; None for
-                `Timeouts.start_s`. The constructors and `Restart.method` of the new workers have as much time again.
+            timeout: the seconds that the preparation and the calls before may take; None for `Timeouts.start_s`. The
+                constructors and `Restart.method` of the new workers have as much time again.
 
         Returns:
             The epoch of the group.
 
         Raises:
             TypeError, ValueError, IndexError: wrong ranks, tied groups, ranks that differ in what they need before they
-                start, or too few standbys and free slots. Nothing has changed, as with the next two.
+                start, or too few free slots. Nothing has changed, as with the next two.
             WorkerStartError: a new process did not start.
             ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
             WorkerFailureError: a new worker failed. Its rank is lost; `restart_failed_workers()` starts it again.
             WorkerGroupError: the group, or its Ray, has been shut down.
-            Exception: what `on_handover` raised. Nothing has changed.
         """
         check_timeout("timeout", timeout)
         wanted = check_ranks(ranks)
         check_members(wanted, self._roster.check_alive())
-        self._standbys.check_alike("replace")
+        check_alike(self._launcher)
         self._membership.change(Replace(wanted), self._launcher.deadline(timeout))
         return self._roster.now.epoch
 

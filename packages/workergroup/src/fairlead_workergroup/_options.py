@@ -46,27 +46,11 @@ class Elastic:
     """How a group changes its members while it runs.
 
     Attributes:
-        standby: how many more processes wait in slots that the group does not use, with the environment and the class's
-            module loaded and without its constructor run. A lost rank takes one instead of a new process, on its own
-            node if there is one there, and moves to its slot. They have no rank: a module that reads RANK when it is
-            imported finds none.
         on_resize: a method of the class, without arguments, that all workers run in the new epoch of a `resize`, such
             as one that sets up the collectives again.
-        on_handover: a method of the class, without arguments, that a worker runs before `replace` ends it. Its result
-            is the argument of `Restart.method` in the worker that takes over the rank.
-        on_drain: "replace" moves the workers of a node that Ray drains, such as one that will be preempted, to standbys
-            or free slots on other nodes.
     """
 
-    standby: int = 0
     on_resize: str | None = None
-    on_handover: str | None = None
-    on_drain: Literal["replace"] | None = None
-
-    def __post_init__(self) -> None:
-        _check_count("standby", self.standby)
-        if self.on_drain not in (None, "replace"):
-            raise ValueError(f"on_drain must be 'replace' or None, got {self.on_drain!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,7 @@ class EpochError(WorkerGroupError):
     Attributes:
         reason: what has changed.
         epoch: the epoch in which it changed.
-        ran: the ranks that have run a call of a handle, or may have, before others refused it.
+        ran: the ranks that have run a call of a handle, or may have, although others refused it.
         refused: the ranks that have not run it, because they are in another epoch.
     """
 

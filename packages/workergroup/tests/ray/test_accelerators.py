@@ -2,13 +2,12 @@
 """Workers with accelerators of any kind, which a node only pretends to have."""
 
 import os
-import time
 
 import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-from fairlead_workergroup import Elastic, RayWorkerGroup, WorkerOptions, WorkerStartError
+from fairlead_workergroup import RayWorkerGroup, WorkerOptions, WorkerStartError
 
 # What a node pretends to have, and the variable that limits what a process sees of it.
 VISIBLE = {
@@ -147,23 +146,14 @@ def test_variables_of_the_class(node):
             assert group.call("look").result() == [("0", "0,1,2,3", "3")]
 
 
-def test_a_standby_keeps_what_it_sees(node):
-    """A process that takes over a rank keeps the devices that it has seen, and its LOCAL_RANK is the index there."""
+def test_a_process_keeps_what_it_sees(node):
+    """A process that a rank moves to keeps the devices that it has seen, and its LOCAL_RANK is the index there."""
     with (
         RayVirtualCluster([3]) as cluster,
-        RayWorkerGroup(
-            cluster,
-            Worker,
-            workers_per_node=2,
-            worker=WorkerOptions(visible_devices="node"),
-            elastic=Elastic(standby=1),
-        ) as group,
+        RayWorkerGroup(cluster, Worker, workers_per_node=2, worker=WorkerOptions(visible_devices="node")) as group,
     ):
         assert group.call("look").result() == [("0", "0,1", "0"), ("1", "0,1", "1")]
-        while group.inspect().standby < 1:
-            time.sleep(0.05)
-        ray.kill(group.workers[0])
-        assert group.restart_failed_workers() == [0]
+        assert group.replace([0]) == 1
         assert group.call("look").result() == [("2", "0,1,2", "2"), ("1", "0,1", "1")]
 
 

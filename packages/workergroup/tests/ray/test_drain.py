@@ -2,14 +2,12 @@
 """Groups on several nodes: ranks that move, and nodes that drain or are lost."""
 
 import os
-import time
-from pathlib import Path
 
 import pytest
 import ray
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, WorkerFailureError, current_worker
+from fairlead_workergroup import RayWorkerGroup, Timeouts, WorkerFailureError, current_worker
 from fairlead_workergroup.testing import kill
 
 from ..faults import drain_without_agents
@@ -18,22 +16,10 @@ pytestmark = pytest.mark.nightly
 
 
 class Worker:
-    """A worker that knows its state and its node."""
-
-    def __init__(self):
-        self.state = None
-
-    def keep(self, state):
-        self.state = state
-
-    def hand_over(self):
-        return self.state
-
-    def take(self, state=None):
-        self.state = state
+    """A worker that knows its node."""
 
     def where(self):
-        return ray.get_runtime_context().get_node_id(), self.state, current_worker().incarnation
+        return ray.get_runtime_context().get_node_id(), current_worker().incarnation
 
     def variables(self):
         names = ("NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -71,18 +57,8 @@ def test_drain_of_a_node_without_an_agent(cluster, monkeypatch, caplog):
         assert group.replace([0, 1]) == 1
         # Nobody asks again, as an agent is asked that may be about to go.
         assert sorted(silent) == sorted(ends)
-        assert [incarnation for *_, incarnation in group.call("where").result()] == [1, 1]
+        assert [incarnation for _, incarnation in group.call("where").result()] == [1, 1]
     assert "which drains; they end with it at the latest: not schedulable" in caplog.text
-
-
-class Slow(Worker):
-    """A worker that hands over when a file exists, and reports the begin with another file."""
-
-    def hand_over(self):
-        Path(f"{self.state}.begun").touch()
-        while not os.path.exists(self.state):
-            time.sleep(0.02)
-        return self.state
 
 
 def test_facts_after_a_move(cluster):
@@ -124,15 +100,13 @@ def lose(group, rank):
 
 
 def where(group):
-    return [node_id for node_id, *_ in group.call("where").result(timeout=60)]
+    return [node_id for node_id, _ in group.call("where").result(timeout=60)]
 
 
-def test_restart_while_nodes_drain(cluster, ends, eventually):
-    """A lost rank takes no standby on a node that drains, and leaves a node that drains itself."""
+def test_restart_while_nodes_drain(cluster, ends):
+    """A lost rank leaves a node that drains, and moves to none that drains."""
     (reserved, head, first, last), (_, draining) = cluster, ends
-    with start(reserved, {head: 2}, elastic=Elastic(standby=1), timeouts=Timeouts(start_s=60)) as group:
-        assert eventually(lambda: group.inspect().standby == 1)
-        assert group.inspect().standby_metadata[0]["node_id"] == first
+    with start(reserved, {head: 2}, timeouts=Timeouts(start_s=60)) as group:
         draining[first] = 0
         lose(group, 1)
         assert group.restart_failed_workers() == [1]
@@ -147,11 +121,11 @@ def test_restart_while_nodes_drain(cluster, ends, eventually):
             group.restart_failed_workers()
         draining.clear()
         assert group.restart_failed_workers() == [1]
-        assert where(group)[1] == first  # in the standby
+        assert where(group)[1] == last
 
 
 def test_no_slot_of_a_node_that_ends(cluster, ends):
-    """Starts, resizes, replacements and standbys choose no slot whose node is lost or drains."""
+    """Starts, resizes and replacements choose no slot whose node is lost or drains."""
     (reserved, head, first, last), (lost, draining) = cluster, ends
     bad = [slot for slot in reserved.slots() if slot.node_id == first]
     with start(reserved, {head: 2}, timeouts=Timeouts(start_s=60)) as group:
@@ -167,44 +141,5 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
         with pytest.raises(ResourceInsufficientError, match="cannot run in bundle 0"):
             RayWorkerGroup(bad, Worker)
         group.resize(worker=2)
-        good = [slot for slot in reserved.slots() if slot.node_id == last][:1]
-        with pytest.raises(ValueError, match="needs slots that the group does not use, and there are 0"):
-            RayWorkerGroup([*bad, *good], Worker, workers_per_node=[0, 1], elastic=Elastic(standby=1))
         with pytest.raises(ValueError, match="3 more workers need 3 free slots, and the cluster has 2"):
             group.resize(worker=5)
-
-
-def test_handover_that_outlives_the_notice(cluster, ends, gate, clock, eventually):
-    """A worker that has not handed over when its node ends is replaced without a handover."""
-    (reserved, _, first, _), (_, draining) = cluster, ends
-    options = {
-        "elastic": Elastic(on_handover="hand_over", on_drain="replace"),
-        "restart": Restart(method="take"),
-        "timeouts": Timeouts(start_s=3600),
-    }
-    with start(reserved, {first: 1}, Slow, **options) as group:
-        group.call("keep", str(gate)).result()
-        draining[first] = int((time.time() + 600) * 1000)
-        assert eventually(Path(f"{gate}.begun").exists)
-        clock.skip(600)
-        assert eventually(lambda: group.inspect().epoch == 1)
-        ((_, state, _),) = group.call("where").result(timeout=60)
-        assert state is None
-
-
-def test_drain(cluster, eventually):
-    """The state is handed over, the other node is untouched, and calls go on."""
-    head = cluster[1]
-    options = {"elastic": Elastic(on_handover="hand_over", on_drain="replace"), "restart": Restart(method="take")}
-    with RayWorkerGroup(cluster[0], Worker, workers_per_node=1, **options) as group:
-        group.call("keep", 7).result()
-        before = group.call("where").result()
-        rank, gone = next((rank, node_id) for rank, (node_id, *_) in enumerate(before) if node_id != head)
-        client = ray._private.worker.global_worker.gcs_client
-        assert client.drain_node(gone, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-        assert eventually(lambda: group.inspect().epoch == 1, 60)
-        after = group.call("where").result(timeout=60)
-        assert after[rank][0] != gone
-        assert after[rank][1:] == (7, 1)
-        others = [other for other in range(3) if other != rank]
-        assert [after[other] for other in others] == [before[other] for other in others]

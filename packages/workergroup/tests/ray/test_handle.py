@@ -32,7 +32,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
-from ..calling import Acting
+from ..calling import Acting, wait_until_published
 from ..faults import act_at_the_next_read, note_reads
 from ..slow_agents import delay, stop_delay
 
@@ -212,7 +212,7 @@ def test_restart(local_ray, monkeypatch, eventually):
             assert [failure.rank for failure in raised.value.failures] == [1]
         assert handle.at(worker=0).call("pid").result() == [before[0]]
         group.restart_failed_workers()
-        assert not refused(handle)
+        assert eventually(lambda: not refused(handle), 60)
         assert eventually(reads_nothing, 60)
         after = handle.call("pid").result()
         assert after[0] == before[0]
@@ -226,9 +226,17 @@ def call_pid(handle):
     return handle.call("pid").result()
 
 
+def finds(handle, pids):
+    """Return whether calls of a handle, in another process and in this one, reach these workers."""
+    try:
+        return ray.get(call_pid.remote(handle)) == handle.call("pid").result() == pids
+    except WorkerGroupError:  # they have reached the workers before
+        return False
+
+
 @pytest.mark.nightly
-def test_slow_agent(local_ray):
-    """When a group has started or changed, other processes call its new workers, even if an agent is slow."""
+def test_slow_agent(local_ray, eventually):
+    """Other processes call a new group at once and a changed one soon, even if an agent is slow."""
     with RayVirtualCluster([3], use_gpus=False) as cluster:
         run_on_nodes(delay, {cluster.slots()[0].node_id: ("publish", 1.0)})
         try:
@@ -240,7 +248,7 @@ def test_slow_agent(local_ray):
                 for change in (group.restart_failed_workers, lambda: group.replace([0]), lambda: group.resize(dp=3)):
                     change()
                     assert (before := pids) != (pids := group.call("pid").result())
-                    assert ray.get(call_pid.remote(handle)) == handle.call("pid").result() == pids, before
+                    assert eventually(lambda pids=pids: finds(handle, pids), 60), before
         finally:
             run_on_nodes(stop_delay, {cluster.slots()[0].node_id: ("publish",)})
 
@@ -267,6 +275,7 @@ def test_restart_that_fails(local_ray, tmp_path):
         kill(group, 1)
         with pytest.raises(WorkerFailureError, match="cannot start again"):
             group.restart_failed_workers()
+        wait_until_published(group)
         for one in (handle, pickle.loads(pickle.dumps(handle))):
             assert [worker.state for worker in one.status()] == ["idle", "dead"]
             with pytest.raises(WorkerFailureError) as raised:
@@ -276,6 +285,7 @@ def test_restart_that_fails(local_ray, tmp_path):
             assert "not started yet" not in failure.cause
         obstacle.unlink()
         assert group.restart_failed_workers() == [1]
+        wait_until_published(group)
         assert handle.call("pid").result() == group.call("pid").result()
 
 
@@ -290,7 +300,7 @@ def test_signal_handlers(group, monkeypatch):
 
     def interrupt_with_news():
         registration.publish()
-        registration.await_handles(60.0)
+        wait_until_published(group)
         interrupt()
 
     previous = signal.signal(signal.SIGUSR1, lambda *_: results.append(handle.call("pid").result(timeout=60)))
@@ -298,7 +308,7 @@ def test_signal_handlers(group, monkeypatch):
         act_at_the_next_read(monkeypatch, of_news=True, before=interrupt)
         assert handle.call("pid").result(timeout=60) == pids
         registration.publish()
-        registration.await_handles(60.0)
+        wait_until_published(group)
         act_at_the_next_read(monkeypatch, of_news=False, after=interrupt_with_news)
         assert handle.call("pid").result(timeout=60) == pids
     finally:
@@ -317,6 +327,7 @@ def test_resize(local_ray):
         view = handle.at(dp=slice(1, None))
         assert len(handle.call("pid").result()) == 2
         group.resize(dp=3, slots=cluster.slots()[2:])
+        wait_until_published(group)
         assert len(handle.call("pid").result()) == 3
         assert handle.call("add", Shard([1, 2, 3], "dp")).result() == [(0, 1), (1, 2), (2, 3)]
         assert view.call("square", 3).result() == [9, 9]
@@ -324,19 +335,23 @@ def test_resize(local_ray):
         assert handle.epoch == group.inspect().epoch
         last = handle.at(dp=2)
         group.resize(dp=2)
+        wait_until_published(group)
         assert len(handle.call("pid").result()) == 2
         with pytest.raises(EpochError, match="dp=2"):
             last.call("pid")
 
 
 def test_resize_during_a_call(local_ray):
-    """If the owner resizes the group before a planned call arrives, no worker runs it, and it is planned again."""
+    """If the owner resizes the group before a planned call arrives, no worker runs it, and the next call runs."""
     with (
         RayVirtualCluster([2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, [1], sharding_annotations=NamedSharding.from_shape(dp=1)) as group,
     ):
-        value = Acting(lambda: group.resize(dp=2))
-        assert group.handle().call("take", value).result(timeout=60) == [(0, 1), (1, 1)]
+        handle, value = group.handle(), Acting(lambda: group.resize(dp=2))
+        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+            handle.call("take", value).result(timeout=60)
+        assert (raised.value.epoch, raised.value.ran, raised.value.refused) == (1, (), (0,))
+        assert handle.call("take", 0).result(timeout=60) == [(0, 1), (1, 1)]
 
 
 class Source:

@@ -15,7 +15,6 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     EpochError,
-    PerWorker,
     RayWorkerGroup,
     RemoteError,
     Shard,
@@ -24,6 +23,7 @@ from fairlead_workergroup import (
 )
 
 from ..calling import Acting
+from ..faults import limit_waits_of_handles
 
 pytestmark = pytest.mark.nightly
 
@@ -113,8 +113,9 @@ def group(local_ray, request):
 
 
 @pytest.fixture
-def rank_ahead(group):
+def rank_ahead(group, monkeypatch):
     """Let rank 1 be in a later epoch than the others and the publication."""
+    limit_waits_of_handles(monkeypatch, 0.1)
     group.at(dp=0, tp=1).call(set_epoch, group.inspect().epoch + 1).result()
     group.call("take_runs").result()
     yield 1
@@ -148,23 +149,21 @@ def consume(call):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_repeated(group, way):
-    """In whatever way results are taken, a call that all workers have refused runs once, in the new epoch."""
+def test_refused(group, way):
+    """In whatever way its results are taken, a call that all workers refuse raises an error, and the next one runs."""
+    handle = group.handle()
     for method in ("take", "count", "take_soon", "count_soon"):
         group.call("take_runs").result()
-        call = group.handle().call(method, Acting(lambda: begin_epoch(group)), timeout=60)
+        call = handle.call(method, Acting(lambda: begin_epoch(group)), timeout=60)
         ways = dict(consume(call))
         if way not in ways:
             continue  # only for generators
-        results = ways[way]()
-        if way not in ("result", "await"):
-            results = [one.value for one in results]
-        if method.startswith("count") and "stream" not in way:
-            assert all(len(items) == 2 for items in results)
-            results = [items[0] for items in results]
-        assert sorted(set(results)) == [(rank, group.inspect().epoch) for rank in range(4)]
-        assert group.call("take_runs").result() == [1] * 4
-        assert call.epoch == group.inspect().epoch
+        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+            ways[way]()
+        assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
+        assert raised.value.epoch == group.inspect().epoch == call.epoch + 1
+        assert group.call("take_runs").result() == [0] * 4
+        assert handle.call("take").result() == [(rank, group.inspect().epoch) for rank in range(4)]
 
 
 def test_mixed(group, rank_ahead):
@@ -204,51 +203,25 @@ def test_mixed_requests(group, rank_ahead):
     assert handle.at(dp=1).call("take").result() == [(2, group.inspect().epoch), (3, group.inspect().epoch)]
 
 
-def test_repeated_requests(group):
-    """Pieces, own values, functions, gathered arguments and items of a map are the same in the repetition."""
+def test_map(group):
+    """An item that its worker refuses ends a map with an error."""
     handle = group.handle()
-
-    def acting():
-        return Acting(lambda: begin_epoch(group))
-
-    def pair(worker, *values):
-        return worker.rank, values, sys.modules["_fairlead_worker"].facts["epoch"]
-
-    def expect(*values):
-        return [(rank, value, group.inspect().epoch) for rank, value in enumerate(values)]
-
-    assert handle.call(pair, acting()).result() == expect(*[(0,)] * 4)
-    assert handle.call(pair, acting(), Shard([5, 6], "dp")).result() == expect((0, 5), (0, 5), (0, 6), (0, 6))
-    assert handle.call(pair, acting(), PerWorker([1, 2, 3, 4])).result() == expect((0, 1), (0, 2), (0, 3), (0, 4))
-    ones = handle.call(lambda worker: worker.rank)
-    assert ones.result() == [0, 1, 2, 3]  # workers whose methods overlap may get it after the next epoch, and refuse it
-    assert handle.call(pair, acting(), ones).result() == expect(*[(0, [0, 1, 2, 3])] * 4)
-    assert handle.call(pair, acting(), collect=()).result() == (0, (0,), group.inspect().epoch)
-    assert handle.call(pair, acting(), discard=True).result() is None
-    epochs = {one for _, _, one in handle.map(pair, [1, acting(), 2])}
-    assert len(epochs) == 2
-
-    async def map_items():
-        return [one async for one in handle.map(pair, [acting(), 2, 3])]
-
-    assert [values for _, values, _ in asyncio.run(map_items())] == [(0,), (2,), (3,)]
+    items = [1, Acting(lambda: begin_epoch(group)), 2]
+    with pytest.raises(EpochError, match="was planned for epoch"):
+        list(handle.map("take", items))
+    assert len(list(handle.map("take", [1, 2]))) == 2
 
 
-def test_behind(group, monkeypatch):
-    """A call that is sent before the workers have the facts of the published epoch waits for them."""
+def test_behind(group):
+    """A call that is sent before the workers have the facts of the published epoch is refused."""
     handle, before = group.handle(), group.inspect().epoch
+    group.call("take_runs").result()
     handle.call("take").result()
-    sender = handle._connect()
-    renew = sender.renew
-
-    def renew_late(*at_least):
-        if at_least:  # all have refused the call
-            group.call(set_epoch, group.inspect().epoch).result()
-        renew(*at_least)
-
     publish_epoch(group)
-    renew(group.inspect().epoch)
-    monkeypatch.setattr(sender, "renew", renew_late)
+    handle._connect().renew(group.inspect().epoch)
+    with pytest.raises(EpochError, match="none of its workers has run it"):
+        handle.call("take").result()
+    group.call(set_epoch, group.inspect().epoch).result()
     assert handle.call("take").result() == [(rank, before + 1) for rank in range(4)]
     assert group.call("take_runs").result() == [2] * 4
 
@@ -280,8 +253,9 @@ def test_published_after_facts(local_ray, change):
         assert all(published == of_worker for published, of_worker in seen)
 
 
-def test_never_published(group):
-    """A call that is refused again raises an error, and no worker has run it."""
+def test_never_published(group, monkeypatch):
+    """While the workers are in an epoch that is not published, each call raises an error, and no worker runs it."""
+    limit_waits_of_handles(monkeypatch, 0.1)
     handle = group.handle()
     group.call(set_epoch, group.inspect().epoch + 1).result()
     group.call("take_runs").result()
@@ -313,20 +287,25 @@ def test_running(group, rank_ahead, gate):
 
 
 def test_busy(group, gate, wait_until_running):
-    """A worker that is busy with a call of the owner is waited for when the others have refused a call."""
+    """A worker that is busy with a call of the owner is not waited for, and does not run a call that others refuse."""
     handle = group.handle()
+    group.call("take_runs").result()
     handle.call("take").result()
     # Ray does not keep the order of two requests to a worker whose methods overlap, so the order is made here.
     busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.inspect().epoch + 1)
     wait_until_running(group, "<function>", 0)
     value = Acting(lambda: begin_epoch(group, group.at(dp=0, tp=1), group.at(dp=1)))
-    timer = threading.Timer(2.0, gate.touch)
-    timer.start()
-    group.at(dp=1).call("take_runs").result()
-    assert handle.call("take", value).result(timeout=60) == [(rank, group.inspect().epoch) for rank in range(4)]
-    timer.join()
+    try:
+        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+            handle.call("take", value).result(timeout=60)
+        assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
+        assert not busy.done()
+    finally:
+        gate.touch()
     busy.result()
-    assert group.at(dp=1).call("take_runs").result() == [1, 1]
+    assert handle.call("take").result() == [(rank, group.inspect().epoch) for rank in range(4)]
+    # Rank 0 has run `wait_for` too; the call before the refused one, and the one after it, have run on all.
+    assert group.call("take_runs").result() == [3, 2, 2, 2]
 
 
 def test_admission(group, gate, wait_until_running, eventually):
@@ -351,9 +330,11 @@ def test_admission(group, gate, wait_until_running, eventually):
     time.sleep(0.5)
     publish_epoch(group)
     gate.touch()
-    assert call.result(timeout=60) == [(rank, group.inspect().epoch) for rank in range(4)]
+    with pytest.raises(EpochError, match="none of its workers has run it"):
+        call.result(timeout=60)
     ray.get(ends)
     running.result()
+    assert handle.call("take_soon").result() == [(rank, group.inspect().epoch) for rank in range(4)]
 
 
 def test_resizes(local_ray):

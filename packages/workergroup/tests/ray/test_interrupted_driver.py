@@ -51,10 +51,10 @@ class Driver:
         assert line, f"the driver has ended with {self._process.wait(60)}"
         return line.strip()
 
-    def interrupt(self, phase: str, standby: int, pauses: list[float]) -> tuple[float, dict[str, object]]:
+    def interrupt(self, phase: str, pauses: list[float]) -> tuple[float, dict[str, object]]:
         """Interrupt the driver after each of some pauses in a phase; return when nothing was left, and its report."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{phase} {standby}\n")
+        self._process.stdin.write(f"{phase}\n")
         self._process.stdin.flush()
         while self._read() != phase:
             pass
@@ -76,12 +76,11 @@ def test_interrupted_driver():
     with Driver(ray.get_runtime_context().gcs_address) as driver:
         for number in range(MOMENTS):
             phase = PHASES[number % len(PHASES)]
-            standby = number % 2  # the number of phases is odd, so each phase gets both
             pauses = [chance.uniform(0, driver.takes_s[phase])]
             if number % 3 == 2:
                 pauses.append(chance.uniform(0, 1))
-            took[number], report = driver.interrupt(phase, standby, pauses)
-            what = f"moment {number}, {phase}, standby={standby}, after {pauses}: {took[number]:.1f} s, {report}"
+            took[number], report = driver.interrupt(phase, pauses)
+            what = f"moment {number}, {phase}, after {pauses}: {took[number]:.1f} s, {report}"
             assert not report["left"], what
             assert not report["error"], what
             assert took[number] < WITHIN_S, what

@@ -33,11 +33,11 @@ pytestmark = pytest.mark.nightly
 EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "60"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
-# A drain may cost the group its standby, so after this many events another group continues.
+# After this many events another group continues.
 EVENTS_OF_GROUP = 16
-# With the standby and one slot for a replacement, six slots.
+# With one slot for a replacement, five slots.
 MOST = 4
-SLOTS = 6
+SLOTS = 5
 
 
 class Worker:
@@ -126,7 +126,7 @@ class Model:
         self.group.get_worker_status()  # Ray starts no agent on a node that drains
         client = ray._private.worker.global_worker.gcs_client
         assert client.drain_node(node.node_id, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-        assert self.eventually(lambda: self.group.inspect().epoch == self.epoch + 1, 100)
+        self.group.replace([self.size - 1])
         self._move([self.size - 1])
         assert self.eventually(lambda: self._release(index), 60)
         self.nodes.remove_node(node)
@@ -191,7 +191,7 @@ def test_random_events(raylets, eventually, store_used):
     rng, counts = random.Random(SEED), Counter()
     options = {
         "workers_per_node": [2],
-        "elastic": Elastic(standby=1, on_resize="join", on_drain="replace"),
+        "elastic": Elastic(on_resize="join"),
         "restart": Restart(max_restarts=10**6),
     }
     options |= {"sharding_annotations": NamedSharding.from_shape(dp=2)}

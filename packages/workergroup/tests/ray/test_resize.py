@@ -33,6 +33,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
+from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
     act_while_a_change_awaits,
@@ -561,6 +562,7 @@ def test_variables_of_each_place(cluster):
     ) as group:
         assert group.call("_variable", "RAY_LOCAL_WORLD_SIZE").result() == ["2", "2"]
         group.resize(dp=3)
+        wait_until_published(group)
         assert group.handle().call("_variable", "RAY_LOCAL_WORLD_SIZE").result() == ["3"] * 3
         assert ray.get(group.workers[2]._variable.remote("RANK")) == "2"
         assert group.call("nothing").result() == [None] * 3

@@ -78,7 +78,7 @@ class Request:
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    refs: list[SimRef]
+    ref: SimRef
     due: float | None = None
     ends_at: float | None = None
     until: Until | None = None
@@ -90,13 +90,11 @@ class Request:
         return all(one.is_done for one in (*self.args, *self.kwargs.values()) if isinstance(one, SimRef))
 
     def resolve(self, value: Any = None, error: Callable[[], BaseException] | None = None) -> None:
-        values = value if error is None and len(self.refs) > 1 else [value] * len(self.refs)
-        for ref, one in zip(self.refs, values, strict=True):
-            ref.resolve(None if self.drops_value else one, error)
+        self.ref.resolve(None if self.drops_value else value, error)
 
 
 class Ran(NamedTuple):
-    """A method that a worker has begun, with the number of its first reference and the epoch of the worker's facts."""
+    """A method that a worker has begun, with the number of its reference and the epoch of the worker's facts."""
 
     method: str
     number: int
@@ -256,7 +254,7 @@ class Actor:
             self.alone = request
             request.due = world.now() + float(request.args[0])
             return
-        number = request.refs[0].number
+        number = request.ref.number
         self.worker.ran.append(Ran(request.method, number, self.worker.epoch))
         world.note(f"begins {request.method} of request {number} in epoch {self.worker.epoch}")
         self._ray.began(self, request)
@@ -283,7 +281,7 @@ class Actor:
             text = f"{len(self.running)} methods were still running after {within_s:.1f} s"
             request.resolve(error=_task_error(name, TimeoutError(text)))
             return
-        inner = Request("_fairlead_apply", (name, pickled, *args), {}, request.refs)
+        inner = Request("_fairlead_apply", (name, pickled, *args), {}, request.ref)
         self.queue.appendleft(inner)
         self._begin(inner)
 
@@ -291,7 +289,7 @@ class Actor:
         self.running.remove(request)
         if request.until is not None:
             request.until.give_up()
-        self._ray.world.note(f"ends {request.method} of request {request.refs[0].number}")
+        self._ray.world.note(f"ends {request.method} of request {request.ref.number}")
         request.resolve(*request.outcome)
 
     def _call(self, request: Request) -> Any:
@@ -323,12 +321,6 @@ class Actor:
             return self.about()
         function = find_fact_function(name) or ray.cloudpickle.loads(pickled)
         return self._ray.run_in(self.worker, function, *args, **kwargs)
-
-    def _run_fairlead_hand_over(self, method: str) -> Any:
-        value = self._ray.run_method(self.worker, method)
-        if isinstance(value, Takes):
-            return Takes(value.seconds, (value.value, None))
-        return value if value is HANG else (value, None)
 
     def _run_fairlead_cleanup(self, method: str) -> Any:
         value = self._ray.run_method(self.worker, method)
@@ -370,17 +362,12 @@ def _task_error(name: str, error: BaseException) -> Callable[[], BaseException]:
 class Method:
     """A method of a handle."""
 
-    def __init__(self, handle: "Handle", name: str, num_returns: int = 1) -> None:
+    def __init__(self, handle: "Handle", name: str) -> None:
         self._handle = handle
         self._name = name
-        self._num_returns = num_returns
-
-    def options(self, num_returns: int = 1, **_: Any) -> "Method":
-        return Method(self._handle, self._name, num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        refs = self._handle.owner.submit(self._handle.actor, self._name, args, kwargs, self._num_returns)
-        return refs[0] if self._num_returns == 1 else refs
+        return self._handle.owner.submit(self._handle.actor, self._name, args, kwargs)
 
 
 class Handle:

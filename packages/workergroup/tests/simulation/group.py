@@ -28,9 +28,8 @@ class Model:
     def meet(self, number: int) -> None: ...
     def slow(self) -> None: ...
     def fail(self) -> None: ...
-    def on_restart(self, value: Any = None) -> None: ...
+    def on_restart(self) -> None: ...
     def on_resize(self) -> None: ...
-    def on_handover(self) -> None: ...
     def clean_up(self) -> None: ...
 
 
@@ -113,14 +112,13 @@ class Behaviour:
             "fail": self._fail,
             "on_restart": self._on_restart,
             "on_resize": lambda worker: self._hook(worker) or self._meet(worker, "on_resize", worker.epoch),
-            "on_handover": lambda worker: self._hook(worker) or "state",
             "clean_up": lambda worker: None,
         }
 
     def _fail(self, worker: Worker) -> None:
         raise RuntimeError("the method fails")
 
-    def _on_restart(self, worker: Worker, value: Any = None) -> Any:
+    def _on_restart(self, worker: Worker) -> Any:
         if (outcome := self._hook(worker)) is not None or not self.meets_on_restart:
             return outcome
         return self._meet(worker, "on_restart", worker.epoch)
@@ -155,9 +153,7 @@ class Behaviour:
         return {one.facts["rank"] for one in running if "rank" in one.facts and one.epoch <= epoch}
 
 
-def make_group(
-    ray: PretendedRay, *, workers: int = 2, each: int = 3, restart: Restart | None = None, standby: int = 0
-) -> RayWorkerGroup:
+def make_group(ray: PretendedRay, *, workers: int = 2, each: int = 3, restart: Restart | None = None) -> RayWorkerGroup:
     """Start the shipped group on pretended nodes that have `each` slots."""
     cluster = PretendedCluster(ray, each)
     return RayWorkerGroup(
@@ -167,6 +163,6 @@ def make_group(
         name_prefix="simulated",
         sharding_annotations=NamedSharding.from_shape(dp=workers),
         restart=dataclasses.replace(restart or Restart(), method="on_restart"),
-        elastic=Elastic(standby=standby, on_resize="on_resize", on_handover="on_handover"),
+        elastic=Elastic(on_resize="on_resize"),
         timeouts=Timeouts(start_s=START_S),
     )

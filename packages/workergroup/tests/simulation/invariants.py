@@ -2,10 +2,9 @@
 """What holds in every run of a group, whatever it does. Each error begins with the name of the invariant."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fairlead_placement import Slot
 from fairlead_workergroup.spi import Member, Snapshot
 
 from .actors import Actor
@@ -24,9 +23,6 @@ class Invariants:
     Args:
         placement: what the group claims and leases, and nobody else; None if that is not checked.
         max_restarts: how often a rank may be restarted.
-
-    Attributes:
-        standby_slots: returns the slots that are kept for standbys.
     """
 
     def __init__(
@@ -39,7 +35,6 @@ class Invariants:
         max_restarts: int = 3,
     ) -> None:
         self._placement = placement
-        self.standby_slots: Callable[[], Sequence[Slot]] = tuple
         self._ray = ray
         self._roster = roster
         self._max_restarts = max_restarts
@@ -76,9 +71,8 @@ class Invariants:
         assert not pending, f"open futures: {pending}"
 
     def _check_holdings(self, now: Snapshot, placement: PretendedPlacement) -> None:
-        """Check that the group holds what its members and standbys need, and nothing else."""
-        standbys = {slot.key for slot in self.standby_slots()}
-        expected = {place.slot.key for place in now.places} | standbys
+        """Check that the group holds what its members need, and nothing else."""
+        expected = {place.slot.key for place in now.places}
         claimed = {key for claim in placement.claims for key in claim.keys}
         assert claimed == expected, f"claims: {sorted(claimed)} instead of {sorted(expected)}"
         assert len(placement.leases) <= 1, f"leases: {placement.leases}"

@@ -92,16 +92,14 @@ class PretendedRay:
         self.world.after("has requested it")
         return Handle(self, actor)
 
-    def submit(
-        self, actor: Actor, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_returns: int
-    ) -> list[SimRef]:
+    def submit(self, actor: Actor, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SimRef:
         """Send a request to an actor."""
         self.world.point(f"sends {method} to {actor.name}")
-        refs = [self._make_ref(actor) for _ in range(num_returns)]
+        ref = self._make_ref(actor)
         self.sent[method] += 1
-        actor.send(Request(method, args, kwargs, refs))
+        actor.send(Request(method, args, kwargs, ref))
         self.world.after(f"has sent {method} to {actor.name}")
-        return refs
+        return ref
 
     def kill(self, handle: Handle, *, no_restart: bool = True) -> None:
         """Let the head end an actor; a silent one does that when it answers again."""
@@ -143,7 +141,7 @@ class PretendedRay:
         self.world.point(f"cancels request {ref.number}")
         for actor in self.actors:
             for request in list(actor.queue):
-                if ref in request.refs:
+                if ref is request.ref:
                     actor.queue.remove(request)
                     request.resolve(error=lambda: TaskCancelledError())
 
@@ -240,10 +238,10 @@ class PretendedRay:
                 running.append(False)
                 continue
             for request in list(actor.queue):
-                if request.refs[0].binary()[:24] == task:
+                if request.ref.binary()[:24] == task:
                     actor.queue.remove(request)
                     request.resolve(error=lambda: TaskCancelledError())
-            running.append(any(one.refs[0].binary()[:24] == task for one in actor.running))
+            running.append(any(one.ref.binary()[:24] == task for one in actor.running))
         return running
 
     def _agent_find_children(self, keys: Sequence[tuple[int, int]]) -> list[list[Any]]:

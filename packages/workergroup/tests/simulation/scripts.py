@@ -45,7 +45,7 @@ MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shu
 REFUSED = (
     "use other slots.",
     "or give other slots.",
-    "create the group with Elastic(standby=...).",
+    "Reserve more with cluster.extend().",
     *(f"the group has ranks 0 to {last}" for last in range(8)),
 )
 # The time that a change may take, and a call.
@@ -86,11 +86,8 @@ class GroupRun:
             self.chosen = {self.faults[world.choose(len(self.faults))] for _ in range(1 + world.choose(2))}
             restarts = bool(world.choose(2))
             world.note(f"has scope {scope!r}, on_failure={restarts}, and the faults {sorted(self.chosen)}")
-            self.group = group = make_group(
-                ray, restart=Restart(scope=scope, on_failure=restarts), standby=world.choose(2)
-            )
+            self.group = group = make_group(ray, restart=Restart(scope=scope, on_failure=restarts))
             self.invariants = Invariants(world, ray, group._roster, placement=placement)
-            self.invariants.standby_slots = group._resources.standby_slots
             self._inject(ray, behaviour)
             works: list[tuple[str, Callable[[], object]]] = [("a", self._call), ("b", self._call)]
             works += [("changer", self._change)] + [("other changer", self._change)] * world.choose(2)
@@ -205,7 +202,6 @@ class GroupRun:
         world.wait_for(
             "waits for the change", lambda: group._membership._thread is None and not group._membership._queue
         )
-        world.wait_for("waits for standbys", lambda: not group._resources._threads)
         if self._has("silent"):
             world.sleep(2 * SILENCE_S)
         world.wait_for(

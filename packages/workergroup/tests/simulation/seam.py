@@ -14,14 +14,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import Job
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Place
 from fairlead_workergroup._calls.execution import Execution
 from fairlead_workergroup._calls.plan import CallOptions, Recipients
 from fairlead_workergroup._calls.sender import Order, Request, Sender
 from fairlead_workergroup._elastic.resize import Resize
-from fairlead_workergroup._lifecycle import crew, launcher, resources, standbys
+from fairlead_workergroup._lifecycle import crew, launcher, resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.shutdown import RunningWorker
 from fairlead_workergroup._membership.change import Change
@@ -93,20 +92,6 @@ def _wait_until(world: "SimulatedWorld", is_true: Callable[[], bool], seconds: f
     return True
 
 
-def _run_in_thread(world: "SimulatedWorld", function: Callable[[], Any]) -> Job[Any]:
-    """Run a function on a task of its own, as `run_in_thread` does."""
-    job: Job[Any] = Job(world.now())
-
-    def run() -> None:
-        try:
-            job.future.set_result(function())
-        except Exception as error:  # noqa: BLE001  it is the outcome
-            job.future.set_exception(error)
-
-    world.spawn("in the background", run)
-    return job
-
-
 def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> dict[str, Any]:
     """Return what stands for each function of Ray, of placement, or of this package that leaves the seam."""
     from .actors import SimRef
@@ -141,7 +126,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
         f"{ours}._lifecycle.launcher.create_actors": placement.create_actors,
         f"{ours}._lifecycle.launcher.wait_started": placement.wait_started,
-        f"{ours}._lifecycle.standbys.create_actor": placement.create_actor,
+        f"{ours}._lifecycle.moves.create_actor": placement.create_actor,
         # The class of the user is described once for all runs.
         f"{ours}._lifecycle.launcher.describe_class": describe_model,
         f"{ours}._transport.arguments.ObjectRef": SimRef,
@@ -168,11 +153,6 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._lifecycle.shutdown.choose_alive": pretended.choose_alive,
         f"{ours}._lifecycle.shutdown.run_on_nodes": pretended.run_on_nodes,
         f"{ours}._observe.query.time": SimpleNamespace(monotonic=world.now),
-        # Threads for which the end of a group waits.
-        f"{ours}._lifecycle.resources.run_in_thread": lambda function: _run_in_thread(world, function),
-        f"{ours}._lifecycle.resources.wait": lambda futures, seconds: world.wait_for(
-            "joins the threads of a group", lambda: all(one.done() for one in futures), seconds
-        ),
         # How often waits look at the clock, or whether they are to be given up.
         f"{ours}._world.SLICE_S": math.inf,
         f"{ours}._lifecycle.delivery.LOOK_EVERY_S": 2.0,
@@ -352,7 +332,7 @@ def forget_the_scope(patch: Any) -> None:
 
 def use_dead_slots(patch: Any) -> None:
     """Slots of dead nodes are chosen."""
-    for module in (crew, resources, standbys):
+    for module in (crew, resources):
         patch.setattr(module, "usable_slots", list)
 
 

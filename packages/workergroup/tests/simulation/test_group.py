@@ -73,7 +73,7 @@ def explore_group(script, seeds=200, **options):
 
 @pytest.mark.parametrize("change", ["none", "grow", "restart"])
 def test_cleanup_is_not_cut_short(change):
-    """A standby that starts, or a change that is under way, does not end workers before their cleanup has run."""
+    """A change that is under way does not end workers before their cleanup has run."""
 
     def script(world, ray, group):
         def work():
@@ -86,7 +86,7 @@ def test_cleanup_is_not_cut_short(change):
         assert cleaned >= {0, 1}, f"cleanup: only ranks {sorted(cleaned)}"
         world.join(tasks)
 
-    explore_group(script, standby=1)
+    explore_group(script)
 
 
 def test_interrupted_request_of_a_restart():
@@ -114,7 +114,7 @@ def test_ctrl_c_leaves_nothing():
             world.press_ctrl_c("a")
             if world.choose(2):
                 ray.silence(ray.head, 8.0)
-            world.join([world.start_task("a", lambda: make_group(ray, standby=world.choose(2)).shutdown())])
+            world.join([world.start_task("a", lambda: make_group(ray).shutdown())])
             world.sleep(60)
             left = [one for one in ray.actors if one.is_running or not one.is_created]
             left += [*placement.claims, *placement.leases]

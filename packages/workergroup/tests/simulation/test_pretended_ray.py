@@ -131,16 +131,14 @@ class TestActors:
         simulate(script, seeds=10)
 
     def test_arguments_and_values(self):
-        """Arguments may be references, silent methods return None, and methods may take time or have two answers."""
+        """Arguments may be references, silent methods return None, and methods may take time."""
 
         def script(world, ray, handle):
             ray.methods |= {"add": lambda worker, a, b: a + b, "slow": lambda worker, value: Takes(9, value)}
             slow = handle.slow.remote(4)
             added = handle.add.remote(slow, b=ray.put(3))
             silent = handle._fairlead_silent.remote("add", 1, b=1)
-            value, end = handle._fairlead_hand_over.options(num_returns=2).remote("step")
-            assert ray.get([slow, added, silent, end]) == [4, 7, None, None]
-            assert ray.get(value) == (None, -1, None)
+            assert ray.get([slow, added, silent]) == [4, 7, None]
             assert world.now() == 9
 
         simulate(script)

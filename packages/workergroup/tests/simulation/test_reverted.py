@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that the simulation finds defects that the group once had, when their fixes are taken back."""
 
+from functools import partial
+
 import pytest
 
 from .exploration import explore, shrink
@@ -11,22 +13,23 @@ MOST_RUNS = 1000
 FEW_TRIES = 50
 
 
-# Each with the rule that it breaks.
+# Each with the rule that it breaks, and with options of the script.
 @pytest.mark.parametrize(
-    ("revert", "rule"),
+    ("revert", "rule", "options"),
     [
-        (send_only_the_epoch, "stale facts"),
-        (forget_the_scope, "waits in vain"),
-        (use_dead_slots, "dead slot"),
-        (undo_after_the_switch, "damage"),
+        (send_only_the_epoch, "stale facts", {}),
+        (forget_the_scope, "waits in vain", {}),
+        (use_dead_slots, "dead slot", {"faults": ("node",)}),
+        (undo_after_the_switch, "damage", {}),
     ],
 )
-def test_reverted(revert, rule, monkeypatch):
+def test_reverted(revert, rule, options, monkeypatch):
     """A run within the first ones breaks the rule, and its history can be shrunk."""
     with monkeypatch.context() as patch:
         revert(patch)
-        report = explore(run_group, range(MOST_RUNS))
+        script = partial(run_group, **options)
+        report = explore(script, range(MOST_RUNS))
         assert report.failed is not None
         assert str(report.failed.failure).startswith(f"{rule}: ")
-        shrunk = shrink(run_group, report.failed, FEW_TRIES)
+        shrunk = shrink(script, report.failed, FEW_TRIES)
         assert len(shrunk.choices) < len(report.failed.choices)

@@ -16,9 +16,6 @@ from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, Wor
         (Restart, {"max_restarts": -1}, ValueError, "max_restarts must be a whole number of at least 0, got -1"),
         (Restart, {"max_restarts": 1.5}, ValueError, "max_restarts must be a whole number of at least 0, got 1.5"),
         (Restart, {"scope": "node"}, ValueError, "scope must be 'worker' or 'group', got 'node'"),
-        (Elastic, {"standby": -1}, ValueError, "standby must be a whole number of at least 0, got -1"),
-        (Elastic, {"standby": True}, ValueError, "standby must be a whole number of at least 0, got True"),
-        (Elastic, {"on_drain": "move"}, ValueError, "on_drain must be 'replace' or None, got 'move'"),
         (WorkerOptions, {"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or 'node', got 'all'"),
         (WorkerOptions, {"ray_options": 3}, TypeError, "ray_options must be a dict of Ray options, got 3"),
         (WorkerOptions, {"ray_options": {"color": 1}}, ValueError, "ray_options: Invalid option keyword color"),
@@ -59,12 +56,6 @@ def test_values_are_frozen():
             setattr(value, dataclasses.fields(value)[0].name, 1)
 
 
-def test_handover_needs_a_method():
-    """What a worker hands over needs a method that receives it."""
-    with pytest.raises(ValueError, match=r"on_handover needs Restart\(method=...\)"):
-        RayWorkerGroup([], dict, elastic=Elastic(on_handover="save"))
-
-
 @pytest.mark.parametrize(("name", "value"), [("restart", True), ("elastic", 2), ("timeouts", 60.0), ("elastic", {})])
 def test_types(name, value):
     """A group refuses a value of another type, and says how the option is written."""
@@ -83,8 +74,7 @@ def test_flat_keyword_beside_its_value():
 @pytest.mark.parametrize(
     ("unknown", "nearest"),
     [
-        ("standby", "elastic=Elastic(standby=...)"),
-        ("on_drain", "elastic=Elastic(on_drain=...)"),
+        ("on_resized", "elastic=Elastic(on_resize=...)"),
         ("restart_on_failures", "restart_on_failure="),
         ("memory_limits", "memory_limit="),
         ("timeout", "timeouts="),

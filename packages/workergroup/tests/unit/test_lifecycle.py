@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a group holds, without Ray: how it starts actors and standbys, and what its end gives back."""
+"""What a group holds, without Ray: how it starts actors, and what its end gives back."""
 
 import threading
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from fairlead_workergroup import WorkerStartError
-from fairlead_workergroup._lifecycle import resources, standbys
+from fairlead_workergroup._lifecycle import resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.teardown import Teardown
 from fairlead_workergroup._start import launch
@@ -190,7 +190,6 @@ def test_an_interrupt_at_the_beginning():
     held = SimpleNamespace(
         roster=SimpleNamespace(begin_end=interrupt, end=lambda: None),
         give_back=lambda: ended.append("workers"),
-        join_threads=lambda: None,
         gave_all_back=True,
     )
     membership = SimpleNamespace(gate=SimpleNamespace(wake=lambda: None), join=lambda deadline: True)
@@ -216,22 +215,6 @@ def test_ray_that_ends_during_the_release(monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_threads_of_a_group(monkeypatch, caplog):
-    """The end of a group waits for its threads, and reports those that are late."""
-    held, gate = Resources(SimpleNamespace()), threading.Event()
-    thread = held.start_thread("fairlead-test", gate.wait)
-    monkeypatch.setattr(resources, "JOIN_S", 0.01)
-    held.join_threads()
-    assert not held.gave_all_back
-    assert "after the end of a group: fairlead-test" in caplog.text
-    gate.set()
-    assert thread.result(timeout=60)
-    monkeypatch.setattr(resources, "JOIN_S", 60)
-    held.gave_all_back = True
-    held.join_threads()
-    assert held.gave_all_back
-
-
 @pytest.mark.parametrize("release", ["release_port", "drop_next_port", "take_next_port"])
 def test_a_port_whose_release_was_interrupted_is_released_at_the_end(release):
     """A group forgets a port when it has been released: Ctrl-C in between leaves it to the end of the group."""
@@ -254,90 +237,3 @@ def test_a_port_whose_release_was_interrupted_is_released_at_the_end(release):
     held.release_port()
     assert {first, then} == set(released)
     assert (held.lease, held.next_lease) == (None, None)
-
-
-SLOTS = [SimpleNamespace(node_idx=0, bundle_index=at, node_id=node_id, key=at) for at, node_id in enumerate("ab")]
-
-
-@pytest.fixture
-def make(monkeypatch):
-    """Return a function that makes the standbys of a group in two slots, given what starts one; it returns both."""
-
-    def make(start):
-        roster = SimpleNamespace(ending=False, is_over=False, connected=False, name_prefix="policy")
-        roster.standby_metadata, roster.report, roster.lock = [], lambda change: None, threading.Lock()
-        spec = SimpleNamespace(start_timeout_s=60.0)
-        made = standbys.Standbys(SimpleNamespace(resources=Resources(roster), spec=spec), 2)
-        monkeypatch.setattr(made, "start_in", lambda slots, deadline: start(made, slots))
-        made._add_cold(SLOTS)
-        return made, roster
-
-    return make
-
-
-def fill(made):
-    made.fill()
-    made._resources.join_threads()
-
-
-def test_slots_that_cannot_be_used(make, monkeypatch):
-    """No standby starts in a slot whose node drains; the slot is tried again."""
-    started, usable = [], [SLOTS[1]]
-    monkeypatch.setattr(standbys, "usable_slots", lambda slots: [slot for slot in slots if slot in usable])
-    made, _ = make(lambda made, slots: started.extend(slots) or [SimpleNamespace(slot=slot) for slot in slots])
-    fill(made)
-    assert started == [SLOTS[1]]
-    assert sorted(slot.key for slot in made.slots) == [0, 1]
-    usable.append(SLOTS[0])
-    fill(made)
-    assert started == [SLOTS[1], SLOTS[0]]
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_failure_of_a_standby(make, monkeypatch, caplog, ends):
-    """A standby that does not start is reported, unless the group or its Ray has ended meanwhile."""
-    monkeypatch.setattr(standbys, "usable_slots", list)
-
-    def start(made, slots):
-        made._roster.is_over = ends
-        raise RuntimeError("Ray has not been started yet")
-
-    made, _ = make(start)
-    fill(made)
-    assert ("A standby of 'policy' did not start" in caplog.text) is not ends
-
-
-def test_a_change_while_dead_standbys_end(make, monkeypatch):
-    """A change that ends meanwhile leaves the group the slots of dead standbys whose processes are being ended."""
-    made, roster = make(lambda made, slots: [])
-    monkeypatch.setattr(standbys, "alive_nodes", lambda: {slot.node_id for slot in SLOTS})
-    dead = [SimpleNamespace(number=-1 - slot.key, slot=slot, process=slot.key) for slot in SLOTS]
-    made._cold, made._warm = [], dead
-    verdicts = {slot.key: SimpleNamespace(is_lost=True) for slot in SLOTS}
-    roster.judge = SimpleNamespace(ask=lambda processes, **_: verdicts)
-    released = []
-    claims = {slot.key: SimpleNamespace(release=lambda key=slot.key: released.append(key)) for slot in SLOTS}
-    made._resources._claims.update(claims)
-    monkeypatch.setattr(made._resources, "discard", lambda numbers: made._resources.keep_slots([]))
-    made._drop_dead()
-    assert sorted(slot.key for slot in made.slots) == [0, 1]
-    assert (released, set(made._resources._claims)) == ([], {0, 1})
-
-
-def test_two_threads_show(make, monkeypatch):
-    """When two threads change the standbys at once, the state that is shown last is the last one."""
-    made, roster = make(lambda made, slots: [])
-    threads = [threading.Thread(target=made.give_back, args=([SimpleNamespace(slot=SLOTS[0])],))]
-
-    def interrupt(_):
-        """Let the other thread run at the worst moment, if it can."""
-        if threads and not threads[-1].ident:
-            threads[-1].start()
-            threads[-1].join(0.5)
-        return False
-
-    monkeypatch.setattr(standbys.Standbys, "_is_over", property(interrupt))
-    made._cold = SLOTS[1:]
-    made._show()
-    threads[0].join(30)
-    assert [shown["state"] for shown in roster.standby_metadata] == ["warm", "starting"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the members of a group without Ray: their phases and their order, moves of ranks, and drains of nodes."""
+"""Changes of the members of a group without Ray: their phases and their order, and moves of ranks."""
 
 import threading
 from types import SimpleNamespace
@@ -9,9 +9,7 @@ from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup._elastic import drain
 from fairlead_workergroup._elastic.replace import Replace
-from fairlead_workergroup._membership import steps
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
 from fairlead_workergroup._membership.operations import RestartPolicy, Route, Start
@@ -150,22 +148,21 @@ def make_slot(node_id, index):
 
 
 class Crew:
-    """Two workers that start at once, of which rank 0 is busy; it notes what happens."""
+    """Two workers that start at once, of which rank 0 is busy; it notes which ranks start."""
 
     policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
 
-    def __init__(self, roster, room):
-        self.roster, self.room, self.left, self.moved = roster, room, {}, []
+    def __init__(self, roster):
+        self.roster, self.moved = roster, []
 
     def find_lost(self):
         return {}
 
-    def check_alike(self, what):
+    def check_alike(self):
         pass
 
     def acquire(self, before, plan, undo, deadline):
-        self.left["start"] = deadline.left()
-        return SimpleNamespace(places=before.places, moved=plan.move[: self.room])
+        return SimpleNamespace(places=before.places)
 
     def start(self, staged, ranks, undo, deadline, check):
         self.moved.append(list(ranks))
@@ -182,10 +179,13 @@ class Crew:
     def end(self, ranks):
         return []
 
-    def publish(self):
+    def publish(self, *, wait):
         pass
 
-    commit = settle = end
+    def settle(self):
+        pass
+
+    commit = end
 
 
 class Requests:
@@ -193,78 +193,29 @@ class Requests:
 
     timeout_s = START_S
 
-    def __init__(self):
-        self.left, self.values = {}, {}
-
     def quiesce(self, members, deadline, check, *, all_calls):
-        self.left["idle"] = deadline.left()
         return (LateWorker(0, {}, "a", 7, "step", 1.0),)
 
     def send_facts(self, member, changes, deadline, *, alone):
         pass
 
-    def on_restart(self, ranks, values, deadline):
-        self.values = values
+    def on_restart(self, ranks, deadline):
         return []
 
-    def hand_over(self, ranks, deadline, check, *, give_up):
-        return {rank: f"state of {rank}" for rank in ranks}
 
-
-def start_two(room=2):
+def start_two():
     places = lay_out([make_slot("a", rank) for rank in range(2)], prefix="policy")
     roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
-    crew = Crew(roster, room)
+    crew = Crew(roster)
     membership = Membership(roster, crew, requests, requests)
     membership.change(Start())
     crew.moved.clear()
-    return crew, requests, membership
-
-
-@pytest.fixture
-def evacuate():
-    """Return a function that replaces two workers, of which rank 0 is busy; it returns what happened."""
-
-    def run(notice_s, room=2):
-        crew, requests, membership = start_two(room)
-        operation = Replace((0, 1), Deadline.after(notice_s), partly=True)
-        membership.change(operation, Deadline.after(START_S))
-        return {**crew.left, **requests.left}, crew.moved, requests.values
-
-    return run
-
-
-def test_idle_ranks_hand_over_within_the_notice(evacuate):
-    """A busy rank has half of the notice, so that the others have the other half for their handover."""
-    left, moved, values = evacuate(100.0)
-    assert 40 < left["idle"] <= 50
-    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
-
-
-@pytest.mark.parametrize("notice_s", [3.0, 0.01])
-def test_short_notice(evacuate, notice_s):
-    """Processes take their time to start, also when the node ends meanwhile, and an idle rank is still asked."""
-    left, moved, values = evacuate(notice_s)
-    assert START_S - 20 < left["start"] <= START_S
-    assert 0 < left["idle"] <= steps.IDLE_S
-    assert (moved, values) == ([[0, 1]], {1: "state of 1"})
-
-
-def test_no_notice(evacuate):
-    """Without a time, the calls before may take as long as in any replacement."""
-    left, *_ = evacuate(None)
-    assert START_S - 20 < left["idle"] <= left["start"] <= START_S
-
-
-def test_room_for_some(evacuate):
-    """An evacuation moves as many ranks as there is room for."""
-    _, moved, _ = evacuate(None, room=1)
-    assert moved == [[0]]
+    return crew, membership
 
 
 def test_silent_head(monkeypatch):
     """If the head is silent when old processes are about to end, none of them ends, and all ranks keep theirs."""
-    crew, _, membership = start_two()
+    crew, membership = start_two()
 
     def check_head():
         raise HeadTimeoutError("no answer")
@@ -279,84 +230,9 @@ def test_silent_head(monkeypatch):
 
 def test_processes_that_do_not_end(monkeypatch):
     """Ranks whose old processes were told to end are lost, also if some are still there."""
-    crew, _, membership = start_two()
+    crew, membership = start_two()
     monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
     with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
         membership.change(Replace((1,)), Deadline.after(START_S))
     now = crew.roster.now
     assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])
-
-
-class SomeGroup:
-    """Stands for a group that can be referred to weakly."""
-
-
-class DrainedRoster:
-    """Two ranks on one node."""
-
-    def __init__(self):
-        members = [SimpleNamespace(rank=rank, slot=SimpleNamespace(node_id="a")) for rank in range(2)]
-        self.now = SimpleNamespace(members=members)
-        self.end_begun, self.is_over, self.name_prefix = threading.Event(), False, "policy"
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    """Return a function that looks twice at a node that drains; the first replacement takes some time.
-
-    The clock stands still except for the replacement.
-    """
-    clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr(drain, "time", SimpleNamespace(time=lambda: clock.now))
-
-    def run(left_s, takes_s, error=None):
-        ends = {"a": clock.now + left_s, "b": 0.0}
-        monkeypatch.setattr(drain, "drain_deadlines", lambda: ends)
-        group, roster, calls = SomeGroup(), DrainedRoster(), []
-
-        def change(operation, deadline):
-            clock.now += takes_s
-            calls.append((list(operation.ranks), operation.end.left()))
-            ends.clear()
-            roster.is_over = error is not None
-            if error is not None:
-                raise error
-
-        watch = drain.DrainWatch(group, roster, SimpleNamespace(change=change), 60.0)
-        assert watch.is_left()
-        watch.look()
-        watch.look()  # another one finds nothing, or comes too soon after an error
-        roster.end_begun.set()
-        assert not watch.is_left()
-        return calls
-
-    return run
-
-
-def test_drain_in_time(watch, caplog):
-    """The replacement may take the time of the notice, or its own time without one."""
-    ((ranks, timeout),) = watch(100.0, 0.0)
-    assert ranks == [0, 1]
-    assert 50 < timeout <= 100
-    assert watch(float("inf"), 0.0) == [([0, 1], None)]
-    assert "would end" not in caplog.text
-
-
-def test_drain_too_late(watch, caplog):
-    """A replacement that takes longer than the notice says so."""
-    watch(0.5, 1.0)
-    (record,) = caplog.records
-    assert record.getMessage().startswith("The replacement of rank(s) 0, 1 of 'policy' ended 0.5 s after")
-    assert "the notice left 0.5 s" in record.getMessage()
-
-
-def test_drain_after_its_time(watch, caplog):
-    """A node that is there after its time may stay for any time."""
-    assert watch(-1.0, 0.0) == [([0, 1], None)]
-    assert "the notice left 0.0 s" in caplog.text
-
-
-def test_silence_of_the_watch_after_the_end(watch, caplog):
-    """When the group or its Ray has ended, a replacement that fails or is late is not reported."""
-    watch(0.5, 1.0, error=RuntimeError("Ray has not been started yet"))
-    assert not caplog.records

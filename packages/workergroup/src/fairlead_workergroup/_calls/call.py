@@ -3,7 +3,7 @@
 
 import asyncio
 from asyncio import _get_running_loop
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -20,7 +20,6 @@ from .._transport.futures import (
     ON_THREAD,
     OnLoop,
     ResultStream,
-    Waiter,
     block,
     carrier_of,
     is_message,
@@ -31,7 +30,6 @@ from .._transport.futures import (
 from .._transport.messages import Message, references_of
 from .._world import NEVER, Deadline, check_timeout
 from .execution import Execution, SendState
-from .follow import Follower
 from .plan import CallOptions, Column, Recipients
 from .results import MultiWorkerFuture, ResultFetcher
 from .sender import Order, Sender, make_requests, store_columns
@@ -59,7 +57,6 @@ def make_order(
     options: CallOptions,
     *,
     sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
-    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # for the present axes of the group
     passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
     by_ray: str = "",  # why the call cannot go by a lane; empty if it can
 ) -> Order:
@@ -79,16 +76,15 @@ def make_order(
     has_lane = sender.transport is not None
     stored = Arguments(sender.put, for_lane=has_lane)
     # Before this call's turn: storing a large value must not delay the calls of other threads.
-    columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
-    requests = make_requests(method, recipients, columns, names)
-    order = order._replace(
+    columns = store_columns(method, args, kwargs, stored)
+    requests = make_requests(method, recipients, columns, list(kwargs))
+    return order._replace(
         requests=list(requests) if options.retries else requests,
         stored=stored.cost() if stored.refs else (0, 0),
         sources=stored.sources,
         obstacle=by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
         has_answers=stored.has_answers,
     )
-    return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
 
 
 def dispatch(
@@ -150,12 +146,7 @@ class CallResults(PassedOn, Generic[Result]):
             The outcomes of the workers that return a result, in the order of `result()`, then those of other workers
             that failed.
         """
-        return list(iterate(self._following(partial(self._execution.outcomes, timeout), timeout)))
-
-    def _following(
-        self, results: Callable[[Waiter], AsyncGenerator[Outcome]], timeout: float | None = None
-    ) -> Callable[[Waiter], AsyncGenerator[Outcome]]:
-        return lambda on: self._execution.following(on, results, timeout)
+        return list(iterate(partial(self._execution.outcomes, timeout)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all called workers have finished or failed.
@@ -175,7 +166,7 @@ class CallResults(PassedOn, Generic[Result]):
         Raises:
             CallTimeoutError: the deadline of the call has passed.
         """
-        return iterate(self._following(self._execution.iterate))
+        return iterate(self._execution.iterate)
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._wait_on_loop().__await__()
@@ -193,7 +184,7 @@ class CallResults(PassedOn, Generic[Result]):
                 raise
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
-        return iterate_on_loop(self._following(self._execution.iterate))
+        return iterate_on_loop(self._execution.iterate)
 
 
 class Call(CallResults[Result], MultiWorkerFuture):
@@ -288,7 +279,7 @@ class Call(CallResults[Result], MultiWorkerFuture):
         execution = self._execution
         if not execution.yields_items:
             raise TypeError(f"{execution.method.name!r} is not a generator method: it returns its result in one piece")
-        return ResultStream(self._following(partial(execution.stream, timeout), timeout))
+        return ResultStream(partial(execution.stream, timeout))
 
     def cancel(self, force: bool = False) -> list[int]:
         """Give the call up: drop its queued requests, and cancel async methods that overlap with others.

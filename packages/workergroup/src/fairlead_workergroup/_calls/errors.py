@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import TaskCancelledError
 
 from fairlead_placement.spi import Rounds, block_shutdown, connection
 
@@ -21,7 +22,7 @@ from .._ray_private import actor_id_of_ref
 from .._transport.arguments import Source
 from .._transport.futures import get, is_message, is_not_ready, wait
 from .._transport.messages import find_kept
-from ..exceptions import format_lines
+from ..exceptions import EpochError, format_lines, format_ranks
 from .sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,6 @@ KNOWN_S = 5.0
 LOOK_EVERY_S = 0.5
 # How long the exit of the interpreter waits for a look.
 EXIT_S = 5.0
-
-
-class Refused(Exception):
-    """Workers refused a call of a handle, because they are in another epoch; `Execution.follow` repeats it."""
 
 
 def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sender | None) -> BaseException:
@@ -61,9 +58,6 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         failure = sender.failure_error(lost)
         failure.__cause__ = next(iter(errors.values()), first)
         return failure
-    # A call of the owner is never refused; an argument of it may be.
-    if not sender.is_owner and any(map(refused_epochs, errors.values())):
-        return Refused()
     return explain_errors(errors)
 
 
@@ -71,6 +65,25 @@ def refused_epochs(error: BaseException | None) -> tuple[int, int] | None:
     """Return the epoch of a call and that of the worker that has refused it with this error; None if it has not."""
     epochs: tuple[int, int] | None = getattr(getattr(error, "cause", None), "fairlead_epochs", None)
     return epochs
+
+
+def is_cancellation(error: BaseException | None) -> bool:
+    """Return whether a worker has dropped a call that was cancelled before it started."""
+    return isinstance(error, TaskCancelledError) or isinstance(getattr(error, "cause", None), TaskCancelledError)
+
+
+def refused_error(method: str, planned: int, ranks: Sequence[int], epoch: int, ran: tuple[int, ...]) -> EpochError:
+    """Return the error of a call that was planned for one epoch, and that only `ran` have run, because of another."""
+    refused = tuple(rank for rank in ranks if rank not in ran)
+    reason = f"{method!r} was planned for epoch {planned}, and the epoch of the group has changed: "
+    if ran:
+        reason += (
+            f"rank(s) {format_ranks(ran)} have run it or begun to, and rank(s) {format_ranks(refused)} have not. The "
+            "rest of the call was cancelled. Make the call again if these ranks may run it twice."
+        )
+    else:
+        reason += "none of its workers has run it. Make the call again."
+    return EpochError(reason, epoch, ran, refused)
 
 
 def _find_finished(

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call: its requests, their cancellation and repetitions, and the collection of its results and failures."""
 
+import contextlib
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 from ray import ObjectRef
+
+from fairlead_placement import PlacementError
 
 from .. import _world
 from .._observe.calls import Outcome
@@ -21,17 +24,28 @@ from .._transport.futures import (
     Waiter,
     block,
     end_of,
+    get_one,
     is_stream,
     sum_sizes,
     wait,
 )
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
-from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
-from .errors import Refused, describe_missing, explain_failure, retrieve_late
+from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError
+from .errors import (
+    describe_missing,
+    explain_failure,
+    is_cancellation,
+    refused_epochs,
+    refused_error,
+    retrieve_late,
+)
 from .plan import CallOptions, Recipients
 from .sender import Order, Sender, Sent
 
 logger = logging.getLogger(__name__)
+
+# A request reaches a worker that is not busy within this time.
+REFUSED_S = 1.0
 
 T = TypeVar("T")
 
@@ -62,6 +76,8 @@ class Execution:
     attempt: int = 0
     _handed_out: dict[int, int] = field(default_factory=dict)
     _handed_out_bytes: int = 0
+    # Once workers have refused a call of a handle: the latest epoch among them, and the ranks that have not.
+    _refused: tuple[int, tuple[int, ...]] | None = None
     # The attempt whose late errors are being retrieved.
     _retrieved_attempt: int = -1
     # What happens when a thread has tried to repeat an attempt, by the attempt and the number of the try. `setdefault`
@@ -188,15 +204,15 @@ class Execution:
         """Repeat an attempt on lost workers, or on all if all were restarted; return whether there is another one."""
         self.check_open()
         self.wait_until_sent(Deadline.after(0.0))
-        return bool(self.options.retries) and self._repeat_once(attempt, deadline, self._repeat)
+        return bool(self.options.retries) and self._repeat_once(attempt, deadline)
 
-    def _repeat_once(self, attempt: int, limit: Deadline, repeat: Callable[[Deadline], bool]) -> bool:
+    def _repeat_once(self, attempt: int, limit: Deadline) -> bool:
         """Repeat an attempt, unless another thread does; return whether there is another attempt."""
         mine, at = _world.current.event(), 0
         try:
             while self.attempt == attempt:
                 if (other := self._repeating.setdefault((attempt, at), mine)) is mine:
-                    return repeat(limit)
+                    return self._repeat(limit)
                 if not wait_for_event(other, limit):
                     raise self.late_error(self.pending())
                 at += 1
@@ -224,20 +240,6 @@ class Execution:
         self.__dict__.pop("completions", None)
         self.attempt += 1
         return True
-
-    def follow(self, attempt: int, deadline: Deadline) -> None:
-        """Send a call that all of its workers have refused again; only calls of handles are refused."""
-        if (again := self.order.follow) is not None:
-            self._repeat_once(attempt, deadline, partial(again, self))
-
-    def begin_again(self, order: Order, recipients: Recipients, sent: Sent) -> None:
-        """Begin with the requests of a call that was sent again because no worker had run it."""
-        self.order, self.recipients = order, recipients
-        self.futures, self.epoch = sent.futures, sent.epoch
-        self.items.clear()
-        for name in ("completions", "answering"):
-            self.__dict__.pop(name, None)
-        self.attempt += 1
 
     @cached_property
     def completions(self) -> dict[int, ObjectRef[Any]]:
@@ -295,9 +297,6 @@ class Execution:
     def _try_again(self, error: BaseException, attempt: int, deadline: Deadline) -> BaseException | None:
         """Repeat a call after the error of an attempt, if that is due; otherwise return the failure."""
         failure = self.failure(error)
-        if isinstance(failure, Refused):
-            self.follow(attempt, deadline)
-            return None
         if isinstance(failure, WorkerFailureError) and self.repeat(attempt, deadline):  # a restart takes seconds
             return None
         return failure
@@ -321,22 +320,6 @@ class Execution:
         if self.options.discard:
             return None
         return values[0] if self.is_single else values[: len(wanted)] if others else values
-
-    async def following(
-        self, on: Waiter, results: Callable[[Waiter], AsyncGenerator[T]], timeout: float | None = None
-    ) -> AsyncGenerator[T]:
-        """Yield results of the call; begin again if all workers have refused it."""
-        deadline = self.until(timeout)
-        while True:
-            attempt = self.attempt
-            try:
-                async with aclosing(results(on)) as found:
-                    async for result in found:
-                        yield result
-                        del result
-                return
-            except Refused:
-                await on.apart(self.follow, attempt, deadline)
 
     async def stream(self, timeout: float | None, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield the items of generators as they arrive; see `Call.stream`."""
@@ -424,10 +407,50 @@ class Execution:
             return error
         self.check_open()
         failure = explain_failure(self._ends(), error, self.sender)
+        if not isinstance(failure, WorkerFailureError) and not self.sender.is_owner and self._find_refusals():
+            failure = self._refused_error()
         if self._retrieved_attempt != self.attempt:
             self._retrieved_attempt = self.attempt
             retrieve_late(self.futures, self)
         return failure
+
+    def _find_errors(self) -> dict[int, BaseException | None]:
+        """Return the error of each worker that has finished, by position; None if it has none, or had items before."""
+        errors: dict[int, BaseException | None] = {}
+        for at in set(self.completions).difference(self.pending()):
+            items, errors[at] = self.items.setdefault(at, []), None
+            if self.yields_items and at in self.answering and not items:
+                items.extend(itertools.islice(self.futures[at], 1))
+            try:
+                for ref in (*items[:1], self.completions[at]):
+                    get_one(ref)
+            except Exception as error:  # noqa: BLE001  any exception of the worker
+                errors[at] = error
+        return errors
+
+    def _find_refusals(self) -> list[tuple[int, int]]:
+        """Return the epochs of the call and of the worker for each worker that has refused a call of a handle."""
+        return [epochs for error in self._find_errors().values() if (epochs := refused_epochs(error)) is not None]
+
+    def _refused_error(self) -> EpochError:
+        """Return the error of a call of a handle that workers have refused; cancel the rest of the call."""
+        if self._refused is None:
+            ends = list(self.completions.values())
+            wait(ends, num_returns=len(ends), timeout=REFUSED_S, fetch_local=False)
+            ran: list[int] = []
+            if pending := self.pending():  # workers that run it may wait for those that have refused it
+                retrieve_late(self.futures, self)
+                parts = {self.ranks[at]: self.futures[at] for at in pending}
+                ran += self.sender.cancel(parts, self.method.name, force=False)
+            epoch = max([self.epoch, *(own for _, own in self._find_refusals())])
+            for at, error in self._find_errors().items():
+                dropped = at in pending and is_cancellation(error)
+                if refused_epochs(error) is None and self.ranks[at] not in ran and not dropped:
+                    ran.append(self.ranks[at])
+            with contextlib.suppress(WorkerGroupError, PlacementError):  # the next call raises it
+                self.sender.renew(epoch)
+            self._refused = epoch, tuple(sorted(ran))
+        return refused_error(self.method.name, self.epoch, self.ranks, *self._refused)
 
     def _ends(self) -> list[ObjectRef[Any]]:
         """Return the refs that hold how each worker has ended."""
@@ -478,11 +501,11 @@ class Execution:
         except Exception as error:  # noqa: BLE001  any exception of the worker
             if self.ranks[at] in self.cancelled:
                 return self._make_outcome(at, error=CallCancelledError(self.method.name, (self.ranks[at],)))
+            # A call of the owner is never refused; an argument of it may be.
+            if not self.sender.is_owner and refused_epochs(error) is not None:
+                raise (await on.apart(self._refused_error)) from None
             own = [self.completions[at], *self.items.get(at, ())[-1:]]
-            failure = await on.apart(explain_failure, own, error, self.sender)
-            if isinstance(failure, Refused):
-                raise failure from None
-            return self._make_outcome(at, error=failure)
+            return self._make_outcome(at, error=await on.apart(explain_failure, own, error, self.sender))
         return self._make_outcome(at, value)
 
     async def _get_items(self, on: Waiter, at: int) -> list[Any]:

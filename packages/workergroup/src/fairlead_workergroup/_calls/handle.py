@@ -111,10 +111,9 @@ class GroupHandle(TypedCalls):
     once before a `map`, the handle asks a node agent whether workers have been replaced. If so, it finds the new ones
     first.
 
-    Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it. If
-    all called workers have refused a call, it is planned again and sent once more when its results are taken. Workers
-    that have not learned of a new epoch yet are waited for, for about five seconds. If some workers have run the call
-    and others have refused it, taking its results raises `EpochError` with the ranks of both, and cancels the rest.
+    Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
+    Then taking the results raises `EpochError`, which says which ranks have run the call and which have refused it, and
+    cancels the rest. The handle reads the present workers first, so that the call can be made again.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the node agent, about a millisecond.

@@ -19,7 +19,6 @@ from .._transport.messages import Transport
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailure, WorkerFailureError, name_group
 from .call import Call, CallResults, Result, make_order
-from .errors import Refused
 from .execution import Execution
 from .plan import CallOptions, CallPlan, Column, column_per_worker, make_columns, make_plan
 from .sender import Admitted, Order, Sender, Sent
@@ -154,9 +153,6 @@ class JoinedCall(CallResults[Result]):
         """The ObjectRefs of the results, in the order of `result()`, as for a `Call`."""
         return [ref for call in self.calls for ref in call.refs]
 
-    def _following(self, results: Callable[[Waiter], AsyncGenerator[Outcome]], timeout: float | None = None) -> Any:
-        return results
-
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""
         return all(call.done() for call in self.calls)
@@ -243,8 +239,7 @@ def _prepare(
 
         with _named(sender):
             columns, named = make_columns(args, kwargs, column)
-            replan = None if sender.is_owner else partial(target.replan, options)
-            order = make_order(sender, own, plan, columns, named, options, sharding=target.sharding, replan=replan)
+            order = make_order(sender, own, plan, columns, named, options, sharding=target.sharding)
         parts.append(_Part(owner, sender, order, plan))
         begin, deadline = end, deadline.sooner(order.deadline)
     return [replace(part, order=part.order._replace(deadline=deadline)) for part in parts]
@@ -377,9 +372,6 @@ class _Together:
         at = min(failures, key=lambda at: not isinstance(failures[at], WorkerFailureError))
         (name, one), failure = self.named[at], failures[at]
         with _named(one.sender):
-            if isinstance(failure, Refused):
-                one.follow(attempts[at], deadline)
-                return None
             if isinstance(failure, WorkerFailureError) and one.repeat(attempts[at], deadline):
                 return None
         name_group(failure, name)
@@ -409,19 +401,10 @@ class _Together:
         waiting = {future: (at, of) for at, one in enumerate(self.executions) for of, future in enumerate(one.futures)}
         while waiting:
             for future in await on.some(dict.fromkeys(waiting), deadline, self._check_late):
-                if future not in waiting:  # its part was sent again
-                    continue
                 at, of = waiting.pop(future)
                 one = self.executions[at]
-                attempt = one.attempt
-                try:
+                with _named(one.sender):
                     outcome = await one.outcome(on, of, {})
-                except Refused:
-                    with _named(one.sender):
-                        await on.apart(one.follow, attempt, deadline)
-                    waiting = {future: where for future, where in waiting.items() if where[0] != at}
-                    waiting |= {future: (at, of) for of, future in enumerate(one.futures)}
-                    continue
                 if of in one.answering or outcome.error is not None:
                     yield self._name(at, outcome)
 
@@ -430,7 +413,7 @@ class _Together:
         for at, one in enumerate(self.executions):
             left = deadline.left()
             with _named(one.sender):
-                found = [outcome async for outcome in one.following(on, partial(one.outcomes, left), left)]
+                found = [outcome async for outcome in one.outcomes(left, on)]
             for outcome in found:
                 yield self._name(at, outcome)
 

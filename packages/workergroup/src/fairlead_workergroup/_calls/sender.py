@@ -65,7 +65,6 @@ class Order(NamedTuple):
 
     Attributes:
         sharding: the axes that the call was planned on; None if its ranks were given by number.
-        follow: as `Follower.follow`; None in the process that made the group.
     """
 
     method: Method
@@ -80,7 +79,6 @@ class Order(NamedTuple):
     has_answers: bool = False  # whether answers that are not in the object store are arguments of the call
     passes: bool = False  # whether the call belongs to the change of membership that is under way
     encoded: Sequence[Any] = ()  # the requests as the transport sends them, if it does
-    follow: Callable[[Any, Deadline], bool] | None = None
 
 
 class Admitted(NamedTuple):

@@ -3,7 +3,6 @@
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
@@ -13,7 +12,7 @@ from .._transport.futures import ResultStream
 from ..exceptions import EpochError
 from .call import Call, dispatch
 from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, make_plan, select
+from .plan import Axes, CallExplanation, CallOptions, Mesh, Selection, make_columns, make_plan, select
 from .route import serving_handles
 from .sender import Sender
 
@@ -71,22 +70,15 @@ class Target:
         while True:
             plan = make_plan(target.mesh, options)
             columns, named = make_columns(args, kwargs, plan.column)
-            sharding, replan = target.sharding, None if self.sender.is_owner else partial(target.replan, options)
             try:
-                execution = dispatch(
-                    self.sender, owner, method, plan, columns, named, options, sharding=sharding, replan=replan
+                return Call(
+                    dispatch(self.sender, owner, method, plan, columns, named, options, sharding=target.sharding)
                 )
-                return Call(execution)
             except EpochError:
                 # Another thread has resized the group. Values that were split for its size before cannot be sent.
                 if any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values())):
                     raise
                 target = target.follow()
-
-    def replan(self, options: CallOptions) -> tuple[CallPlan, NamedSharding]:
-        """Return the plan of a call on the present axes of the group, and these axes."""
-        target = self.follow()
-        return make_plan(target.mesh, options), target.sharding
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]

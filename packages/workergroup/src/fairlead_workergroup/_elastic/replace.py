@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replacement of workers: their ranks move to standbys, or to new processes in other slots."""
+"""The replacement of workers: their ranks move to new processes in other slots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .._membership.model import Snapshot
 from .._membership.operations import Facilities, Plan
-from .._world import NEVER, Deadline
 from ..exceptions import BrokenEpochError
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Move ranks of a group to other processes; see `RayWorkerGroup.replace`.
-
-    Until `end`, when their nodes end, their calls may take half of the time, and `on_handover` the other half. The
-    start of their processes may take longer, because a rank needs one even after the end of its node.
-    """
+    """Move ranks of a group to other processes; see `RayWorkerGroup.replace`."""
 
     ranks: tuple[int, ...]
-    end: Deadline = NEVER
-    partly: bool = False  # whether the first ranks move if there is not room for all
 
     @property
     def name(self) -> str:
@@ -30,7 +23,7 @@ class Replace:
     def plan(self, now: Snapshot, ask: Facilities) -> Plan:
         """Return the replacement; with scope "group" the other ranks are restarted where they are."""
         check_members(self.ranks, now)
-        ask.check_alike("replace")
+        ask.check_alike()
         if now.is_broken:
             raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
         lost, everybody = ask.find_lost(), ask.policy.restarts_all
@@ -43,8 +36,6 @@ class Replace:
             quiet=tuple(rank for rank in self.ranks if rank not in lost),
             new_port=everybody,
             on_restart=started,
-            partly=self.partly,
-            end=self.end,
         )
 
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a group for a change: slots, standbys, starts and ends."""
+"""The processes of a group for a change: slots, starts and ends."""
 
-import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
@@ -13,7 +11,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError, PortLease, RayV
 
 from .. import _world
 from .._membership.facts import WorkerFacts
-from .._membership.model import Member, Place, Snapshot, Started
+from .._membership.model import Place, Snapshot, Started
 from .._membership.operations import Plan, RestartPolicy
 from .._observe.evidence import check_head
 from .._observe.head import alive_nodes, read_placement_group
@@ -22,10 +20,8 @@ from .._start.layout import choose_slots, move_places, resize_places
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
 from .launcher import Launcher, LaunchPlan
+from .moves import PreparedProcess, check_alike, check_slots, prepare_processes
 from .resources import usable_slots
-from .standbys import Standby, Standbys
-
-logger = logging.getLogger(__name__)
 
 # Ray reports the cause of a death that it knows at once.
 CAUSE_S = 10.0
@@ -38,30 +34,21 @@ class Staging:
     epoch: int
     places: tuple[Place, ...]
     launch: LaunchPlan
-    targets: Mapping[int, Standby]  # the processes that take over ranks
+    targets: Mapping[int, PreparedProcess]  # the processes that take over ranks
     renews_port: bool  # whether another master port is leased when the old workers have ended
     slots: Sequence[Slot]
-    used: set[int] = field(default_factory=set)  # the numbers of the standbys that have become workers
-
-    @property
-    def moved(self) -> Sequence[int]:
-        """The ranks that have got another process."""
-        return list(self.targets)
 
 
 class Crew:
     """Acquire, start and end the processes of a group, for the owner of its membership."""
 
-    def __init__(self, launcher: Launcher, standbys: Standbys, policy: RestartPolicy, slots: Sequence[Slot]) -> None:
+    def __init__(self, launcher: Launcher, policy: RestartPolicy, slots: Sequence[Slot]) -> None:
         self.policy = policy
         self._launcher = launcher
         self._resources = launcher.resources
         self._roster = launcher.resources.roster
-        self._standbys = standbys
         # Those of the cluster when the group was made, and of the logical nodes that it was extended by.
         self._slots = slots
-        # Those of processes that were to take over ranks and have been ended.
-        self._vacated: list[Slot] = []
 
     def find_lost(self) -> Mapping[int, WorkerFailure]:
         """Return the workers that are dead now, by rank, including those that no call has met."""
@@ -86,24 +73,21 @@ class Crew:
         except HeadTimeoutError:
             return False
 
-    def check_alike(self, what: str) -> None:
+    def check_alike(self) -> None:
         """Refuse ranks that cannot take each other's place."""
-        self._standbys.check_alike(what)
+        check_alike(self._launcher)
 
     def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> Staging:
-        """Get slots, standbys, and the environment of new workers; see `ports.Crew`."""
+        """Get slots, processes, and the environment of new workers; see `ports.Crew`."""
         if not self._roster.handles:
             return Staging(0, before.places, self._launcher.planned, {}, False, self._slots)
         undo.callback(self._resources.drop_next_port)
         if plan.resize is not None:
             self._note_slots()
-        targets = self._take_processes(before, plan, deadline)
-        staging = Staging(before.epoch + 1, before.places, self._launcher.planned, targets, False, self._slots)
-        undo.callback(self._give_back, staging)
+        targets = self._find_targets(plan.move, deadline) if plan.move else {}
+        undo.callback(self._resources.discard, [one.number for one in targets.values()])
         places = move_places(before.places, {rank: one.slot for rank, one in targets.items()})
         stays = [rank for rank in (*plan.start, *plan.replace) if rank < len(places) and rank not in targets]
-        if plan.partly and not self.policy.restarts_all:
-            stays = []
         moved, slots = self._find_new_slots(places, stays, before, deadline)
         needs_plan = plan.resize is not None or moved is not places
         if plan.resize is not None:
@@ -120,16 +104,13 @@ class Crew:
         needs_port = is_new or lease is None or lease.node_id != moved[0].slot.node_id
         if needs_port and survives:  # those that keep running use the present one until then
             self._resources.lease_next_port(moved[0].slot)
-        return dataclasses.replace(
-            staging, places=moved, launch=launch, slots=slots, renews_port=needs_port and not survives
-        )
+        return Staging(before.epoch + 1, moved, launch, targets, needs_port and not survives, slots)
 
     def start(
         self, staged: Staging, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
     ) -> list[Started]:
         """Start the processes of ranks, until their constructors have finished."""
         taken = {rank: staged.targets[rank] for rank in ranks if rank in staged.targets}
-        staged.used.update(one.number for one in taken.values())
         undo.callback(self._undo_start, ranks)
         if staged.renews_port:
             self._resources.release_port()
@@ -160,11 +141,11 @@ class Crew:
         self._launcher.begin(staged.launch, self._resources.lease_master_port(staged.places[0].slot))
         self._slots = staged.slots
 
-    def publish(self) -> None:
-        """Let handles of other processes see the members, and wait a moment until those that look now do."""
+    def publish(self, *, wait: bool) -> None:
+        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
         if (registration := self._resources.registration) is not None:
             registration.publish()
-            if not self._roster.is_over:
+            if wait and not self._roster.is_over:
                 registration.await_handles(ANSWER_S)
 
     def end(self, ranks: Sequence[int]) -> list[str]:
@@ -175,14 +156,12 @@ class Crew:
         """End the processes of ranks that have left the group, and forget them."""
         self._resources.discard(ranks)
 
-    def settle(self, before: Snapshot) -> None:
-        """Give back what the group does not use any more, and start the standbys that are missing."""
+    def settle(self) -> None:
+        """Give back what the group does not use any more."""
         if self._roster.is_over:
             self._resources.give_back_late()
         elif self._roster.handles:
             self._resources.keep_slots([place.slot for place in self._roster.now.places])
-            vacated, self._vacated = self._vacated, []
-            self._standbys.refill([*(place.slot for place in before.places), *vacated])
 
     def _lease(self, staged: Staging) -> PortLease:
         """Return the lease of the master port of the next epoch."""
@@ -200,51 +179,25 @@ class Crew:
             known = {slot.node_idx for slot in self._slots}
             self._slots = [*self._slots, *(slot for slot in cluster.slots() if slot.node_idx not in known)]
 
-    def _take_processes(self, before: Snapshot, plan: Plan, deadline: Deadline) -> dict[int, Standby]:
-        """Return the processes that take over ranks: standbys for lost ones, and others too for those that move."""
-        if plan.move:
-            return self._find_targets([before[rank] for rank in plan.move], deadline, partly=plan.partly)
-        lost = [before[rank].place for rank in plan.replace if rank in before.lost]
-        return self._standbys.take(lost) if lost else {}
-
-    def _find_targets(self, members: Sequence[Member], deadline: Deadline, *, partly: bool) -> dict[int, Standby]:
-        """Return the process that each rank moves to: standbys, then new ones in free slots of the cluster.
-
-        With `partly`, the ranks for which there is no room are left out, unless there is room for none.
-        """
-        targets = self._standbys.take([member.place for member in members])
-        rest = [member for member in members if member.rank not in targets]
+    def _find_targets(self, ranks: Sequence[int], deadline: Deadline) -> dict[int, PreparedProcess]:
+        """Return the process that each rank moves to, in a free slot of the cluster."""
+        free = self._resources.claim_free(self._launcher.spec.slots(), len(ranks))
+        if len(free) < len(ranks):
+            raise ValueError(
+                f"{len(ranks)} rank(s) need as many free slots, and there are {len(free)} that can be used. Reserve "
+                "more with cluster.extend()."
+            )
+        check_slots(self._launcher, free)
         try:
-            free = self._resources.claim_free(self._launcher.spec.slots(), len(rest), partly=partly)
-            if len(free) < len(rest) and not (partly and (targets or free)):
-                raise ValueError(
-                    f"{len(members)} rank(s) need as many standbys or free slots, and there are "
-                    f"{len(targets) + len(free)} that can be used. Reserve more with cluster.extend(), or create the "
-                    "group with Elastic(standby=...)."
-                )
-            self._standbys.check_slots(free)
-            try:
-                started = self._standbys.start_in(free, deadline)
-            except TimeoutError as error:
-                raise WorkerStartError(
-                    "a process that a rank was to move to had not imported the class's module at the deadline "
-                    "(Timeouts.start_s, or the timeout of the replacement)"
-                ) from error
-            except RayError as error:
-                raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
-        except BaseException:
-            self._standbys.give_back(targets.values())
-            raise
-        return targets | {member.rank: one for member, one in zip(rest, started, strict=False)}
-
-    def _give_back(self, staged: Staging) -> None:
-        """Keep as many unused processes as the group wants as standbys, and end the others."""
-        unused = [one for one in staged.targets.values() if one.number not in staged.used]
-        spare = max(0, self._standbys.count - len(self._standbys.slots))
-        self._standbys.give_back(unused[:spare])
-        if ended := [one for one in staged.targets.values() if one.number in staged.used or one in unused[spare:]]:
-            self._resources.discard([one.number for one in ended])
-            self._vacated += [one.slot for one in ended]
+            prepared = prepare_processes(self._launcher, free, deadline)
+        except TimeoutError as error:
+            raise WorkerStartError(
+                "a process that a rank was to move to had not imported the class's module at the deadline "
+                "(Timeouts.start_s, or the timeout of the replacement)"
+            ) from error
+        except RayError as error:
+            raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
+        return dict(zip(ranks, prepared, strict=True))
 
     def _claim(self, before: Snapshot, count: int, slots: Sequence[Slot] | None) -> list[Slot]:
         """Claim the slots of new ranks."""
@@ -252,7 +205,7 @@ class Crew:
         if count <= 0:
             return []
         if slots is not None:
-            mine = {place.slot.key for place in before.places} | {slot.key for slot in self._standbys.slots}
+            mine = {place.slot.key for place in before.places}
             if taken := [slot for slot in slots if slot.key in mine]:
                 raise ValueError(
                     f"bundle {taken[0].bundle_index} of logical node {taken[0].node_idx} has a worker of this group "

@@ -48,13 +48,6 @@ def _send(
         return ref
 
 
-def send_handover(member: Member, method: str) -> tuple[ObjectRef, ObjectRef]:
-    """Send a method to a worker; return references to its value and to None, which has the same error if it fails."""
-    with direct(member):
-        value, end = member.handle._fairlead_hand_over.options(num_returns=2).remote(method)
-    return value, end
-
-
 class OverlappingCalls:
     """The unfinished calls of workers whose async methods overlap. The lock of those who send protects it.
 

@@ -99,7 +99,7 @@ class Launcher(Described):
     def plan_in(self, slot: Slot) -> WorkerPlan:
         """Return the plan of a worker without a rank in a slot, with the options of rank 0."""
         first = self.planned.workers[0].place
-        place = dataclasses.replace(first, slot=slot, name=f"{self._roster.name_prefix}-standby")
+        place = dataclasses.replace(first, slot=slot, name=f"{self._roster.name_prefix}-move")
         (worker,) = self._plan_workers([place])
         return worker
 

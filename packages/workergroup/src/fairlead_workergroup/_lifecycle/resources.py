@@ -5,9 +5,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import ray
 
@@ -19,22 +18,15 @@ from fairlead_placement import (
     Slot,
     lease_ports,
 )
-from fairlead_placement.spi import Rounds, SlotClaim, claim_slots, run_in_thread
+from fairlead_placement.spi import SlotClaim, claim_slots
 
 from .._membership.roster import Roster
 from .._observe.head import alive_nodes, draining_nodes
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
-from .._world import Deadline
 from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-# When the workers have ended, the threads of a group have nothing to wait for.
-JOIN_S = 20.0
-# How long the exit of the interpreter waits for a round of the group.
-EXIT_S = 1.0
 
 
 def usable_slots(slots: Iterable[Slot]) -> list[Slot]:
@@ -60,24 +52,21 @@ class Resources:
     lease: PortLease | None = None  # of the master port
     next_lease: PortLease | None = None  # of the master port of the next epoch, while a resize starts it
     registration: Registration | None = None
-    standby_slots: Callable[[], Sequence[Slot]] = tuple
     gave_all_back: bool = True  # so far, without a failure
     closed: bool = False  # whether the release has begun
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
     _claims: dict[tuple[str, int], SlotClaim] = field(default_factory=dict)
     # It protects the end: one thread gives back, and others wait until it has. A signal handler may end the group too.
     _ending: threading.RLock = field(default_factory=threading.RLock)
-    _threads: dict[Future[Any], str] = field(default_factory=dict)
-    _rounds: dict[str, Rounds] = field(default_factory=dict)
 
     def add(self, workers: Mapping[int, RunningWorker]) -> None:
         """Add workers that have to be ended, by rank, in place of those added before for these ranks."""
         self._workers.update(workers)
 
-    def claim_free(self, slots: Iterable[Slot], count: int, *, tied: int = 1, partly: bool = False) -> list[Slot]:
+    def claim_free(self, slots: Iterable[Slot], count: int, *, tied: int = 1) -> list[Slot]:
         """Claim and return the first usable slots that no group uses, in groups of `tied` on one logical node.
 
-        If there are not enough, fewer are returned, and they are claimed only with `partly`.
+        If there are not enough, fewer are returned, and none is claimed.
         """
         free: list[Slot] = []
         for slot in usable_slots(slots):
@@ -86,7 +75,7 @@ class Resources:
                     self._claim([slot])
                     free.append(slot)
         chosen = choose_slots(free, count, tied=tied)
-        kept = {slot.key for slot in chosen} if partly or len(chosen) == count else set()
+        kept = {slot.key for slot in chosen} if len(chosen) == count else set()
         for slot in free:
             if slot.key not in kept:
                 self._claims.pop(slot.key).release()
@@ -116,8 +105,8 @@ class Resources:
         self._claims.update(made)
 
     def keep_slots(self, slots: Iterable[Slot]) -> None:
-        """Release the claims of all slots except these and those of standbys."""
-        kept = {slot.key for slot in (*slots, *self.standby_slots())}
+        """Release the claims of all slots except these."""
+        kept = {slot.key for slot in slots}
         for key in [key for key in self._claims if key not in kept]:
             self._claims.pop(key).release()
 
@@ -199,28 +188,6 @@ class Resources:
         """End the workers of these ranks and the processes they have started; return descriptions of those alive."""
         workers = {rank: self._workers[rank] for rank in ranks if rank in self._workers}
         return kill_and_wait(workers) if workers and self.roster.connected else []
-
-    def start_rounds(self, name: str, every_s: float, work: Callable[[], object], is_left: Callable[[], bool]) -> None:
-        """Do some work at intervals. The end of the group waits for a round that is under way."""
-        self._rounds[name] = rounds = Rounds(every_s, work, is_left, exit_s=EXIT_S)
-        rounds.start()
-
-    def start_thread(self, name: str, function: Callable[[], _T]) -> Future[_T]:
-        """Call a function on a background thread, for which the end of the group waits; return what it will return."""
-        future = run_in_thread(function).future
-        self._threads[future] = name
-        # The error of one that has ended would keep the frames of its callers, and with them the group.
-        future.add_done_callback(lambda one: self._threads.pop(one, None))
-        return future
-
-    def join_threads(self) -> None:
-        """Wait until the background work of the group has ended, after its workers."""
-        deadline = Deadline.after(JOIN_S)
-        wait(list(self._threads), JOIN_S)
-        late = [name for name, one in self._rounds.items() if not one.close(deadline.left() or 0.0)]
-        if names := ", ".join(sorted((*self._threads.values(), *late))):
-            logger.warning("Still running %g s after the end of a group: %s.", JOIN_S, names)
-            self.gave_all_back = False
 
     def give_back(self) -> None:
         """End the workers, then release the port and the slots; `gave_all_back` says whether all went well.

@@ -10,13 +10,14 @@ from .._membership.machine import Membership
 from .._observe.head import REQUEST_S
 from .._world import Deadline, wait_for_event
 from .launcher import Launcher
-from .resources import JOIN_S
 from .shutdown import wait_for_cleanup
 
 logger = logging.getLogger(__name__)
 
 # After Ctrl-C in a shutdown, the rest has this time.
 INTERRUPTED_S = 10.0
+# When the workers have ended, the change that is under way has nothing to wait for.
+JOIN_S = 20.0
 
 
 class Teardown:
@@ -73,7 +74,6 @@ class Teardown:
                 self._membership.gate.wake()
                 self._launcher.release()
                 self._resources.give_back()
-                self._resources.join_threads()
                 is_idle = self._membership.join(Deadline.after(JOIN_S))
                 self._succeeded = clean and is_idle and self._resources.gave_all_back
             finally:

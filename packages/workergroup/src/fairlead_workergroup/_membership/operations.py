@@ -8,7 +8,6 @@ from typing import Protocol
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .._world import NEVER, Deadline
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
 from .model import Resize, Snapshot
 from .roster import Gate
@@ -84,8 +83,6 @@ class Plan:
     new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
     on_restart: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
-    partly: bool = False  # whether fewer ranks move if there is not room for all
-    end: Deadline = NEVER  # of the node of the ranks that move
     again: bool = False  # whether this is the first part, after which the operation is planned again
     switch: Callable[[Gate], object] | None = None  # is called with the gate, and nothing else is done
 
@@ -101,7 +98,7 @@ class Facilities(Protocol):
     def lacks_cluster(self, ranks: Iterable[int]) -> bool:
         """Return whether the cluster of a rank has been shut down, so that nothing starts in its slot."""
 
-    def check_alike(self, what: str) -> None:
+    def check_alike(self) -> None:
         """Refuse ranks that cannot take each other's place."""
 
 
@@ -129,7 +126,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RestartLost:
-    """The restart of lost workers: the same ranks in their slots, in standbys, or in other slots if a node is lost."""
+    """The restart of lost workers: the same ranks in their slots, or in other slots if a node is lost."""
 
     name: str = "The restart"
 

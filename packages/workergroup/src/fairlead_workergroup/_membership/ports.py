@@ -19,10 +19,6 @@ class Staged(Protocol):
     def places(self) -> Sequence[Place]:
         """The place of each rank."""
 
-    @property
-    def moved(self) -> Sequence[int]:
-        """The ranks that have got another process."""
-
 
 S = TypeVar("S", bound=Staged)
 
@@ -31,7 +27,7 @@ class Crew(Facilities, Protocol[S]):
     """Acquires, starts and ends the processes of a group."""
 
     def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> S:
-        """Get slots, standbys and the environment for a plan; put what reverts that on the stack first."""
+        """Get slots, processes and the environment for a plan; put what reverts that on the stack first."""
 
     def start(
         self, staged: S, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
@@ -47,8 +43,8 @@ class Crew(Facilities, Protocol[S]):
     def commit(self, staged: S) -> None:
         """Use what was staged from now on."""
 
-    def publish(self) -> None:
-        """Let handles of other processes see the members, and wait a moment until those that look now do."""
+    def publish(self, *, wait: bool) -> None:
+        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
 
     def end(self, ranks: Sequence[int]) -> list[str]:
         """End the processes of ranks; return descriptions of those that are still there."""
@@ -56,8 +52,8 @@ class Crew(Facilities, Protocol[S]):
     def discard(self, ranks: Sequence[int]) -> None:
         """End the processes of ranks that have left the group, and forget them."""
 
-    def settle(self, before: Snapshot) -> None:
-        """Give back what the group does not use any more, and start the standbys that are missing."""
+    def settle(self) -> None:
+        """Give back what the group does not use any more."""
 
 
 class Transport(Protocol):
@@ -103,13 +99,8 @@ class Hooks(Protocol):
 
     timeout_s: float  # how long each of them may take
 
-    def on_restart(self, ranks: Sequence[int], values: Mapping[int, Any], deadline: Deadline) -> Sequence[HookCall]:
-        """Send `Restart.method` to ranks, with what was handed over by rank; do not wait."""
+    def on_restart(self, ranks: Sequence[int], deadline: Deadline) -> Sequence[HookCall]:
+        """Send `Restart.method` to ranks; do not wait."""
 
     def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> Sequence[HookCall]:
         """Send `on_resize` to ranks; do not wait."""
-
-    def hand_over(
-        self, ranks: Sequence[int], deadline: Deadline, check: Callable[[], None], *, give_up: bool
-    ) -> Mapping[int, Any]:
-        """Return references to what `on_handover` returns, by rank; with `give_up`, leave out those that are late."""

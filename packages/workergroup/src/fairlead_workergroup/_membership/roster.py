@@ -37,12 +37,10 @@ class Roster:
         self.name_prefix = name
         # By rank, changed in place by restarts; empty after the end.
         self.handles: list[Any] = []
-        # The descriptions of each worker and standby for users.
+        # The descriptions of each worker for users.
         self.worker_metadata: list[dict[str, Any]] = []
-        self.standby_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
         self.ending: bool = False
-        self.end_begun: Event = _world.current.event()
         # Lets workers serve Ray's calls although a lane is open; None without a lane.
         self.detour: Detour | None = None
         # Says what workers do that are threads of this process; None if the agents of their nodes say it.
@@ -50,7 +48,7 @@ class Roster:
         self._made_on = connection()
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
-        # It protects the members and the actors, which change together, and the standbys, which become members.
+        # It protects the members and the actors, which change together.
         self.lock: _world.Lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.
         self._by_actor: dict[str, WorkerProcess] = {}
@@ -251,9 +249,7 @@ class Roster:
 
     def begin_end(self) -> None:
         """Record that a shutdown has begun, so that no incarnation starts any more."""
-        if not self.ending:  # a signal handler may come in between
-            self.ending = True
-            self.end_begun.set()
+        self.ending = True
 
     def end(self) -> None:
         """Record that the group has no workers any more."""
@@ -261,7 +257,6 @@ class Roster:
             self.begin_end()
             self.handles = []
             self.worker_metadata = []
-            self.standby_metadata = []
             self._advance(ended=True)
 
     def _change(self, changed: Mapping[int, Member], **others: Any) -> None:

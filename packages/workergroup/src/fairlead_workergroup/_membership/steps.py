@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of every change: acquire, prepare, quiesce, hand over, end, construct, commit, deliver."""
+"""The steps of every change: acquire, prepare, quiesce, end, construct, commit, deliver."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,6 @@ from .roster import Gate, Roster
 
 logger = logging.getLogger(__name__)
 
-# An idle worker answers within this time, also when the notice of the end of its node has passed.
-IDLE_S = 2.0
 # Of a rank whose old process was told to end, and may still be there.
 MAY_RUN = "its old process was told to end, and no other one has started"
 
@@ -50,7 +48,6 @@ class Steps:
         self._before = roster.now
         self._is_first = not roster.handles
         self._started: list[Started] = []
-        self._values: Mapping[int, Any] = {}
         # The ranks that are shown as restarting, and those whose old processes have been ended.
         self._marked: Sequence[int] = ()
         self._ended: Sequence[int] = ()
@@ -75,7 +72,7 @@ class Steps:
                 self._deliver_facts()
             finally:
                 # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
-                self._crew.publish()
+                self._crew.publish(wait=self._is_first)
             self._run_hooks()
             self._report()
         except BaseException as error:
@@ -92,8 +89,8 @@ class Steps:
             if self._has_begun:
                 self._end_leaving()
             elif self._has_relaunched and not self._roster.is_over:
-                self._crew.publish()
-            self._crew.settle(self._before)
+                self._crew.publish(wait=False)
+            self._crew.settle()
         return tuple(one.place.rank for one in self._started)
 
     def _mark(self, ranks: Sequence[int]) -> None:
@@ -104,7 +101,6 @@ class Steps:
         """Do the steps until the epoch has begun; return what was staged for it."""
         plan, before, crew = self._plan, self._before, self._crew
         staged = crew.acquire(before, plan, undo, self._deadline)
-        replaced = [rank for rank in plan.replace if rank not in plan.move or rank in staged.moved]
         if plan.start:
             self._end_old([rank for rank in plan.start if rank in before.lost])
             self._relaunch(plan.start)
@@ -112,19 +108,19 @@ class Steps:
         if not self._is_first:
             self._enter(Phase.QUIESCING)
             self._gate.close()
-            self._quiesce(replaced)
-            if replaced:
+            self._quiesce()
+            if plan.replace:
                 crew.check_head()
             self._change.seal()
             self._enter(Phase.SWITCHING)
-        if replaced:
+        if plan.replace:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             self._deadline = Deadline.after(self._change.time_s)
-            self._mark(replaced)
-            self._ended = replaced
-            self._end_old(replaced)
-            self._relaunch(replaced)
-            self._started += crew.start(staged, replaced, undo, self._deadline, self._change.check)
+            self._mark(plan.replace)
+            self._ended = plan.replace
+            self._end_old(plan.replace)
+            self._relaunch(plan.replace)
+            self._started += crew.start(staged, plan.replace, undo, self._deadline, self._change.check)
         self._roster.commit(
             epoch=0 if self._is_first else before.epoch + 1,
             sharding=plan.sharding,
@@ -156,14 +152,11 @@ class Steps:
         together = self._crew.policy.restarts_all
         self._roster.record_relaunch(again, counted=self._plan.counted, together=together)
 
-    def _quiesce(self, replaced: Sequence[int]) -> None:
-        """Wait until calls have ended, and let workers that end hand over."""
-        plan, deadline, end = self._plan, self._deadline, self._plan.end
-        living = [self._before[rank] for rank in plan.quiet if plan.follow or rank in replaced]
-        if (left := end.left()) is not None:
-            # The other half is for those who hand over.
-            deadline = Deadline.after(max(IDLE_S, left / 2))
-        late = self._transport.quiesce(living, deadline, self._change.check, all_calls=plan.follow)
+    def _quiesce(self) -> None:
+        """Wait until calls have ended."""
+        plan = self._plan
+        living = [self._before[rank] for rank in plan.quiet]
+        late = self._transport.quiesce(living, self._deadline, self._change.check, all_calls=plan.follow)
         if late and plan.follow:
             reason = (
                 "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:"
@@ -171,12 +164,7 @@ class Steps:
             raise self._change.late_error(reason, late)
         busy = sorted(worker.rank for worker in late)
         if busy:
-            logger.warning("Rank(s) %s are replaced without a handover: they are busy.", busy)
-        ready = [one.rank for one in living if one.rank in plan.move and one.rank not in busy]
-        if ready:
-            until = self._deadline.sooner(end)
-            gives_up = end.at is not None
-            self._values = self._hooks.hand_over(ready, until, self._change.check, give_up=gives_up)
+            logger.warning("Rank(s) %s are replaced while they are busy.", busy)
 
     def _deliver_facts(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
@@ -205,7 +193,7 @@ class Steps:
         calls: list[tuple[str, HookCall]] = []
         try:
             if restarted := [rank for rank in plan.on_restart if rank in new]:
-                calls += [("Restart.method", one) for one in self._hooks.on_restart(restarted, self._values, deadline)]
+                calls += [("Restart.method", one) for one in self._hooks.on_restart(restarted, deadline)]
             if plan.follow:
                 everybody = [one.rank for one in now.members]
                 calls += [("on_resize", one) for one in self._hooks.on_resize(everybody, deadline)]

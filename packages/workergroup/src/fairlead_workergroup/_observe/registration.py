@@ -48,7 +48,7 @@ class Registration:
         self._on_loss = on_loss
         self.published: dict[str, dict[str, Any]] = {}
         self._token = token
-        # The actors that have another name than their rank: standbys that have taken over one.
+        # The actors that have another name than their rank, because the rank has moved to them.
         self._names: dict[str, str] = {}
         self._version = 0
         context = ray.get_runtime_context()

@@ -15,14 +15,10 @@ class GroupState:
     Attributes:
         epoch: the number of changes of membership so far: restarts, resizes and replacements. Every call runs in one
             epoch: no worker sees it with the facts of another one.
-        standby: the number of standbys that are ready.
-        standby_metadata: a dict for each standby: its place, and whether it is "warm" or "starting".
         statistics: the counts of what has been stored and sent so far.
         shown: what packages show of the group, by the key that each has chosen, such as the versions of a link.
     """
 
     epoch: int
-    standby: int
-    standby_metadata: list[dict[str, Any]]
     statistics: GroupStatistics
     shown: Mapping[str, Any]

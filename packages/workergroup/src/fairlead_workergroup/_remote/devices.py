@@ -13,7 +13,7 @@ import ray
 def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
     """Limit which devices this process sees, before any code of the user is imported; return its LOCAL_RANK.
 
-    What a process sees stays as it is when a standby takes over a rank: the module of its class may have used it.
+    What a process sees stays as it is when a rank moves to it: the module of its class may have used it.
 
     Args:
         facts: as `device_facts` returns them.

@@ -177,10 +177,6 @@ class WorkerHost:
         for item in function(*args, functools.partial(getattr, self), self._fairlead_record.name_task):  # noqa: UP028
             yield item
 
-    def _fairlead_hand_over(self, method: str) -> tuple[Any, None]:
-        """Return the result of a method, and None, which says that it has succeeded and is fetched in its place."""
-        return getattr(self, method)(), None
-
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
         if not _drain(result):
@@ -306,10 +302,6 @@ class ConcurrentHost(WorkerHost):
         else:  # in a thread, as Ray runs plain generators
             while (item := await asyncio.to_thread(next, items, _END)) is not _END:
                 yield item
-
-    async def _fairlead_hand_over(self, method: str) -> tuple[Any, None]:  # type: ignore[override]
-        result = getattr(self, method)()
-        return await result if inspect.isawaitable(result) else result, None
 
     async def _fairlead_cleanup(self, method: str) -> None:  # type: ignore[override]
         await _run_to_end(getattr(self._fairlead_instance, method)())
