@@ -60,8 +60,6 @@ async def call(group: wg.RayWorkerGroup, handle: wg.GroupHandle) -> None:
     assert_type(group.call("step").stream(timeout=1), wg.ResultStream[wg.Outcome])
     assert_type(group.map("step", range(3), strategy="least_loaded"), wg.ResultStream[Any])
     assert_type(group.call("step").statistics(), wg.CallStatistics)
-    assert_type(wg.join(group, handle), wg.JoinedView)
-    assert_type(wg.join(group, handle).call("step"), wg.JoinedCall)
     assert_type(wg.attach("policy", "10.0.0.1:6379"), wg.GroupHandle)
     future: wg.MultiWorkerFuture = group.run_all_workers_sharded_data("step", [1, 2], in_sharded_axes="dp")
     assert_type(group.get_all_worker_results(future), list[Any])

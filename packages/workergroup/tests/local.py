@@ -29,11 +29,6 @@ class Group(LocalGroup):
         """Do what `spi.observe_calls` does for a group of processes."""
         self._sender.observed.observe(observer)
 
-    def lose(self, rank: int) -> None:
-        """Let the group know that a worker is lost."""
-        lost = spi.decide(self._sender.roster.now[rank].process, [spi.Evidence("process", "gone")])
-        self._sender.roster.note([lost])
-
     @property
     def _membership(self) -> Any:
         return self._sender.membership

@@ -17,7 +17,6 @@
 
 from ._calls.call import Call
 from ._calls.handle import GroupHandle, attach
-from ._calls.joint import JoinedCall, JoinedView, join
 from ._calls.plan import CallExplanation
 from ._calls.results import MultiWorkerFuture
 from ._calls.view import GroupView
@@ -65,8 +64,6 @@ __all__ = [
     "GroupState",
     "GroupStatistics",
     "GroupView",
-    "JoinedCall",
-    "JoinedView",
     "LaneError",
     "LateWorker",
     "MultiWorkerFuture",
@@ -93,7 +90,6 @@ __all__ = [
     "WorkerUsage",
     "attach",
     "current_worker",
-    "join",
     "launch",
     "recursive_merge_options",
     "report_progress",

@@ -6,7 +6,7 @@ A user's own exception is not among them: it reaches the caller with its own typ
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fairlead_placement.spi import ErrorWithFields
@@ -56,7 +56,6 @@ class WorkerFailure:
             or if that is unknown.
         signal: the number of the signal that ended the process; None if none did, or if that is unknown. Ray reports
             SIGTERM only: it sees SIGKILL, SIGSEGV and `os._exit` as a closed connection.
-        group: the name of its group, in an error of a call of a `JoinedView`; empty in other errors.
 
     >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
     rank 3 (dp=1): killed: it was killed
@@ -72,15 +71,13 @@ class WorkerFailure:
     cause: str = ""
     exit_code: int | None = None
     signal: int | None = None
-    group: str = ""
 
     def __str__(self) -> str:
         where = f" on node {self.node_id[:8]}, pid {self.pid}" if self.node_id else ""
         ended = "" if self.exit_code is None else f", exit code {self.exit_code}"
         if self.signal is not None:
             ended = f", {signal.Signals(self.signal).name}"
-        who = f"rank {self.rank}{format_coords(self.coords)}{format_group(self.group)}"
-        return f"{who}{where}: {self.kind}{ended}: {self.cause}"
+        return f"rank {self.rank}{format_coords(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
 
 
 @dataclass(eq=False, repr=False)
@@ -180,7 +177,6 @@ class LateWorker:
         method: the method that it runs now, which is the called method or an earlier one; None when the worker is idle
             or its record cannot be read.
         running_s: the seconds since that method started.
-        group: the name of its group, in an error of a call of a `JoinedView`; empty in other errors.
 
     >>> print(LateWorker(3, {"dp": 1}, "abcdef0123", 77, "load", 1.25))
     rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s
@@ -192,12 +188,10 @@ class LateWorker:
     pid: int = 0
     method: str | None = None
     running_s: float = 0.0
-    group: str = ""
 
     def __str__(self) -> str:
         doing = f": in {self.method!r} for {self.running_s:.1f} s" if self.method else ""
-        who = f"rank {self.rank}{format_coords(self.coords)}{format_group(self.group)}"
-        return f"{who} on node {self.node_id[:8]}, pid {self.pid}{doing}"
+        return f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]}, pid {self.pid}{doing}"
 
 
 @dataclass(eq=False, repr=False)
@@ -330,25 +324,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def format_coords(coords: Mapping[str, int]) -> str:
     """Return coordinates in parentheses after a space; an empty text for none."""
     return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
-
-
-def format_group(name: str) -> str:
-    """Return the name of a group after " of "; an empty text for no name."""
-    return f" of {name!r}" if name else ""
-
-
-def name_group(error: BaseException, group: str) -> None:
-    """Say in an error of a call of a joined view of which group its ranks are."""
-    # An error that a worker has raised itself may be about workers of yet another group.
-    is_own = getattr(error.__cause__, "cause", None) is error
-    if isinstance(error, WorkerFailureError) and not is_own:
-        error.failures = tuple(replace(one, group=group) for one in error.failures)
-        error.__post_init__()
-    elif isinstance(error, CallTimeoutError) and error.late and not is_own:
-        error.late = tuple(replace(one, group=group) for one in error.late)
-        error.__post_init__()
-    elif (note := f"in group {group!r}") not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 def format_lines(workers: Sequence[object]) -> str:

@@ -28,7 +28,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
     current_worker,
-    join,
     report_progress,
 )
 from fairlead_workergroup.exceptions import RemoteError
@@ -288,16 +287,11 @@ class TestCalls:
             group.call("items").result()
 
     def test_two_groups(self, group, tmp_path):
-        """Answers go from group to group, and joined groups are called together, also if one of them is late."""
+        """Answers go from group to group, and a call that waits for one says whose it is."""
         with LocalGroup(Worker, workers=2) as other:
             assert other.call("keep", PerWorker(group.at(dp=0).call("facts"))).result()[1][0] == 1
-            other._sender.roster.name_prefix = "other"
-            both = join(group, other.at(worker=1))
-            assert both.call("keep", PerWorker([1, 2, 3, 4, 5])).result() == [1, 2, 3, 4, 5]
             gate = tmp_path / "gate"
-            with pytest.raises(CallTimeoutError) as caught:
-                both.call("wait_for", gate, ranks=[1], timeout=0.1).result()
-            assert [(late.rank, late.group) for late in caught.value.late] == [(1, "Worker"), (1, "other")]
+            group.call("wait_for", gate, ranks=[1])
             late = group.at(dp=0, tp=1).call("facts", collect=())
             with pytest.raises(CallTimeoutError, match="from the call of 'facts' of group 'Worker'"):
                 other.at(worker=0).call("keep", late).result(timeout=0.1)

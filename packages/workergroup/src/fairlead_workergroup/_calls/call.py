@@ -4,7 +4,6 @@
 import asyncio
 from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -119,11 +118,20 @@ def dispatch(
     return Execution(sender, owner, order, sent, recipients, options)
 
 
-@dataclass(eq=False, repr=False)
-class CallResults(PassedOn, Generic[Result]):
-    """The ways to wait for the results of a call."""
+class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
+    """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
 
-    _execution: Any  # an `Execution`, or several that are waited for together
+    `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
+    yields an `Outcome` as each worker finishes. `await` returns what `result()` returns, and the cancellation of the
+    awaiting task cancels the call. None of these consumes anything: after a timeout you can ask again.
+
+    A call can be an argument of another call. Then it stands for its results, which go from worker to worker: a `Call`
+    made with `collect=()` stands for its one result, `Shard(call, axis)` and `PerWorker(call)` for one result each, and
+    any other `Call` for the list of results.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all called workers and fetch the results, and nothing else.
@@ -173,8 +181,7 @@ class CallResults(PassedOn, Generic[Result]):
         Returns:
             Whether they have within that time.
         """
-        finished: bool = block(self._execution.wait(ON_THREAD, timeout))
-        return finished
+        return block(self._execution.wait(ON_THREAD, timeout))
 
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
@@ -201,21 +208,6 @@ class CallResults(PassedOn, Generic[Result]):
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
         return iterate_on_loop(self._following(self._execution.iterate))
-
-
-class Call(CallResults[Result], MultiWorkerFuture):
-    """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
-
-    `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
-    yields an `Outcome` as each worker finishes. `await` returns what `result()` returns, and the cancellation of the
-    awaiting task cancels the call. None of these consumes anything: after a timeout you can ask again.
-
-    A call can be an argument of another call. Then it stands for its results, which go from worker to worker: a `Call`
-    made with `collect=()` stands for its one result, `Shard(call, axis)` and `PerWorker(call)` for one result each, and
-    any other `Call` for the list of results.
-    """
-
-    _execution: Execution
 
     def __hash__(self) -> int:
         return object.__hash__(self)

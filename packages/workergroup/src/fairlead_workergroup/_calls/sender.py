@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 from ray import ObjectRef
@@ -242,13 +242,9 @@ class Sender:
             return transport
         return Admitted(now, needs)
 
-    @overload
-    def submit(self, order: Order) -> Sent | list[WorkerFailure] | Transport: ...
-    @overload
-    def submit(self, order: Order, admitted: Admitted) -> Sent: ...
-    def submit(self, order: Order, admitted: Any = None) -> Sent | list[WorkerFailure] | Transport:
-        """Send a call with the gate held, or return its obstacle if it was not admitted before and is not now."""
-        if admitted is None and not isinstance(admitted := self.admit(order), Admitted):
+    def submit(self, order: Order) -> Sent | list[WorkerFailure] | Transport:
+        """Send a call with the gate held, or return its obstacle if it is not admitted."""
+        if not isinstance(admitted := self.admit(order), Admitted):
             return admitted
         now, needs = admitted
         transport, overlaps = self.transport, self.described.worker_class.concurrent
@@ -306,10 +302,6 @@ class Sender:
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
                 return self.send(order._replace(deadline=Deadline.after(0.0)))
-        return self.send_later(order)
-
-    def send_later(self, order: Order) -> Future[Sent]:
-        """Send a call on the thread of the queue, after those that wait there."""
 
         def send() -> Sent:
             if order.deadline.passed:

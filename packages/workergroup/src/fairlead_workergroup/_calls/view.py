@@ -251,11 +251,6 @@ class AddressedWorkers:
         return map_items(target.sender, self._owner, ranks, method, items, map_options)
 
 
-def find_workers(addressed: AddressedWorkers) -> tuple[object, Target]:
-    """Return the group that owns some workers, and the workers on its present axes."""
-    return addressed._owner, addressed._find_target()  # noqa: SLF001  for other modules
-
-
 class GroupView(AddressedWorkers):
     """Some workers of a group, or all of them, with the same calling methods as the group.
 

@@ -23,14 +23,12 @@ class Outcome:
         coords: its coordinates in the group, by axis.
         value: the value that it returned; None if it failed.
         error: the exception that it raised; None if it did not fail.
-        group: the name of the group, in a call of a `JoinedView`; empty in other calls.
     """
 
     rank: int
     coords: Mapping[str, int] = field(hash=False)
     value: Any = None
     error: BaseException | None = None
-    group: str = ""
 
     _repr_html_ = record_html
 
