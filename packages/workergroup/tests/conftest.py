@@ -24,22 +24,6 @@ settings.register_profile(
 settings.load_profile("fairlead-workergroup")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the tests of calls that a group without Ray, or without processes, cannot run."""
-    items[:] = [item for item in items if not (is_local(item) and needs_processes(item))]
-
-
-def is_local(item: pytest.Item) -> bool:
-    """Return whether a test of calls runs on a `LocalGroup`."""
-    return item.path.name in ("test_local_calls.py", "test_local_map.py")
-
-
-def needs_processes(item: pytest.Item) -> bool:
-    """Return whether a test of calls needs Ray, or workers in processes of their own."""
-    marked = any(item.get_closest_marker(name) for name in ("by_ray", "by_processes"))
-    return marked or "local_ray" in getattr(item, "fixturenames", ())
-
-
 @pytest.fixture(scope="module")
 def cluster(local_ray: None) -> Iterator[object]:
     """Yield one logical node with eight CPU slots."""

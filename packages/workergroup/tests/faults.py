@@ -98,11 +98,6 @@ def limit_waits_for_room(patch: Patch, seconds: float) -> None:
     patch.setattr(shutdown, "MADE_S", seconds)
 
 
-def limit_closes_after_errors(patch: Patch, seconds: float) -> None:
-    """Let a `LocalGroup` that an error ends wait this long for busy workers."""
-    patch.setattr("fairlead_workergroup._local.group.AFTER_ERROR_S", seconds)
-
-
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
     patch.setattr(futures, "REPORT_EVERY_S", seconds)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group without a Ray for quick tests, and faults of workers, caused on purpose, for code that has to handle them.
+"""Faults of workers, caused on purpose, for code that has to handle them.
 
-The workers of a `LocalGroup` are threads of the test. The faults are real, and for groups with processes: a killed
-process, a thread in a native call that does not return, memory that is in use.
+They are real: a killed process, a thread in a native call that does not return, memory that is in use.
 
 >>> from fairlead_placement import RayVirtualCluster, init_ray
 >>> from fairlead_workergroup import RayWorkerGroup
@@ -29,7 +28,6 @@ from fairlead_placement.testing import assert_no_leaks
 
 from ._calls.sender import find_sender
 from ._group import RayWorkerGroup
-from ._local.group import LocalGroup
 from ._membership.model import Member, WorkerProcess
 from ._membership.roster import direct
 from ._observe.evidence import judge_errors
@@ -38,7 +36,7 @@ from ._remote import faults
 from .exceptions import WorkerFailureError, WorkerGroupError
 from .spi import read_members
 
-__all__ = ["Hang", "LocalGroup", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
+__all__ = ["Hang", "assert_no_leaks", "fill_memory", "hang", "kill", "slow"]
 
 Way = Literal["sleep", "native", "native-gil", "stop"]
 WAYS: tuple[Way, ...] = get_args(Way)

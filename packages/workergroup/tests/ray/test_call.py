@@ -197,7 +197,6 @@ class TestExplain:
         assert plan._repr_html_().count("<tr>") == 9
         assert "its own" in str(group.at().explain("echo", PerWorker([1] * 8)))
 
-    @pytest.mark.by_processes
     def test_references(self, group):
         """A reference is passed on."""
         assert "by reference" in str(group.at().explain("echo", ray.put(1)))

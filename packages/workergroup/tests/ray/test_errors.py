@@ -44,11 +44,7 @@ async def awaited(call):
     [
         (lambda group: group.call("fail", [3]).result(), 1),
         (lambda group: asyncio.run(awaited(group.call("fail", [3]))), 2),
-        pytest.param(
-            lambda group: group.get_all_worker_results(group.run_all_workers_single_data("fail", [3])),
-            1,
-            marks=pytest.mark.by_processes,
-        ),
+        (lambda group: group.get_all_worker_results(group.run_all_workers_single_data("fail", [3])), 1),
         (lambda group: list(group.call("items_then_fail", 1).stream()), 2),
         (lambda group: list(group.map("fail", [[0, 5]])), 2),
         (lambda group: group.call("sleep", 0.5).result(timeout=0), 1),

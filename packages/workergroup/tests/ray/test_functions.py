@@ -110,7 +110,6 @@ class TestCalls:
         assert view.call(remember, "here").result() == ["Worker"]
         assert view.call("what_ran").result() == [["here"]]
 
-    @pytest.mark.by_processes
     def test_functions_share_the_instance_of_a_slowed_worker(self, group):
         """They do so too in workers that were slowed."""
         view = group.at(dp=0, tp=0)
@@ -244,7 +243,6 @@ def outside(tmp_path, monkeypatch):
 class TestModules:
     """Tests of functions from modules that workers do not have."""
 
-    @pytest.mark.by_processes
     def test_module_of_the_driver_only(self, group, outside):
         """A registered module's functions and exceptions travel by value; before, the error names the remedy."""
         with pytest.raises(TypeError, match=r"'use' needs the module 'outside_module'.*register_pickle_by_value"):
@@ -259,7 +257,6 @@ class TestModules:
         """Functions of the package that workers import their class from see the same classes there."""
         assert group.call(is_a_worker, collect=()).result()
 
-    @pytest.mark.by_processes
     def test_a_module_that_is_missing(self, group, outside):
         """A module object in a closure travels by name too."""
         with pytest.raises(TypeError, match=r"<lambda>.*needs the module 'outside_module'"):

@@ -122,7 +122,6 @@ class TestStreams:
             list(group.at(dp=0, tp=0).call("items_after", str(gate)).stream(timeout=0.2))
         gate.touch()
 
-    @pytest.mark.by_processes
     def test_a_death(self, doomed):
         """The death of a worker does not end its stream silently."""
         with pytest.raises(WorkerFailureError, match="rank 1"):
@@ -131,7 +130,6 @@ class TestStreams:
         with pytest.raises(WorkerFailureError, match="rank 0"):
             doomed.get_all_worker_results([classic.futures[0]])
 
-    @pytest.mark.by_processes
     def test_one_failure_ends_the_wait_for_generators(self, doomed, eventually):
         """A rank that fails is reported while others still wait, by the classic methods too."""
         with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):

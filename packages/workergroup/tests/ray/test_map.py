@@ -18,7 +18,7 @@ class Worker:
     """A worker that records its items, and waits, fails or dies for some of them."""
 
     def __init__(self):
-        self.rank = int(os.environ["RANK"])  # threads have this variable in their constructor only
+        self.rank = int(os.environ["RANK"])
 
     def work(self, item):
         kind, number = item
@@ -203,7 +203,6 @@ def test_options_of_a_view(group, gate):
         group.with_options(retries=1).map("work", [])
 
 
-@pytest.mark.by_processes
 def test_the_rest_is_cancelled_with_one_request(group, gate):
     """The end of a map cancels an item of every worker with one request a node."""
     results = group.map("work", [("easy", 0), *[("wait for", str(gate))] * 7], ordered=False)

@@ -226,6 +226,38 @@ def test_extension(gate, caplog):
     ]
 
 
+class Failing(Observed):
+    """An observer that fails at the end of a call."""
+
+    def end(self, numbers, *, failed=False):
+        raise OSError("no memory")
+
+
+def test_observer_that_fails(caplog, gate):
+    """An observer that raises is reported once and dropped; calls go on without it."""
+    observer, opened = Failing(), __file__
+    with (
+        installed_extensions(),
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker) as group,
+    ):
+        group.call(wait_for, opened).result()  # which nobody observes
+        spi.observe_calls(group, observer)
+        with pytest.raises(ValueError, match="observed by"):
+            spi.observe_calls(group, Failing())
+        call = group.call(wait_for, gate)
+        with pytest.raises(CallTimeoutError):
+            call.result(timeout=0.05)
+        assert observer.told == [("wait_for", 2)]
+        assert not caplog.records
+        gate.touch()
+        assert call.result() == [None] * 2
+        assert group.call(wait_for, opened).result() == [None] * 2
+        group._sender.observed.mark("rank 1 lost")
+    assert observer.told == [("wait_for", 2)]
+    assert caplog.text.count("does not observe the calls of its group any more") == 1
+
+
 class Refused(WorkerGroupError):
     pass
 

@@ -164,7 +164,6 @@ class TestWaiting:
             held.touch()
         assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
 
-    @pytest.mark.by_processes
     def test_a_head_that_hangs(self, group, gate, monkeypatch, eventually, stop_process):
         """A timeout is raised although Ray's head does not answer; the nodes still name the methods of late workers."""
         limit_looks(monkeypatch, 0.2)
@@ -273,7 +272,6 @@ class TestErrors:
         assert [re.search(r"rank (\d)", note)[1] for note in caught.value.__notes__] == ["3", "6"]
 
     @pytest.mark.smoke
-    @pytest.mark.by_processes
     def test_a_lost_worker(self, doomed):
         """The first loss ends the wait; `outcomes` reports the others; a later call is refused at once."""
         call = doomed.call("die", [1])
@@ -287,7 +285,6 @@ class TestErrors:
         assert doomed.inspect().statistics.requests == requests
         assert doomed.at(dp=0).call("rank").result() == [0]
 
-    @pytest.mark.by_processes
     def test_deaths_that_are_not_the_workers(self, group, doomed):
         """An error of a method about its own dead actor or a lost argument is not a loss of its worker."""
         with pytest.raises(RayActorError) as caught:
@@ -381,7 +378,6 @@ class TestCancel:
         assert call.cancel() == []
         assert call.result() == list(range(8))
 
-    @pytest.mark.by_processes
     def test_with_force(self, doomed, eventually, wait_until_running):
         """The workers that run the method are killed; the group has lost them and reports the reason."""
         call = doomed.call("sleep", 600, ranks=[1], tag=0)

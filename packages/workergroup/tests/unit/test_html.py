@@ -6,7 +6,7 @@ import pytest
 from fairlead_workergroup import CallStatistics, GroupStatistics, Outcome, StuckWorker, WorkerUsage
 
 from ..faults import let_nodes_report
-from ..local import Group
+from ..observed import make_observer
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,8 @@ def look(monkeypatch):
 
     def look(count):
         let_nodes_report(monkeypatch, dict.fromkeys(range(count), row))
-        with Group("collections.Counter", workers=count) as group:
-            observer = group.observe()
-            return observer.read_status(1.0), observer.find_stuck(1.0, dump_stacks=False)
+        observer = make_observer(count)
+        return observer.read_status(1.0), observer.find_stuck(1.0, dump_stacks=False)
 
     return look
 

@@ -114,7 +114,7 @@ def describe_missing(sources: Sequence[Source]) -> str:
     lines = []
     for (method, roster), workers in pending.items():
         what = "a call" if method is None else f"the call of {method!r}"
-        late = (roster.look_here or late_workers)([facts for _, facts in sorted(workers.items())])
+        late = late_workers([facts for _, facts in sorted(workers.items())])
         lines.append(f"{what} of group {roster.name_prefix!r}, not finished by:{format_lines(late)}")
     if others:
         lines.append(f"{others} object(s) that no worker of a group makes")

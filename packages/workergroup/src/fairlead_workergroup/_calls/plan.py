@@ -192,7 +192,7 @@ class CallExplanation:
         summary: a sentence with the numbers of called workers, stored values and results.
         header: the names of the columns.
         rows: one row for each worker that would be called, by ascending rank.
-        route: what would carry the requests: "ray", "lane", or "local" in a `testing.LocalGroup`.
+        route: what would carry the requests: "ray" or "lane".
     """
 
     summary: str

@@ -165,9 +165,6 @@ class Sender:
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
-    def check_route(self, obstacle: str) -> None:
-        """Refuse a call that a transport cannot carry, if it cannot go by Ray either."""
-
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.now
         if now.is_broken and not self.policy.on_failure:
@@ -331,7 +328,7 @@ class Sender:
     def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
         """Return what these ranks are doing now."""
         now = self.roster.now
-        return (self.roster.look_here or late_workers)([now[rank].process for rank in ranks])
+        return late_workers([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
         """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills."""

@@ -100,7 +100,6 @@ class Target:
         obstacle = next(filter(None, reasons), "")
         if not obstacle:
             return replace(explanation, route=transport.name)
-        self.sender.check_route(obstacle)
         reason = f"by Ray and not by the {transport.name}: {obstacle}"
         return replace(explanation, summary=f"{explanation.summary}, {reason}")
 

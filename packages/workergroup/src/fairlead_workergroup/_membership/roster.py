@@ -14,7 +14,7 @@ from fairlead_sharding import NamedSharding
 from .. import _world
 from .._ray_private import actor_id_of
 from .._world import Deadline, Event, wait_for_event
-from ..exceptions import LateWorker, WorkerFailure, WorkerGroupError
+from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
 from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
@@ -45,8 +45,6 @@ class Roster:
         self.end_begun: Event = _world.current.event()
         # Lets workers serve Ray's calls although a lane is open; None without a lane.
         self.detour: Detour | None = None
-        # Says what workers do that are threads of this process; None if the agents of their nodes say it.
-        self.look_here: Callable[[Sequence[WorkerProcess]], tuple[LateWorker, ...]] | None = None
         self._made_on = connection()
         # Those who watch the group: each with its listener, and what closes it within some seconds.
         self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []

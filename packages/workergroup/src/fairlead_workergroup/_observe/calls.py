@@ -44,7 +44,7 @@ class CallStatistics:
         fetched: results fetched to the driver so far.
         bytes_fetched: their size in bytes, as sent.
         submit_s: seconds from the call to the last request.
-        route: what carried the requests: "ray", "lane", or "local" in a `testing.LocalGroup`.
+        route: what carried the requests: "ray" or "lane".
     """
 
     requests: int

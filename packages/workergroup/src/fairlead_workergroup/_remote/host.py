@@ -106,7 +106,12 @@ class WorkerHost:
 
     def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any], began: float) -> dict[str, Any]:
         imported = time.monotonic()
-        self._fairlead_make(cls, args, kwargs)
+        try:
+            self._fairlead_instance = cls(*args, **kwargs)
+        except BaseException as error:
+            _prepare_error("__init__", error)
+            raise
+        self._fairlead_record.end(self._fairlead_key)
         context = ray.get_runtime_context()
         return {
             "pid": os.getpid(),
@@ -116,15 +121,6 @@ class WorkerHost:
             "accelerator_ids": context.get_accelerator_ids(),
             "took": {"import": imported - began, "constructor": time.monotonic() - imported},
         }
-
-    def _fairlead_make(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the user's instance, and record that its constructor has ended."""
-        try:
-            self._fairlead_instance = cls(*args, **kwargs)
-        except BaseException as error:
-            _prepare_error("__init__", error)
-            raise
-        self._fairlead_record.end(self._fairlead_key)
 
     def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
         """Run a method and drop its result, so that nothing is stored or sent back."""

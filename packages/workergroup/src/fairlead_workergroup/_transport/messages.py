@@ -17,7 +17,6 @@ from ray.exceptions import GetTimeoutError, RayTaskError, UnserializableExceptio
 from .._membership.model import Snapshot
 from .._ray_private import object_sizes, still_referenced
 from .._world import NEVER, Deadline
-from ..exceptions import WorkerGroupError
 
 
 class Carrier(Protocol):
@@ -213,11 +212,6 @@ class Message:
             raise GetTimeoutError(f"Get timed out: the answer has not arrived within {timeout_s} s.")
         if self.ref is None or self.failed:
             value = self.get()
-            if not ray.is_initialized():  # which `ray.put` would start
-                raise WorkerGroupError(
-                    "No Ray runs that could store this answer. Use launch instead of a LocalGroup to test code that "
-                    "needs ObjectRefs."
-                )
             self.ref = self.ref or ray.put(value)
         return self.ref
 
