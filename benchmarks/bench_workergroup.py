@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import ray
@@ -144,9 +145,9 @@ def _plan_rows() -> Iterator[Row]:
                     mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
                 plan = plan_call(mesh, collect=("dp", "pp"))
                 batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
-                arguments = Arguments(put=lambda value: value)
                 rate = {"lr": plan.column("lr", 0.1)}
-                columns = store_columns(method, [batch], rate, arguments)
+                with patch.object(ray, "put", lambda value: value):
+                    columns = store_columns(method, [batch], rate, Arguments())
                 for _ in make_requests(method, plan, columns, list(rate)):
                     pass
 

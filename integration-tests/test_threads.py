@@ -15,7 +15,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, current_worker
 from fairlead_workergroup.testing import kill
 
-KINDS = {"fairlead-change", "fairlead-io", "fairlead-lane", "fairlead-monitor"}
+KINDS = {"fairlead-change", "fairlead-io", "fairlead-monitor"}
 
 
 class Policy:
@@ -54,8 +54,8 @@ def names(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-def test_four_kinds(local_ray, names, eventually):
-    """A watched, elastic group with a lane has threads of four kinds, whatever it does, and one of them only once."""
+def test_three_kinds(local_ray, names, eventually):
+    """A watched, elastic group has threads of three kinds, whatever it does, and one of them only once."""
     seen = []
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
@@ -70,8 +70,7 @@ def test_four_kinds(local_ray, names, eventually):
         watch(group, 0.1, on_event=lambda event: seen.append((event.kind, event.rank))),
     ):
         assert eventually(lambda: group.inspect().standby == 1)
-        with group.lane():
-            assert group.call("step").result() == [1, 1]
+        assert group.call("step").result() == [1, 1]
         kill(group, 1)
         assert eventually(lambda: ("worker-dead", 1) in seen)
         assert group.call("step").result() == [1, 1]  # after a takeover by the standby

@@ -83,7 +83,7 @@ def watch(group: wg.RayWorkerGroup) -> None:
 
 def read_errors(error: Exception) -> None:
     match error:
-        case wg.CallTimeoutError() | wg.ResizeTimeoutError() | wg.LaneError():
+        case wg.CallTimeoutError() | wg.ResizeTimeoutError():
             assert_type(error.late, tuple[wg.LateWorker, ...])
         case wg.WorkerFailureError() | wg.BrokenEpochError():
             assert_type(error.failures, tuple[wg.WorkerFailure, ...])

@@ -108,14 +108,6 @@ def longest_shutdown(timeout_s: float) -> float:
     return timeout_s + shutdown.LAST_LOOK_S
 
 
-def most_calls_of_a_lane() -> int:
-    """Return how many calls a worker that does not answer may have in a lane, sent and waiting."""
-    from fairlead_lane._session import WINDOW
-    from fairlead_lane._transport import MOST_WAITING
-
-    return WINDOW + MOST_WAITING
-
-
 # Ray's head, and the agents of nodes.
 
 
@@ -281,7 +273,7 @@ def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], 
 
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a call has been checked, and before Ray gets it."""
-    act_before(patch, sender.Sender, "_send_by_ray", act)
+    act_before(patch, sender.Sender, "_send_requests", act)
 
 
 def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:

@@ -5,14 +5,11 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-import ray
 
 from fairlead_inspect import stragglers, trace
 from fairlead_placement import RayVirtualCluster
@@ -216,32 +213,6 @@ def test_handle(group, tmp_path, gate, monkeypatch):
     call.wait()
     assert find_requests(group) == before
     assert [one.rank for one in stragglers(handle).timings] == [one.rank for one in stragglers(group).timings]
-
-
-def test_open_lane(group, tmp_path, gate, wait_until_running):
-    """While a call hangs in a lane, it is in the trace and found by the commands, as without a lane."""
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--group", "policy"]
-        env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-
-    with group.lane():
-        call = group.call("wait_for", str(gate))
-        wait_until_running(group, "wait_for", 0, 1, 2, 3)
-        events = read_trace(group, tmp_path)["traceEvents"]
-        running = [one["name"] for one in events if one["ph"] == "X" and one["args"].get("running")]
-        assert running == ["wait_for"] * 4
-        # All at once: each takes seconds, mostly for the start of Ray.
-        looks = [run("status", "--json"), run("why", "--after", "0.5", "--json"), run("stacks", "--json")]
-        status, why, stacks = [json.loads(one.communicate(timeout=120)[0]) for one in looks]
-        assert [(one["state"], one["method"]) for one in status["workers"]] == [("busy", "wait_for")] * 4
-        (found,) = why["groups"][0]["findings"]
-        assert (found["kind"], found["ranks"], found["method"]) == ("stuck", [0, 1, 2, 3], "wait_for")
-        assert any(one["ranks"] == [0, 1, 2, 3] and "in wait_for" in one["stacks"] for one in stacks["stacks"])
-        assert not call.wait(timeout=0)
-        gate.touch()
-        assert call.result(timeout=60) == [None] * 4
 
 
 def test_span(group, tmp_path):

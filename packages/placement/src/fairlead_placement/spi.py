@@ -30,7 +30,6 @@ from ._ray_private import (
     connection,
     drain_deadlines,
     draining_nodes,
-    never_connect,
 )
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
@@ -70,7 +69,6 @@ __all__ = [
     "find_agents",
     "group_pairs",
     "head_deadline",
-    "never_connect",
     "number_slots",
     "place_pinned",
     "process_is_alive",

@@ -5,8 +5,8 @@ import os
 import re
 import signal
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -74,16 +74,6 @@ def actor_id_of_ref(ref: ObjectRef) -> str:
     return str(ref.binary()[TASK_BYTES - 16 : TASK_BYTES].hex())
 
 
-def ownership_of(ref: ObjectRef[Any]) -> tuple[bytes, bytes, bytes] | None:
-    """Return an object's id, owner and status for `ray.get` in a worker; None without this API, and no lane."""
-    core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
-    if not hasattr(core_worker, "serialize_object_ref"):
-        return None
-    # Pickling the reference gives them too, but keeps the object for the life of this process.
-    _, owner, status = core_worker.serialize_object_ref(ref)
-    return ref.binary(), owner, status
-
-
 def is_known_dead(handle: Any) -> bool:
     """Return whether this process knows that an actor is dead, without a request, as after a method's error.
 
@@ -137,31 +127,3 @@ def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
     # Ray sees `exit_actor()` also by a flag, while an async worker still cancels its other methods.
     code = re.search(r"Worker exits with an exit code (-?[0-9]+)|User requested to exit the actor", text)
     return (None if code is None else int(code[1] or 0)), None
-
-
-def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
-    """Return a weak copy of an actor handle whose public methods call `refuse`; the handle itself without its API."""
-    if not hasattr(handle, "_ray_weak_ref"):
-        return handle
-
-    class Refused:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def options(self, **_: Any) -> "Refused":
-            return self
-
-        def remote(self, *_: Any, **__: Any) -> NoReturn:
-            refuse(self._name)
-
-    # `ray.kill` and the pickling of handles need a real handle.
-    class RefusingHandle(ray.actor.ActorHandle):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            if name.startswith("_"):
-                return super().__getattribute__(name)
-            getattr(handle, name)  # which refuses names that the class does not have
-            return Refused(name)
-
-    copy = RefusingHandle.__new__(RefusingHandle)
-    copy.__dict__.update(handle.__dict__, _ray_weak_ref=True)
-    return copy

@@ -16,7 +16,6 @@ __all__ = [
     "CallCancelledError",
     "CallTimeoutError",
     "EpochError",
-    "LaneError",
     "LateWorker",
     "RemoteError",
     "ResizeTimeoutError",
@@ -240,24 +239,6 @@ class CallCancelledError(WorkerGroupError):
 
     def __str__(self) -> str:
         return f"the call of {self.method!r} was cancelled before rank(s) {format_ranks(self.ranks)} finished it"
-
-
-@dataclass(eq=False, repr=False)
-class LaneError(WorkerGroupError):
-    """A lane could not be opened, closed or used in this way.
-
-    Attributes:
-        reason: what was asked, what was found, and what to do.
-        ranks: the ranks that it is about; empty if it is about none in particular.
-        late: what these ranks were doing, if they did not follow in time.
-    """
-
-    reason: str
-    ranks: tuple[int, ...] = field(default_factory=tuple)
-    late: tuple[LateWorker, ...] = field(default_factory=tuple)
-
-    def __str__(self) -> str:
-        return f"{self.reason}{format_lines(self.late)}" if self.late else self.reason
 
 
 @dataclass(eq=False, repr=False)

@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 import ray
 
 from ._calls.handle import GroupHandle
-from ._calls.route import Site
 from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Notice, Resize, Snapshot, WorkerProcess
-from ._membership.roster import direct
 from ._observe.calls import CallObserver
 from ._observe.display import record_html
 from ._observe.evidence import judge_errors, read_deaths
@@ -32,13 +30,10 @@ from ._observe.publications import RegisteredGroup, RegisteredWorker, find_group
 from ._observe.query import cancel_calls, late_workers
 from ._observe.status import State, state_of
 from ._observe.stuck import find_innermost, find_method_frames
-from ._ray_private import actor_id_of, ownership_of
 from ._remote.outside import look_at_process, look_from_outside
 from ._remote.process import make_memory_file, open_memory_file, start_tick
 from ._remote.progress import read_records
-from ._remote.references import borrow, dump, dump_error
 from ._transport.futures import task_of_future
-from ._transport.messages import Message, MessageStream, Transport
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
@@ -46,8 +41,6 @@ __all__ = [
     "CallObserver",
     "Evidence",
     "Member",
-    "Message",
-    "MessageStream",
     "Need",
     "Notice",
     "Observer",
@@ -56,23 +49,17 @@ __all__ = [
     "Reply",
     "Resize",
     "STUCK_AFTER_S",
-    "Site",
     "Snapshot",
     "State",
-    "Transport",
     "WorkerProcess",
-    "actor_id_of",
     "add_state",
     "alive_nodes",
-    "borrow",
     "cancel",
     "check_calls",
     "check_seconds",
     "collect",
     "decide",
     "drain_deadlines",
-    "dump",
-    "dump_error",
     "find_group",
     "find_groups",
     "find_innermost",
@@ -84,7 +71,6 @@ __all__ = [
     "observe_workers",
     "on_worker_start",
     "open_memory_file",
-    "ownership_of",
     "process_is_alive",
     "publication_of",
     "read_deaths",
@@ -95,7 +81,6 @@ __all__ = [
     "send_function",
     "start_tick",
     "state_of",
-    "stream_function",
     "subscribe",
     "task_of_future",
     "wait_for_turn",
@@ -163,26 +148,9 @@ def send_function(
     Returns:
         The reference to the result.
     """
-    with direct(member):
-        if alone_within_s is None:
-            return member.handle._fairlead_function_plain.remote(name, pickled, *args)
-        return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args, first=first)
-
-
-def stream_function(member: Member, pickled: Any, *args: Any) -> Any:
-    """Let one worker run a generator function, such as one that serves the calls of a transport.
-
-    Args:
-        member: the worker.
-        pickled: the function, pickled by `ray.cloudpickle`, or a reference to that. If the async methods of the workers
-            overlap, it is an async generator function.
-        args: its first arguments. Two follow: a function that returns the method of a name on the worker's host, and
-            one that gets a function which returns the id of the task that runs, or None at the end.
-
-    Returns:
-        The `ObjectRefGenerator` of its items.
-    """
-    return member.handle._fairlead_stream.remote(pickled, *args)
+    if alone_within_s is None:
+        return member.handle._fairlead_function_plain.remote(name, pickled, *args)
+    return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args, first=first)
 
 
 def collect(

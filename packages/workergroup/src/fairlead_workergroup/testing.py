@@ -29,7 +29,6 @@ from fairlead_placement.testing import assert_no_leaks
 from ._calls.sender import find_sender
 from ._group import RayWorkerGroup
 from ._membership.model import Member, WorkerProcess
-from ._membership.roster import direct
 from ._observe.evidence import judge_errors
 from ._observe.query import ANSWER_S, ask_nodes, cancel_calls
 from ._remote import faults
@@ -187,10 +186,9 @@ def _member(group: RayWorkerGroup, rank: Any) -> Member:
 
 
 def _run(member: Member, name: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef[Any]:
-    """Run a function on the host of a worker, in its turn, also while a lane is open."""
-    with direct(member):
-        ref: ray.ObjectRef[Any] = member.handle._fairlead_run.remote(name, function, *args)
-        return ref
+    """Run a function on the host of a worker, in its turn."""
+    ref: ray.ObjectRef[Any] = member.handle._fairlead_run.remote(name, function, *args)
+    return ref
 
 
 def _on_node(worker: WorkerProcess, function: Callable[..., list[bool]], *more: Any) -> bool:

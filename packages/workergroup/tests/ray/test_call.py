@@ -69,7 +69,6 @@ class TestRecipientsAndResults:
         assert group.call("rank").outcomes()[3].coords == {"dp": 1, "tp": 2}
 
     @pytest.mark.smoke
-    @pytest.mark.by_ray
     def test_discard(self, group):
         """No worker returns a result, and nothing is fetched, but errors are raised."""
         call = group.call("make", 8, discard=True)
@@ -131,7 +130,6 @@ class TestViews:
         with pytest.raises(ValueError, match=r"Invalid axis name: 'dp'. Valid names are: \['tp'\]"):
             group.at(dp=0).at(dp=0)
 
-    @pytest.mark.by_ray
     def test_text_of_a_view(self, group):
         """A view shows its group and its ranks, and has its workers' handles."""
         view = group.at(dp=1)
@@ -166,7 +164,6 @@ class TestViews:
 
 
 class TestNotebooks:
-    @pytest.mark.by_ray  # a second run would show the status that the first one has asked for
     def test_group_and_call(self, group):
         """A group and a call have a row for each worker with its state; texts are escaped."""
         shown = group._repr_html_()

@@ -28,7 +28,6 @@ class TestStreams:
         for rank in range(8):
             assert [o.value for o in outcomes if o.rank == rank] == [100 * rank + i for i in range(3)]
 
-    @pytest.mark.by_ray
     def test_as_results(self, group):
         """`result()` has a list of items for each worker; the classic methods return them flat, or proxies."""
         call = group.call("items", 2, collect="dp")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standbys take over the ranks of lost workers, and ranks move to other processes on request."""
 
-import contextlib
 import os
 import pickle
 import time
@@ -313,12 +312,10 @@ def make_handed(not_in):
     return Handed(not_in)
 
 
-@pytest.mark.parametrize("kind", ["plain", "overlapping", "lane"])
+@pytest.mark.parametrize("kind", ["plain", "overlapping"])
 def test_handover_does_not_pass_through_the_driver(cluster, kind):
-    """The value goes from the old worker to the new one, also while a lane is open."""
+    """The value goes from the old worker to the new one."""
     driver = os.getpid()
-    if kind == "lane":
-        pytest.importorskip("zmq")
 
     class Keeper:
         def __init__(self):
@@ -343,10 +340,7 @@ def test_handover_does_not_pass_through_the_driver(cluster, kind):
         "restart": Restart(method="load"),
         "async_communication": kind == "overlapping",
     }
-    with (
-        RayWorkerGroup(cluster, worker, workers_per_node=[1], **options) as group,
-        group.lane() if kind == "lane" else contextlib.nullcontext(),
-    ):
+    with RayWorkerGroup(cluster, worker, workers_per_node=[1], **options) as group:
         assert group.replace([0]) == 1
         assert group.call("what").result() == ["Handed"]
 

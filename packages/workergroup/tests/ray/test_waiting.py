@@ -132,11 +132,8 @@ class TestWaiting:
 
         asyncio.run(main())
 
-    def test_a_late_argument(self, group, doomed, request, gate, tmp_path, eventually, wait_until_running):
+    def test_a_late_argument(self, group, doomed, gate, tmp_path, eventually, wait_until_running):
         """A call that waits for the result of another call names that call, its group, and the late ranks."""
-        ways = getattr(request.node, "callspec", None)
-        if ways is not None and ways.params == {"group": "ray", "doomed": "lane"}:
-            pytest.skip("a call by Ray is sent when the answers of lanes that are its arguments have arrived")
         made = doomed.call("wait_for", gate, ranks=[1], tag="made")
         wait_until_running(doomed, "wait_for", 1)
         pair = group.at(dp=0, tp=slice(0, 2))

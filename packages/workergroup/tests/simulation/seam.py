@@ -33,7 +33,7 @@ from fairlead_workergroup._membership.operations import RestartPolicy
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.calls import Counters
 from fairlead_workergroup._observe.evidence import RayWitnesses
-from fairlead_workergroup._ray_private import actor_id_of_ref, dead_actors
+from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
 from fairlead_workergroup._remote import facts as remote_facts
 from fairlead_workergroup._remote.process import find_ended
 from fairlead_workergroup._start import launch
@@ -41,7 +41,6 @@ from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.report import WORKER_PHASES, StartClock
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline, replaced_by
-from fairlead_workergroup.spi import actor_id_of
 
 if TYPE_CHECKING:
     from .placement import PretendedPlacement
@@ -56,6 +55,7 @@ __all__ = [
     "Started",
     "WORKER_PHASES",
     "WorkerClass",
+    "actor_id_of",
     "actor_id_of_ref",
     "dead_actors",
     "find_ended",
@@ -134,7 +134,8 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
         # References of the driver, and their sizes.
-        f"{ours}._transport.messages.still_referenced": pretended.still_referenced,
+        f"{ours}._calls.errors.still_referenced": pretended.still_referenced,
+        f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
         f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
         # A thread that fetches errors which no caller wants, so that Ray does not print them.
         f"{ours}._calls.execution.retrieve_late": lambda futures, owner: None,

@@ -228,9 +228,7 @@ def sender(monkeypatch):
     counters = SimpleNamespace(add=lambda **_: None)
     worker_class = SimpleNamespace(method=lambda _: method)
     described = SimpleNamespace(worker_class=worker_class)
-    return SimpleNamespace(
-        described=described, check_retries=lambda _: None, counters=counters, roster=roster, put=lambda value: value
-    )
+    return SimpleNamespace(described=described, check_retries=lambda _: None, counters=counters, roster=roster)
 
 
 @pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])

@@ -2,8 +2,10 @@
 """Tests of the copies of exceptions, which keep their types when a worker's host raises them."""
 
 import copyreg
+import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -21,8 +23,9 @@ class Raising:
 
 
 @pytest.fixture
-def fail():
+def fail(monkeypatch):
     """Return a function that lets the host of a worker raise an error, and returns the error."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: ""))
     host = host_class("Raising", {"fail": "plain"}, concurrent=False, backpressure={})()
     host._fairlead_instance, host._fairlead_record = Raising(), Record(host._fairlead_methods)
 
@@ -32,7 +35,7 @@ def fail():
         return caught.value
 
     yield fail
-    host._fairlead_record.close()
+    os.close(host._fairlead_record._file)
 
 
 @pytest.fixture

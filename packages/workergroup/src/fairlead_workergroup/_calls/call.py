@@ -22,16 +22,13 @@ from .._transport.futures import (
     ResultStream,
     Waiter,
     block,
-    carrier_of,
-    is_message,
     iterate,
     iterate_on_loop,
     short_traceback,
 )
-from .._transport.messages import Message, references_of
 from .._world import NEVER, Deadline, check_timeout
 from ..exceptions import CallTimeoutError, WorkerFailureError
-from .execution import Execution, SendState
+from .execution import Execution
 from .follow import Follower
 from .plan import CallOptions, Column, Recipients
 from .results import MultiWorkerFuture, ResultFetcher
@@ -47,9 +44,6 @@ else:
 
     Result = TypeVar("Result", covariant=True)
 
-# Why a lane cannot carry a call that was made while another thread opened it.
-UNPREPARED = "it was prepared before the lane opened"
-
 
 def make_order(
     sender: Sender,
@@ -62,7 +56,6 @@ def make_order(
     sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
     replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # for the present axes of the group
     passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
-    by_ray: str = "",  # why the call cannot go by a lane; empty if it can
 ) -> Order:
     """Check a call, store the values that have to be stored, and return what is ready to be sent."""
     began = _world.current.now()
@@ -76,9 +69,8 @@ def make_order(
     deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
     order = Order(method, recipients.called, (), began, deadline, (0, 0), (), sharding, passes=passes)
     if not passes:
-        sender.admit(order, early=True)  # before anything is stored, or waited for in a lane
-    has_lane = sender.transport is not None
-    stored = Arguments(sender.put, for_lane=has_lane)
+        sender.admit(order, early=True)  # before anything is stored
+    stored = Arguments()
     # Before this call's turn: storing a large value must not delay the calls of other threads.
     columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
     requests = make_requests(method, recipients, columns, names)
@@ -86,8 +78,6 @@ def make_order(
         requests=list(requests) if options.retries else requests,
         stored=stored.cost() if stored.refs else (0, 0),
         sources=stored.sources,
-        obstacle=by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
-        has_answers=stored.has_answers,
     )
     return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
 
@@ -249,20 +239,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     @property
     def refs(self) -> list[Any]:
-        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators.
-
-        The results of a call that went by a lane are waited for, until the deadline of the call, and stored. Items of a
-        generator are stored when they are taken, and its error is raised by the iteration.
-
-        Raises:
-            Exception: as `result` does, for a call that went by a lane.
-        """
-        if any(isinstance(answer, Message) for answer in self._answers):
-            self.result()
-        return [references_of(answer, self._execution.order.deadline) for answer in self._answers]
-
-    @property
-    def _answers(self) -> list[Any]:
+        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators."""
         return [self.futures[at] for at in self._execution.positions]
 
     def done(self) -> bool:
@@ -309,13 +286,11 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def statistics(self) -> CallStatistics:
         """Return what the call has cost so far."""
         execution = self._execution
-        sent = execution.send_state is SendState.SENT
         return CallStatistics(
             len(execution.ranks),
             *execution.order.stored,
             *execution.fetched,
             execution.submit_s,
-            next((carrier_of(one).name for one in self.futures if is_message(one)), "ray") if sent else "ray",
         )
 
     def get_results(
@@ -352,8 +327,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             ValueError, TypeError: the call has no result that can be passed on.
         """
         self._check_passable()
-        answers = self._answers
-        return answers[0] if self._execution.is_single else Gathered(tuple(answers))
+        refs = self.refs
+        return refs[0] if self._execution.is_single else Gathered(tuple(refs))
 
     def as_arguments(self) -> list[Answer]:
         """Return each result as an argument of another call.
@@ -367,7 +342,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             raise ValueError(
                 f"the call of {execution.method.name!r} has one result (collect=()): pass the call as it is"
             )
-        return [Answer(execution.method.name, ref) for ref in self._answers]
+        return [Answer(execution.method.name, ref) for ref in self.refs]
 
     def _check_passable(self) -> None:
         execution = self._execution

@@ -5,22 +5,23 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 
 from fairlead_placement.spi import Rounds, block_shutdown, connection
 
+from .. import _world
 from .._membership.judge import Verdict
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster, find_worker
 from .._observe.evidence import LOOK_S, judge_errors
 from .._observe.query import late_workers
 from .._observe.remote_errors import explain_errors
-from .._ray_private import actor_id_of_ref
+from .._ray_private import actor_id_of_ref, still_referenced
 from .._transport.arguments import Source
-from .._transport.futures import get, is_message, is_not_ready, wait
-from .._transport.messages import find_kept
+from .._transport.futures import is_not_ready
 from ..exceptions import format_lines
 from .sender import Sender
 
@@ -50,7 +51,7 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         if worker is None:
             continue
         try:
-            get([ref], timeout=0)
+            _world.current.get([ref], timeout=0)
         except Exception as error:  # noqa: BLE001  any exception of a worker
             if not is_not_ready(error):
                 failed.setdefault(worker, error.with_traceback(None))
@@ -85,13 +86,13 @@ def _find_finished(
         return [], []
     done: list[ObjectRef]
     unnoticed: list[Verdict] = []
-    done, pending = wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    done, pending = _world.current.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
     if pending and isinstance(first, ray.exceptions.RayTaskError):
         waiting = {ref: who for ref in pending if (who := roster.find(actor_id_of_ref(ref))) is not None}
         verdicts = roster.judge.ask(waiting.values(), look="node", within_s=LOOK_S)
         dying = [ref for ref, worker in waiting.items() if verdicts[worker].is_lost]
         if dying:
-            more, rest = wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
+            more, rest = _world.current.wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
             done += more
             unnoticed = [verdicts[worker] for worker in dict.fromkeys(waiting[ref] for ref in rest)]
     return done, unnoticed
@@ -99,10 +100,12 @@ def _find_finished(
 
 def describe_missing(sources: Sequence[Source]) -> str:
     """Return which calls have not made their objects yet and which of their ranks are late; empty if none."""
-    kept = find_kept([one for source in sources for one in source.replies])
-    methods = [source.method for source in sources for _ in source.replies]
-    method_of = {one: method for one, method in zip(kept, methods, strict=True) if one is not None}
-    missing = wait(list(method_of), num_returns=len(method_of), timeout=0, fetch_local=False)[1] if method_of else []
+    methods = {one: source.method for source in sources for one in source.replies}
+    kept = still_referenced(methods) if methods else []
+    method_of = {ref: methods[ref.binary()] for ref in kept}
+    _, missing = (
+        _world.current.wait(kept, num_returns=len(kept), timeout=0, fetch_local=False) if kept else ([], list[Any]())
+    )
     pending: dict[tuple[str | None, Roster], dict[int, WorkerProcess]] = {}
     others = 0
     for ref in missing:
@@ -128,8 +131,7 @@ class _LateErrors:
         self._made_on = connection()
         self._refs: list[ObjectRef] = []
         self._generators: list[ObjectRefGenerator] = []
-        # A lane prints no errors.
-        for future in (future for future in futures if not is_message(future)):
+        for future in futures:
             (self._refs if isinstance(future, ObjectRef) else self._generators).append(future)
         self._owner = weakref.ref(owner)
 

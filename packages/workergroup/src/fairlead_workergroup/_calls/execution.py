@@ -23,7 +23,6 @@ from .._transport.futures import (
     end_of,
     is_stream,
     sum_sizes,
-    wait,
 )
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
@@ -270,7 +269,7 @@ class Execution:
         """Return the positions of the workers that have not finished."""
         self.sender.roster.check_connected()
         at_of = {ref: at for at, ref in self.completions.items()}
-        _, pending = wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
+        _, pending = _world.current.wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
         return [at_of[ref] for ref in pending]
 
     def until(self, timeout: float | None) -> Deadline:

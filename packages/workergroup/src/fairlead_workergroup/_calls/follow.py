@@ -10,7 +10,6 @@ from ray.exceptions import TaskCancelledError
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._transport.futures import get_one, wait
 from .._world import Deadline
 from ..exceptions import EpochError, format_ranks
 from .errors import refused_epochs, retrieve_late
@@ -63,7 +62,7 @@ class Follower:
 def _find_refusals(call: Execution, limit: Deadline) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the ranks that have run a call, or may have, and for each refusal the epochs of call and worker."""
     ends = list(call.completions.values())
-    wait(ends, num_returns=len(ends), timeout=limit.left(at_most=REFUSED_S), fetch_local=False)
+    _world.current.wait(ends, num_returns=len(ends), timeout=limit.left(at_most=REFUSED_S), fetch_local=False)
     ran: list[int] = []
     if pending := call.pending():
         # Workers that run it may wait for those that have refused it, and those that are busy may still refuse it.
@@ -71,7 +70,7 @@ def _find_refusals(call: Execution, limit: Deadline) -> tuple[list[int], list[tu
         parts = {call.ranks[at]: call.futures[at] for at in pending}
         ran += call.sender.cancel(parts, call.method.name, force=False)
         if not ran:
-            wait(ends, num_returns=len(ends), timeout=limit.left(), fetch_local=False)
+            _world.current.wait(ends, num_returns=len(ends), timeout=limit.left(), fetch_local=False)
             call.check_late(limit)
     refusals: list[tuple[int, int]] = []
     for at in set(call.completions).difference(call.pending()):
@@ -90,7 +89,7 @@ def _error_of(call: Execution, at: int) -> BaseException | None:
         items.extend(itertools.islice(call.futures[at], 1))
     try:
         for ref in (*items[:1], call.completions[at]):
-            get_one(ref)
+            _world.current.get([ref], timeout=None)
     except Exception as error:  # noqa: BLE001  any exception of the worker
         return error
     return None

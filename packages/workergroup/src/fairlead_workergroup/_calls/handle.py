@@ -251,11 +251,6 @@ class _ClientSender(Sender):
                 self.adopt(self.identity.read(within_s=within_s))
                 # While a node is lost, the group stays incomplete. Its driver publishes again after a repair.
                 self._complete_until = time.monotonic() + AGAIN_S
-            if self.group.lane:
-                raise WorkerGroupError(
-                    f"{self.identity} has an open lane: its workers serve only the process that made it, and this call "
-                    "would wait until the lane is closed. Make the call after that."
-                )
 
     def read_again(self, within_s: float) -> None:
         """Read the group as it is published now."""

@@ -86,7 +86,7 @@ def map_items(
         )
     called.check(1, ())
     sender.check_retries(options.each.retries)
-    stored = Arguments(sender.put)  # a large function is stored once, not with each item
+    stored = Arguments()  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
     sender.counters.add(puts=len(stored.refs))
     total = len(items) if isinstance(items, Sized) else None
@@ -152,7 +152,7 @@ class _Balancer:
         # The number of items that each worker has, by ascending rank, without the workers that were lost.
         self._loads = dict.fromkeys(ranks, 0)
         # The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer.
-        # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one is there.
+        # Ray unpickles each value in its own thread, and has no public way to tell only that one is there.
         # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
         self._arrived: Inbox[tuple[Execution, Future[Any] | None]] = Inbox()
         self._members = sender.roster.now

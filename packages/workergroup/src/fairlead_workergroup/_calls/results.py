@@ -11,19 +11,17 @@ from typing import Any, Protocol
 
 from ray import ObjectRef, ObjectRefGenerator
 
+from .. import _world
 from .._ray_private import actor_id_of_ref
 from .._transport.futures import (
     ON_THREAD,
     REPORT_EVERY_S,
     block,
     end_of,
-    is_message,
     is_stream,
     short_traceback,
     task_of_future,
-    wait,
 )
-from .._transport.messages import references_of
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure, retrieve_late
@@ -156,7 +154,7 @@ def fetch(
     if sender is not None:
         sender.roster.check_connected()
     for future in futures:
-        if not isinstance(future, (ObjectRef, ObjectRefGenerator)) and not is_message(future):
+        if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
     generators = [] if proxies else [future for future in futures if is_stream(future)]
     streams = {generator: _items_before_deadline.pop(generator, []) for generator in generators}
@@ -182,7 +180,7 @@ def fetch(
     if group is not None:
         group.remove([*streams, *singles])
     left = iter(values)
-    return [references_of(slot) if is_stream(slot) else next(left) for slot in slots]
+    return [slot if is_stream(slot) else next(left) for slot in slots]
 
 
 # Items that were taken from generators before a deadline passed. The next attempt returns them too.
@@ -202,7 +200,7 @@ class _Wait:
     def check_late(self, _: Deadline) -> Deadline:
         """Return the first deadline of the futures that are not ready; log them every `REPORT_EVERY_S` seconds."""
         ends = {end_of(future): future for future in self._futures}
-        pending = wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
+        pending = _world.current.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
         self.deadline = self._first_deadline([ends[ref] for ref in pending])
         if self._group is not None and pending:
             if self.deadline.passed:

@@ -4,7 +4,6 @@
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +21,6 @@ from .model import Member, Notice, Place, Resize, Snapshot, Started, WorkerProce
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
-_NO_DETOUR = nullcontext()
 
 
 class Roster:
@@ -43,8 +40,6 @@ class Roster:
         self.judge: Judge = Judge()
         self.ending: bool = False
         self.end_begun: Event = _world.current.event()
-        # Lets workers serve Ray's calls although a lane is open; None without a lane.
-        self.detour: Detour | None = None
         self._made_on = connection()
         # Those who watch the group: each with its listener, and what closes it within some seconds.
         self.watchers: list[tuple[Callable[[Notice], object], Callable[[float], object]]] = []
@@ -96,11 +91,6 @@ class Roster:
     def ended_error(self) -> WorkerGroupError:
         """Return the error for the use of a group that has been shut down."""
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
-
-    def direct(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
-        """Return a context in which Ray's calls of these workers run in their turn, also while a lane is open."""
-        detour = self.detour
-        return _NO_DETOUR if detour is None else detour(ranks)
 
     def find(self, actor_id: str) -> WorkerProcess | None:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
@@ -364,9 +354,3 @@ def find_worker(actor_id: str) -> tuple[Roster, WorkerProcess] | None:
         if (facts := roster.find(actor_id)) is not None:
             return roster, facts
     return None
-
-
-def direct(member: Member) -> AbstractContextManager[None]:
-    """Return a context in which Ray's calls of a worker run in their turn, also while a lane is open."""
-    found = find_worker(actor_id_of(member.handle))
-    return _NO_DETOUR if found is None else found[0].direct([member.rank])

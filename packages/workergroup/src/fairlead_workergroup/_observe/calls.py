@@ -44,7 +44,6 @@ class CallStatistics:
         fetched: results fetched to the driver so far.
         bytes_fetched: their size in bytes, as sent.
         submit_s: seconds from the call to the last request.
-        route: what carried the requests: "ray" or "lane".
     """
 
     requests: int
@@ -53,7 +52,6 @@ class CallStatistics:
     fetched: int
     bytes_fetched: int
     submit_s: float
-    route: str = "ray"
 
     _repr_html_ = record_html
 
@@ -66,8 +64,6 @@ class GroupStatistics:
         calls: calls of the group.
         requests: method calls sent to workers.
         puts: values stored in the object store for them.
-        lane_requests: the requests among them that went by a lane.
-        lane_fallbacks: the calls that went by Ray although a lane was open.
 
     >>> print(GroupStatistics(calls=1, requests=8, puts=2))
     put 2 values, sent 8 requests in 1 calls
@@ -76,8 +72,6 @@ class GroupStatistics:
     calls: int = 0
     requests: int = 0
     puts: int = 0
-    lane_requests: int = 0
-    lane_fallbacks: int = 0
 
     _repr_html_ = record_html
 

@@ -60,7 +60,6 @@ class Record:
         self._page[ABOUT_AT + 8 : size] = about
         # The cancelled tasks that have not had their turn.
         self._cancelled: set[bytes] = set()
-        self._task = self._running_task
         # Ray's account of what runs here. To ask for it starts a Ray where none runs, so the first task does.
         self._context: Any = None
         self._calls = 0
@@ -82,15 +81,6 @@ class Record:
         self._now: Running = NOTHING
         self._write(time.monotonic())
 
-    def read(self) -> dict[str, Any]:
-        """Return what `read_record` does, in this process."""
-        return read_record(self._file)
-
-    def close(self) -> None:
-        """Release the memory, if this process does not end with its worker; nothing can be recorded after that."""
-        self._page.close()
-        os.close(self._file)
-
     def extend(self, pickled: Sequence[bytes]) -> None:
         """Call the functions of `spi.on_worker_start`. One that fails is reported, and the worker starts without it."""
         for one in pickled:
@@ -111,11 +101,7 @@ class Record:
             raise ray.exceptions.TaskCancelledError
         return self._calls
 
-    def name_task(self, read_task: Callable[[], bytes] | None) -> None:
-        """Set how to find the task that a method belongs to if no task of Ray runs it; None for those of Ray only."""
-        self._task = self._running_task if read_task is None else lambda: read_task() or self._running_task()
-
-    def _running_task(self) -> bytes:
+    def _task(self) -> bytes:
         """Return the id of the task that Ray runs here."""
         if self._context is None:
             self._context = ray.get_runtime_context()
