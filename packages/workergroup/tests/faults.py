@@ -21,7 +21,7 @@ from fairlead_placement import PlacementError, spi
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
-from fairlead_workergroup._calls import errors, handle, sender
+from fairlead_workergroup._calls import handle, sender
 from fairlead_workergroup._lifecycle import delivery, launcher, resources, shutdown, standbys
 from fairlead_workergroup._membership import judge, machine
 from fairlead_workergroup._observe import (
@@ -390,26 +390,6 @@ def end_actors(actors: Sequence[Any]) -> list[str]:
 def count_actors_being_made() -> int:
     """Return how many actors of this job Ray is creating."""
     return len(_ray_private.actors_being_made())
-
-
-def leave_late_errors(count: int, looking: threading.Event) -> Callable[[], int]:
-    """Let as many errors be late as given, each of which takes a while to retrieve; return what counts the rest."""
-    import ray
-
-    owner = threading.Event()
-
-    class Late(errors._LateErrors):
-        def retrieve(self) -> bool:
-            looking.set()
-            while self._refs:
-                self._refs.pop()
-                time.sleep(0.001)
-            return True
-
-    late = Late([ray.put(number) for number in range(count)], owner)
-    errors._late.append(late)
-    errors._rounds.start()
-    return lambda: len(late._refs)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ from ._nodes.head import alive_nodes, ask_head, choose_alive, head_deadline, rea
 from ._nodes.rounds import Rounds
 from ._ray_private import (
     autoscaler_is_there,
-    block_shutdown,
     collect,
     connection,
     drain_deadlines,
@@ -57,7 +56,6 @@ __all__ = [
     "attach",
     "autoscaler_is_there",
     "await_published",
-    "block_shutdown",
     "choose_alive",
     "claim_slots",
     "collect",

@@ -137,8 +137,6 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._calls.errors.still_referenced": pretended.still_referenced,
         f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
         f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
-        # A thread that fetches errors which no caller wants, so that Ray does not print them.
-        f"{ours}._calls.execution.retrieve_late": lambda futures, owner: None,
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,

@@ -323,7 +323,6 @@ def test_the_item_that_a_loss_names(sender, monkeypatch):
     monkeypatch.setattr(
         map_module, "dispatch", lambda sender, owner, method, to, columns, *_, **__: Lost(columns[0].values[0])
     )
-    monkeypatch.setattr(map_module, "retrieve_late", lambda *_: None)
     sender.cancel = lambda *_, **__: None
     with pytest.raises(WorkerFailureError) as caught:
         list(map_items(sender, None, range(4), "work", range(12), MapOptions(strategy="round_robin", move_items=False)))

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of calls: the exception that is raised, and errors that no caller asks for."""
+"""The errors of calls: the exception that is raised."""
 
-import logging
-import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray import ObjectRef, ObjectRefGenerator
-
-from fairlead_placement.spi import Rounds, block_shutdown, connection
+from ray import ObjectRef
 
 from .. import _world
 from .._membership.judge import Verdict
@@ -25,13 +20,8 @@ from .._transport.futures import is_not_ready
 from ..exceptions import format_lines
 from .sender import Sender
 
-logger = logging.getLogger(__name__)
-
 # Ray knows within a moment that a process has ended.
 KNOWN_S = 5.0
-LOOK_EVERY_S = 0.5
-# How long the exit of the interpreter waits for a look.
-EXIT_S = 5.0
 
 
 class Refused(Exception):
@@ -122,64 +112,3 @@ def describe_missing(sources: Sequence[Source]) -> str:
     if others:
         lines.append(f"{others} object(s) that no worker of a group makes")
     return "They wait for an argument that does not exist yet, from " + "\nand from ".join(lines) if lines else ""
-
-
-class _LateErrors:
-    """The futures of one call whose errors no caller asks for."""
-
-    def __init__(self, futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
-        self._made_on = connection()
-        self._refs: list[ObjectRef] = []
-        self._generators: list[ObjectRefGenerator] = []
-        for future in futures:
-            (self._refs if isinstance(future, ObjectRef) else self._generators).append(future)
-        self._owner = weakref.ref(owner)
-
-    def retrieve(self) -> bool:
-        """Retrieve the errors of the futures that have failed so far; return whether no future is left."""
-        if self._made_on != connection():
-            return True
-        if self._refs:
-            # Ray counts this as a retrieval of the error, and it moves no values.
-            _, self._refs = ray.wait(self._refs, num_returns=len(self._refs), timeout=0, fetch_local=False)
-        # The items belong to the owner as long as it lives. Ray drops the items of a running generator silently.
-        if self._generators and self._owner() is None:
-            ends = {generator.completed(): generator for generator in self._generators}
-            ended, _ = ray.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)
-            for end in ended:
-                for item in ends[end]:
-                    ray.wait([item], timeout=0, fetch_local=False)
-            self._generators = []
-        return not self._refs and not self._generators
-
-
-def _retrieve(late: _LateErrors) -> bool:
-    try:
-        with block_shutdown():  # it waits for nothing
-            return late.retrieve()
-    except Exception as error:  # noqa: BLE001  Ray has ended in the meantime, so it prints nothing either
-        logger.debug("cannot retrieve late errors: %s", error)
-        return True
-
-
-def _retrieve_all() -> None:
-    for _ in range(len(_late)):
-        if not _retrieve(one := _late.popleft()):
-            _late.append(one)
-
-
-# What may have failed and has not been retrieved. Other threads add to it.
-_late: deque[_LateErrors] = deque()
-_rounds = Rounds(LOOK_EVERY_S, _retrieve_all, lambda: bool(_late), exit_s=EXIT_S)
-
-
-def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
-    """Retrieve the errors of workers that fail after the call has raised the error of another worker.
-
-    Ray prints an error with its traceback when the last reference to it is released before any process retrieved it.
-    The owner may still take the items of the generators.
-    """
-    late = _LateErrors(list(futures), owner)
-    if not late.retrieve():
-        _late.append(late)
-        _rounds.start()

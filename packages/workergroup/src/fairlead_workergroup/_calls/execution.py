@@ -26,7 +26,7 @@ from .._transport.futures import (
 )
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
-from .errors import Refused, describe_missing, explain_failure, retrieve_late
+from .errors import Refused, describe_missing, explain_failure
 from .plan import CallOptions, Recipients
 from .sender import Order, Sender, Sent
 
@@ -61,8 +61,6 @@ class Execution:
     attempt: int = 0
     _handed_out: dict[int, int] = field(default_factory=dict)
     _handed_out_bytes: int = 0
-    # The attempt whose late errors are being retrieved.
-    _retrieved_attempt: int = -1
     # What happens when a thread has tried to repeat an attempt, by the attempt and the number of the try. `setdefault`
     # lets one thread at a time try, without a lock.
     _repeating: dict[tuple[int, int], Event] = field(default_factory=dict)
@@ -184,7 +182,6 @@ class Execution:
 
             def drop(sent: Future[Sent]) -> None:
                 if sent.exception() is None:
-                    retrieve_late(sent.result().futures, self)
                     futures = dict(zip(self.ranks, sent.result().futures, strict=True))
                     self.sender.cancel(futures, self.method.name, force=force)
 
@@ -199,7 +196,6 @@ class Execution:
         if not pending:
             return []
         self.cancelled = tuple(self.ranks[at] for at in pending)
-        retrieve_late(self.futures, self)
         return self.sender.cancel({self.ranks[at]: self.futures[at] for at in pending}, self.method.name, force=force)
 
     def repeat(self, attempt: int, deadline: Deadline) -> bool:
@@ -449,9 +445,6 @@ class Execution:
         self.check_open()
         self.sender.observed.end(self.entries, failed=True)
         failure = explain_failure(self._ends(), error, self.sender)
-        if self._retrieved_attempt != self.attempt:
-            self._retrieved_attempt = self.attempt
-            retrieve_late(self.futures, self)
         # An error that may be hidden by a repetition gets its trace when it is raised after all.
         if isinstance(failure, WorkerFailureError) and not self.options.retries:
             self.sender.observed.explain(failure)

@@ -12,7 +12,7 @@ from fairlead_sharding import NamedSharding
 from .. import _world
 from .._world import Deadline
 from ..exceptions import EpochError, format_ranks
-from .errors import refused_epochs, retrieve_late
+from .errors import refused_epochs
 from .execution import Execution
 from .plan import Column, Recipients
 from .sender import make_requests
@@ -66,7 +66,6 @@ def _find_refusals(call: Execution, limit: Deadline) -> tuple[list[int], list[tu
     ran: list[int] = []
     if pending := call.pending():
         # Workers that run it may wait for those that have refused it, and those that are busy may still refuse it.
-        retrieve_late(call.futures, call)
         parts = {call.ranks[at]: call.futures[at] for at in pending}
         ran += call.sender.cancel(parts, call.method.name, force=False)
         if not ran:

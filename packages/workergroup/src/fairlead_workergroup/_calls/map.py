@@ -17,7 +17,6 @@ from .._transport.futures import REPORT_EVERY_S, Inbox, ResultStream, Waiter
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
 from .call import dispatch
-from .errors import retrieve_late
 from .execution import Execution, SendState
 from .plan import CallOptions, Column, Recipients
 from .sender import Sender
@@ -290,8 +289,7 @@ class _Balancer:
         if not self._options.return_exceptions:
             self._failed = True
             return [(item.position, _Failure(error))]
-        if not call.withdraw(force=False):
-            retrieve_late(call.futures, call)  # of an item that has timed out
+        call.withdraw(force=False)
         return [(item.position, error)]
 
     def _handle_loss(self, item: _Item, error: WorkerFailureError) -> _Finished:
@@ -320,7 +318,6 @@ class _Balancer:
         for call, item in self._sent.items():
             if not call.withdraw(force=False):
                 waiting.setdefault(item.rank, []).append(call.futures[0])
-        retrieve_late([ref for refs in waiting.values() for ref in refs], self)
         self._sent.clear()
         while waiting:  # an item of each worker at a time: one request a node
             self._sender.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)

@@ -24,7 +24,7 @@ from .._transport.futures import (
 )
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
-from .errors import explain_failure, retrieve_late
+from .errors import explain_failure
 from .plan import split_positions
 from .sender import Sender
 
@@ -174,9 +174,7 @@ def fetch(
         raise
     except Exception as error:  # noqa: BLE001  any exception of a worker
         ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
-        failure = explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)
-        retrieve_late(dict.fromkeys(singles), wait)
-        raise failure  # noqa: B904  chained there
+        raise explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)  # noqa: B904  chained there
     if group is not None:
         group.remove([*streams, *singles])
     left = iter(values)
