@@ -205,7 +205,7 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         waited_s: the seconds since the call was made.
         called: the number of called workers.
         late: the workers that have not finished.
-        reason: why they are late, if that is known, such as an argument that another call has not made yet.
+        reason: why the call was not sent; empty if it was.
     """
 
     method: str
@@ -215,12 +215,11 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
     reason: str = field(default_factory=str)
 
     def __str__(self) -> str:
-        if self.reason and not self.late:
+        if self.reason:
             return f"{self.method!r} was not sent to its {self.called} workers in {self.waited_s:.1f} s. {self.reason}"
-        reason = f"{self.reason}\n" if self.reason else ""
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
-            f"called {self.waited_s:.1f} s ago:{format_lines(self.late)}\n{reason}"
+            f"called {self.waited_s:.1f} s ago:{format_lines(self.late)}\n"
             "The call continues: ask for its result again, or cancel it."
         )
 

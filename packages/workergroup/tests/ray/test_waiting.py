@@ -132,35 +132,6 @@ class TestWaiting:
 
         asyncio.run(main())
 
-    def test_a_late_argument(self, group, doomed, gate, tmp_path, eventually, wait_until_running):
-        """A call that waits for the result of another call names that call, its group, and the late ranks."""
-        made = doomed.call("wait_for", gate, ranks=[1], tag="made")
-        wait_until_running(doomed, "wait_for", 1)
-        pair = group.at(dp=0, tp=slice(0, 2))
-        expected = (
-            r"does not exist yet, from the call of 'wait_for' of group 'Worker', not finished by:\n"
-            r"  rank 1 \(dp=1, tp=0\) on node \w+, pid \d+: in 'wait_for' for \d"
-        )
-        for view, argument in [(group, made), (pair, PerWorker(made))]:
-            call = view.call("echo", argument)
-            with pytest.raises(CallTimeoutError, match=expected) as caught:
-                call.result(timeout=0.4)
-            assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
-        plain = group.call("echo", made.futures[1])
-        with pytest.raises(CallTimeoutError, match="from a call of group 'Worker', not finished by:\n  rank 1 "):
-            plain.result(timeout=0.2)
-        gate.touch()
-        assert plain.result(timeout=60) == [(("made",), {})] * 8
-        held = tmp_path / "held"
-        try:
-            call = pair.call("wait_for", held, [5], PerWorker(doomed.call("rank")), timeout=0.2)
-            assert eventually(lambda: len(call._execution.pending()) == 1, 60)
-            with pytest.raises(CallTimeoutError) as caught:  # the arguments of finished workers are freed
-                call.result()
-        finally:
-            held.touch()
-        assert ([late.rank for late in caught.value.late], caught.value.reason) == ([5], "")
-
     def test_a_head_that_hangs(self, group, gate, monkeypatch, eventually, stop_process):
         """A timeout is raised although Ray's head does not answer; the nodes still name the methods of late workers."""
         limit_looks(monkeypatch, 0.2)

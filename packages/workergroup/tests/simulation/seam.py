@@ -134,7 +134,6 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
         # References of the driver, and their sizes.
-        f"{ours}._calls.errors.still_referenced": pretended.still_referenced,
         f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
         f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
         # Slots, ports, and actors, which are created by several threads.
@@ -319,7 +318,7 @@ def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeou
     ranks = range(len(snapshot.members))
     requests = [Request(name, list(args), {}) for _ in ranks]
     deadline = Deadline.after(timeout)
-    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, (0, 0), (), snapshot.sharding)
+    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, (0, 0), snapshot.sharding)
     return Execution(sender, None, order, sender.send(order), Recipients(list(ranks), list(ranks), None), CallOptions())
 
 

@@ -15,7 +15,7 @@ from .. import _world
 from .._observe.calls import CallStatistics, Outcome
 from .._observe.display import table_html
 from .._start.worker_class import Method
-from .._transport.arguments import Answer, Arguments, Gathered, PassedOn
+from .._transport.arguments import Arguments, Gathered, PassedOn
 from .._transport.futures import (
     ON_THREAD,
     OnLoop,
@@ -67,7 +67,7 @@ def make_order(
         method = by_name or known.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
-    order = Order(method, recipients.called, (), began, deadline, (0, 0), (), sharding, passes=passes)
+    order = Order(method, recipients.called, (), began, deadline, (0, 0), sharding, passes=passes)
     if not passes:
         sender.admit(order, early=True)  # before anything is stored
     stored = Arguments()
@@ -77,7 +77,6 @@ def make_order(
     order = order._replace(
         requests=list(requests) if options.retries else requests,
         stored=stored.cost() if stored.refs else (0, 0),
-        sources=stored.sources,
     )
     return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
 
@@ -330,7 +329,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         refs = self.refs
         return refs[0] if self._execution.is_single else Gathered(tuple(refs))
 
-    def as_arguments(self) -> list[Answer]:
+    def as_arguments(self) -> list[ObjectRef[Any]]:
         """Return each result as an argument of another call.
 
         Raises:
@@ -342,7 +341,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             raise ValueError(
                 f"the call of {execution.method.name!r} has one result (collect=()): pass the call as it is"
             )
-        return [Answer(execution.method.name, ref) for ref in self.refs]
+        return self.refs
 
     def _check_passable(self) -> None:
         execution = self._execution

@@ -2,7 +2,6 @@
 """The errors of calls: the exception that is raised."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -10,14 +9,11 @@ from ray import ObjectRef
 from .. import _world
 from .._membership.judge import Verdict
 from .._membership.model import WorkerProcess
-from .._membership.roster import Roster, find_worker
+from .._membership.roster import Roster
 from .._observe.evidence import LOOK_S, judge_errors
-from .._observe.query import late_workers
 from .._observe.remote_errors import explain_errors
-from .._ray_private import actor_id_of_ref, still_referenced
-from .._transport.arguments import Source
+from .._ray_private import actor_id_of_ref
 from .._transport.futures import is_not_ready
-from ..exceptions import format_lines
 from .sender import Sender
 
 # Ray knows within a moment that a process has ended.
@@ -86,29 +82,3 @@ def _find_finished(
             done += more
             unnoticed = [verdicts[worker] for worker in dict.fromkeys(waiting[ref] for ref in rest)]
     return done, unnoticed
-
-
-def describe_missing(sources: Sequence[Source]) -> str:
-    """Return which calls have not made their objects yet and which of their ranks are late; empty if none."""
-    methods = {one: source.method for source in sources for one in source.replies}
-    kept = still_referenced(methods) if methods else []
-    method_of = {ref: methods[ref.binary()] for ref in kept}
-    _, missing = (
-        _world.current.wait(kept, num_returns=len(kept), timeout=0, fetch_local=False) if kept else ([], list[Any]())
-    )
-    pending: dict[tuple[str | None, Roster], dict[int, WorkerProcess]] = {}
-    others = 0
-    for ref in missing:
-        if (found := find_worker(actor_id_of_ref(ref))) is None:
-            others += 1
-        else:
-            roster, facts = found
-            pending.setdefault((method_of[ref], roster), {})[facts.rank] = facts
-    lines = []
-    for (method, roster), workers in pending.items():
-        what = "a call" if method is None else f"the call of {method!r}"
-        late = late_workers([facts for _, facts in sorted(workers.items())])
-        lines.append(f"{what} of group {roster.name_prefix!r}, not finished by:{format_lines(late)}")
-    if others:
-        lines.append(f"{others} object(s) that no worker of a group makes")
-    return "They wait for an argument that does not exist yet, from " + "\nand from ".join(lines) if lines else ""

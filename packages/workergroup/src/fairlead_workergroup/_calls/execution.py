@@ -26,7 +26,7 @@ from .._transport.futures import (
 )
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
-from .errors import Refused, describe_missing, explain_failure
+from .errors import Refused, explain_failure
 from .plan import CallOptions, Recipients
 from .sender import Order, Sender, Sent
 
@@ -282,10 +282,7 @@ class Execution:
     def late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         """Return the error that says what the workers at these positions are doing."""
         late = self.sender.late_workers([self.ranks[at] for at in pending])
-        reason = describe_missing(self.order.sources) if late else ""
-        return CallTimeoutError(
-            self.method.name, _world.current.now() - self.order.began, len(self.futures), late, reason
-        )
+        return CallTimeoutError(self.method.name, _world.current.now() - self.order.began, len(self.futures), late)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all called workers and fetch the results; see `Call.result`."""
@@ -481,7 +478,7 @@ class Execution:
             return {at: CallCancelledError(self.method.name, (self.ranks[at],)) for at in pending}
         late = self.late_error(pending)
         return {
-            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,), late.reason)
+            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,))
             for at, worker in zip(pending, late.late, strict=True)
         }
 

@@ -282,7 +282,7 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
         raise WorkerGroupError(f"{identity}: the agent of its driver's node does not answer. Try again.")
     rows = {row.rank: row for row in group.members}
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
-    roster = Roster(group.name, places, group.sharding, own=False)
+    roster = Roster(group.name, places, group.sharding)
     roster.judge = Judge(RayWitnesses(roster.find_handle))
     sender = _ClientSender(
         roster,

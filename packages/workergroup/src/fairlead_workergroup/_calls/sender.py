@@ -30,7 +30,7 @@ from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Described, Method
-from .._transport.arguments import Arguments, Gathered, NotPicklableError, Source
+from .._transport.arguments import Arguments, Gathered, NotPicklableError
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
 from .plan import Column, Recipients
@@ -73,7 +73,6 @@ class Order(NamedTuple):
     began: float
     deadline: Deadline
     stored: tuple[int, int]  # the number of values that were stored for the call, and their bytes
-    sources: Sequence[Source]  # the calls whose results are arguments of this one
     sharding: NamedSharding | None = None
     passes: bool = False  # whether the call belongs to the change of membership that is under way
     follow: Callable[[Any, Deadline], bool] | None = None

@@ -2,7 +2,6 @@
 """The one owner of the members of a group: each change is one transition to another snapshot; and the gate to them."""
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -27,10 +26,9 @@ class Roster:
     """The members of one group, and the only owner of their state.
 
     Each method that changes the state is one transition under one lock. It makes a new snapshot with the next epoch.
-    With `own`, this process has made the group, and `find_worker` finds its workers.
     """
 
-    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding, *, own: bool = True) -> None:
+    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding) -> None:
         self.name_prefix = name
         # By rank, changed in place by restarts; empty after the end.
         self.handles: list[Any] = []
@@ -53,8 +51,6 @@ class Roster:
         self._by_actor: dict[str, WorkerProcess] = {}
         # The members as they are now. It is read without the lock.
         self.now: Snapshot = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
-        if own:
-            _rosters.add(self)
 
     def __repr__(self) -> str:
         state = f"{len(self.now.members)} workers" if self.handles else "shut down"
@@ -343,14 +339,3 @@ class Gate:
 def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:
     """Return a member that has not started."""
     return Member(place, make_process(place, sharding.get_worker_coords(place.rank)), incarnation=incarnation)
-
-
-_rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
-
-
-def find_worker(actor_id: str) -> tuple[Roster, WorkerProcess] | None:
-    """Return the roster and the worker of an actor, in any group of this process; None if there is none."""
-    for roster in list(_rosters):
-        if (facts := roster.find(actor_id)) is not None:
-            return roster, facts
-    return None

@@ -8,7 +8,7 @@ import numbers
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
@@ -38,36 +38,16 @@ def _check_not_nested(mark: object) -> None:
 class PassedOn:
     """The values of workers that go to other workers without passing through the driver, such as a `Call`."""
 
-    def method_name(self) -> str:
-        """Return the name of the method that makes the values."""
-        raise NotImplementedError
-
     def as_argument(self) -> Any:
         """Return the object that travels in place of the value."""
         raise NotImplementedError
 
-    def as_arguments(self) -> list["Answer"]:
+    def as_arguments(self) -> list[ObjectRef[Any]]:
         """Return each value as an argument."""
         raise NotImplementedError
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} inside an argument cannot be passed on; make it an argument itself")
-
-
-@dataclass(frozen=True)
-class Answer(PassedOn):
-    """One of the results of a call, as an argument of another call."""
-
-    method: str
-    ref: Any
-
-    def method_name(self) -> str:
-        """Return the name of the method."""
-        return self.method
-
-    def as_argument(self) -> Any:
-        """Return the reference."""
-        return self.ref
 
 
 @dataclass(frozen=True, init=False)
@@ -118,13 +98,6 @@ class PerWorker:
         return type(self), (self.values,)
 
 
-class Source(NamedTuple):
-    """Replies to another call that are arguments of this one, which does not keep them."""
-
-    method: str | None
-    replies: tuple[bytes, ...]  # their ids
-
-
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
 # bound for a whole argument stays far below both limits.
 INLINE_BYTES = 10_000
@@ -167,19 +140,14 @@ class Gathered:
 class Arguments:
     """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive."""
 
-    sources: list[Source] = field(default_factory=list)
     refs: dict[int, ObjectRef[Any]] = field(default_factory=dict)  # of the stored values, by identity
 
     def prepare(self, value: Any) -> Any:
         """Return what travels: an inlined value (lists and dicts copied), or a reference to the one stored copy."""
         if isinstance(value, ObjectRef):
-            self.sources.append(Source(None, (value.binary(),)))
             return value
         if isinstance(value, PassedOn):
-            passed = value.as_argument()
-            results = passed.refs if isinstance(passed, Gathered) else (passed,)
-            self.sources.append(Source(value.method_name(), tuple(ref.binary() for ref in results)))
-            return passed
+            return value.as_argument()
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value
         ref = self.refs.get(id(value))
