@@ -59,7 +59,6 @@ async def call(group: wg.RayWorkerGroup, handle: wg.GroupHandle) -> None:
     assert_type(group.at().explain("step", [1]), wg.CallExplanation)
     assert_type(group.call("step").stream(timeout=1), wg.ResultStream[wg.Outcome])
     assert_type(group.map("step", range(3), strategy="least_loaded"), wg.ResultStream[Any])
-    assert_type(group.call("step").statistics(), wg.CallStatistics)
     assert_type(wg.attach("policy", "10.0.0.1:6379"), wg.GroupHandle)
     future: wg.MultiWorkerFuture = group.run_all_workers_sharded_data("step", [1, 2], in_sharded_axes="dp")
     assert_type(group.get_all_worker_results(future), list[Any])
@@ -74,7 +73,7 @@ def watch(group: wg.RayWorkerGroup) -> None:
     assert_type(group.restart_failed_workers(), list[int])
     assert_type((group.resize(dp=3), group.replace([0]), group.shutdown("save")), tuple[int, int, bool])
     state = group.inspect()
-    assert_type((state, state.statistics), tuple[wg.GroupState, wg.GroupStatistics])
+    assert_type(state, wg.GroupState)
     assert_type((state.start_report, state.start_report.phases), tuple[wg.StartReport, tuple[wg.StartPhase, ...]])
     testing.kill(group, 0)
     with testing.hang(group, 0, "sleep") as hung:

@@ -76,6 +76,22 @@ def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
         yield group
 
 
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the size in bytes of each value that the test stores with `ray.put`."""
+    from .faults import note_puts
+
+    return note_puts(monkeypatch)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of the method of each request that a call of the test sends to a worker."""
+    from .faults import note_requests
+
+    return note_requests(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def lasting(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
     """Yield the group that `make_lasting` of a module starts, for tests that change it and leave it usable.

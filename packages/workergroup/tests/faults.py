@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, spi
 from fairlead_placement._nodes import background
@@ -228,6 +230,37 @@ def unreadable_record(pid: int) -> Iterator[None]:
     finally:
         os.pwrite(file, page, 0)
         os.close(file)
+
+
+# What calls store and send.
+
+
+def note_puts(patch: Patch) -> list[int]:
+    """Return a list that gets the size in bytes of each value that this process stores from now on."""
+    sizes: list[int] = []
+    put = ray.put
+
+    def put_and_note(value: Any, **options: Any) -> Any:
+        ref = put(value, **options)
+        sizes.append(get_local_object_locations([ref])[ref]["object_size"])
+        return ref
+
+    patch.setattr(ray, "put", put_and_note)
+    return sizes
+
+
+def note_requests(patch: Patch) -> list[str]:
+    """Return a list that gets the name of the method of each request that a call sends to a worker from now on."""
+    names: list[str] = []
+    send = sender.Sender._send_requests
+
+    def send_and_note(own: Any, now: Any, order: Any, needs: Any) -> Any:
+        refs = send(own, now, order, needs)
+        names.extend([order.method.name] * len(refs))
+        return refs
+
+    patch.setattr(sender.Sender, "_send_requests", send_and_note)
+    return names
 
 
 # Moments at which something else happens.

@@ -24,7 +24,7 @@ from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
 from ._membership.model import Place
-from ._observe.calls import CallStatistics, GroupStatistics, Outcome
+from ._observe.calls import Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._start.builder import RayWorkerBuilder
@@ -54,14 +54,12 @@ __all__ = [
     "Call",
     "CallCancelledError",
     "CallExplanation",
-    "CallStatistics",
     "CallTimeoutError",
     "CurrentWorker",
     "Elastic",
     "EpochError",
     "GroupHandle",
     "GroupState",
-    "GroupStatistics",
     "GroupView",
     "LateWorker",
     "MultiWorkerFuture",

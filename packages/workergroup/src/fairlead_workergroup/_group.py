@@ -36,7 +36,6 @@ from ._membership.machine import Membership
 from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
-from ._observe.calls import Counters
 from ._observe.display import table_html
 from ._observe.evidence import RayWitnesses
 from ._observe.extensions import extend
@@ -154,7 +153,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._resources = resources = Resources(
             self._roster, getattr(cluster, "port_range", None), read_master_ports(options)
         )
-        self._counters = Counters()
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)
         spec = GroupSpec(
@@ -172,7 +170,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             concurrent=async_communication,
             start_timeout_s=start_timeout_s,
         )
-        self._launcher = Launcher(spec, self._resources, self._counters, clock)
+        self._launcher = Launcher(spec, self._resources, clock)
         self._standbys = Standbys(self._launcher, elastic.standby)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping)
@@ -184,7 +182,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._roster,
             self._launcher,
             self._membership,
-            self._counters,
             read_group=lambda: find_own_group(resources.registration),
             call_timeout_s=timeouts.call_s,
             overlapping=overlapping,
@@ -254,7 +251,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch, the standbys, the counts of calls and the times of the start, as they are now.
+        """Return the epoch, the standbys and the times of the start, as they are now.
 
         Standbys that were used or have died are started again. After `shutdown` the group has no standbys.
 
@@ -269,7 +266,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             standby=self._standbys.count_warm() if self.workers else 0,
             standby_metadata=list(self._roster.standby_metadata),
             start_report=self._start_report,
-            statistics=self._counters.now,
             shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
         )
 

@@ -45,18 +45,6 @@ def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list
     return os.environ[variable].split(",") if variable in os.environ else list(ids)
 
 
-def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
-    """Return the bytes of each object that this process owns, without a request; 0 if Ray does not know."""
-    if not refs:
-        return []  # Ray may have been shut down, and would raise.
-    try:
-        from ray.experimental.locations import get_local_object_locations
-    except ImportError:
-        return [0] * len(refs)
-    locations = get_local_object_locations(list(refs))
-    return [locations.get(ref, {}).get("object_size") or 0 for ref in refs]
-
-
 def still_referenced(ids: Iterable[bytes]) -> list[ObjectRef]:
     """Return references to the objects still in use, as freed ones would wait for ever; none without this API."""
     count = getattr(ray._private.worker.global_worker.core_worker, "get_all_reference_counts", dict)

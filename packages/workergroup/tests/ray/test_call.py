@@ -70,18 +70,16 @@ class TestRecipientsAndResults:
 
     @pytest.mark.smoke
     def test_discard(self, group):
-        """No worker returns a result, and nothing is fetched, but errors are raised."""
+        """No worker returns a result, but errors are raised."""
         call = group.call("make", 8, discard=True)
         assert (call.result(), call.outcomes(), call.refs) == (None, [], [])
-        assert call.statistics().bytes_fetched == 0
         assert ray.get(call.futures) == [None] * 8
         with pytest.raises(ValueError, match="rank 3 would not"):
             group.call("fail", [3], discard=True).result()
 
     @pytest.mark.smoke
-    def test_bad_calls_reach_no_worker(self, group):
+    def test_bad_calls_reach_no_worker(self, group, requests):
         """Wrong methods, arguments, axes, numbers of pieces and timeouts reach no worker."""
-        before = group.inspect().statistics.requests
         for error, method, args, options in [
             (AttributeError, "nothing", (), {}),
             (AttributeError, "_fairlead_start", (), {}),
@@ -99,7 +97,7 @@ class TestRecipientsAndResults:
                 group.at().explain(method, *args, **options) if "timeout" not in options else group.call(
                     method, **options
                 )
-        assert group.inspect().statistics.requests == before
+        assert requests == []
 
 
 class TestViews:
@@ -179,11 +177,10 @@ class TestNotebooks:
 
 
 class TestExplain:
-    def test_table(self, group):
+    def test_table(self, group, puts, requests):
         """A dry run shows the pieces, the stored values and the places of results, and sends nothing."""
-        before = group.inspect().statistics
         plan = group.at().explain("echo", Shard([np.ones(3), np.ones(3)], "dp"), "small", x=np.ones(2), collect=("dp",))
-        assert group.inspect().statistics == before
+        assert (puts, requests) == ([], [])
         assert plan.summary == "echo: 8 of 8 workers called, 3 value(s) stored, 2 result(s)"
         lines = str(plan).splitlines()
         assert lines[1].split() == ["rank", "dp", "tp", "argument", "0", "argument", "1", "x", "result"]

@@ -41,29 +41,27 @@ class TestRefused:
             (7, (), "call takes a method's name.*got 7"),
         ],
     )
-    def test_wrong_functions(self, group, function, args, message):
+    def test_wrong_functions(self, group, requests, function, args, message):
         """Functions with other parameters, classes, and objects that cannot be called are refused."""
-        before = group.inspect().statistics.requests
         for refuse in (group.call, group.at().explain):
             with pytest.raises(TypeError, match=message):
                 refuse(function, *args)
-        assert group.inspect().statistics.requests == before
+        assert requests == []
 
-    def test_functions_that_cannot_be_pickled(self, group):
+    def test_functions_that_cannot_be_pickled(self, group, requests):
         """The error names the function, the variable and the reason."""
         lock = threading.Lock()
 
         def locked(worker):
             return lock
 
-        before = group.inspect().statistics.requests
         message = (
             r"the function '.*locked' cannot be sent to the workers: it uses 'lock', a lock: TypeError: cannot pickle"
         )
         for function in (locked, functools.partial(locked)):
             with pytest.raises(TypeError, match=message):
                 group.call(function)
-        assert group.inspect().statistics.requests == before
+        assert requests == []
 
     def test_defaults_in_signatures(self, group):
         """The signature in an error shows that a parameter has a default, and not its value."""
@@ -79,12 +77,12 @@ def remember(worker, value):
 class TestCalls:
     """Tests of functions that are called as methods are."""
 
-    def test_method_of_the_class(self, group):
+    def test_method_of_the_class(self, group, puts):
         """`group.call(Worker.rank)` is `group.call("rank")`."""
         call = group.call(Worker.rank)
         assert call.result() == list(range(8))
         assert repr(call).startswith("Call('rank', ")
-        assert call.statistics().puts == 0
+        assert puts == []
 
     @pytest.mark.smoke
     def test_arguments_and_answers(self, group):
@@ -184,24 +182,23 @@ class TestCalls:
         gate.touch()
         assert group.at(dp=0, tp=0).call("rank").result() == [5]
 
-    def test_stored_functions(self, group):
+    def test_stored_functions(self, group, puts):
         """A small function travels with the call; a large one is stored once, however many workers run it."""
         table = np.zeros(100_000)
         small, large = (lambda worker: 1), (lambda worker: len(table))
         assert "0 value(s) stored" in group.at().explain(small).summary
         assert "1 value(s) stored" in group.at().explain(large).summary
-        assert group.call(small).statistics().puts == 0
-        call = group.call(large)
-        assert call.result() == [100_000] * 8
-        assert call.statistics().puts == 1
-        assert 800_000 < call.statistics().bytes_put < 820_000
+        group.call(small)
+        assert puts == []
+        assert group.call(large).result() == [100_000] * 8
+        assert len(puts) == 1
+        assert 800_000 < puts[0] < 820_000
 
-    def test_map(self, group):
+    def test_map(self, group, puts):
         """`map` takes functions, and stores a large one once for all items."""
         table = np.arange(100_000)
-        before = group.inspect().statistics.puts
         assert list(group.map(lambda worker, item: int(table[item]), range(20))) == list(range(20))
-        assert group.inspect().statistics.puts == before + 1
+        assert len(puts) == 1
         assert sorted(group.map(Worker.slow_echo, range(4))) == [0, 1, 2, 3]
 
     def test_repeated_on_a_restarted_worker(self, local_ray):

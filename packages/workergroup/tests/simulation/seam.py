@@ -31,7 +31,6 @@ from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started, make_process
 from fairlead_workergroup._membership.operations import RestartPolicy
 from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.calls import Counters
 from fairlead_workergroup._observe.evidence import RayWitnesses
 from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
 from fairlead_workergroup._remote import facts as remote_facts
@@ -133,9 +132,8 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
-        # References of the driver, and their sizes.
+        # References of the driver.
         f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
-        f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
@@ -309,7 +307,7 @@ def make_sender(places: list[Place], started: Sequence[Started]) -> Sender:
     membership = Membership(roster, port, nothing, nothing)
     described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
     read_group: Any = None
-    return Sender(roster, described, membership, Counters(), read_group, None)
+    return Sender(roster, described, membership, read_group, None)
 
 
 def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Execution:
@@ -318,7 +316,7 @@ def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeou
     ranks = range(len(snapshot.members))
     requests = [Request(name, list(args), {}) for _ in ranks]
     deadline = Deadline.after(timeout)
-    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, (0, 0), snapshot.sharding)
+    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, snapshot.sharding)
     return Execution(sender, None, order, sender.send(order), Recipients(list(ranks), list(ranks), None), CallOptions())
 
 

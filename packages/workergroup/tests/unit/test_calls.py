@@ -225,10 +225,9 @@ def sender(monkeypatch):
     monkeypatch.setattr(map_module, "replace", lambda called, **_: called)
     now = SimpleNamespace(has=lambda ranks: True)
     roster = SimpleNamespace(check_connected=lambda: None, now=now, connected=True)
-    counters = SimpleNamespace(add=lambda **_: None)
     worker_class = SimpleNamespace(method=lambda _: method)
     described = SimpleNamespace(worker_class=worker_class)
-    return SimpleNamespace(described=described, check_retries=lambda _: None, counters=counters, roster=roster)
+    return SimpleNamespace(described=described, check_retries=lambda _: None, roster=roster)
 
 
 @pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of statuses and statistics in a notebook."""
+"""Tests of statuses in a notebook."""
 
 import pytest
 
-from fairlead_workergroup import CallStatistics, GroupStatistics, Outcome, StuckWorker, WorkerUsage
+from fairlead_workergroup import Outcome, StuckWorker, WorkerUsage
 
 from ..faults import let_nodes_report
 from ..observed import make_observer
@@ -12,8 +12,6 @@ from ..observed import make_observer
 @pytest.mark.parametrize(
     ("record", "cells"),
     [
-        (GroupStatistics(calls=3, requests=4_000_000), ["calls</td><td>3<", "requests</td><td>4,000,000<"]),
-        (CallStatistics(8, 1, 2, 3, 4, 0.00123456), ["requests</td><td>8<", "submit_s</td><td>0.00123<"]),
         (WorkerUsage(1, 12.5, 10, None, 4), ["cpu_percent</td><td>12.5<", "gpu_memory_bytes</td><td><"]),
         (Outcome(1, {"dp": 0, "tp": 1}, "<b>"), ["coords</td><td>dp=0, tp=1<", "value</td><td>&lt;b&gt;<"]),
         (Outcome(1, {}, error=ValueError("<x>")), ["error</td><td>ValueError(&#x27;&lt;x&gt;&#x27;)<"]),

@@ -12,7 +12,7 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._observe.calls import CallStatistics, Outcome
+from .._observe.calls import Outcome
 from .._observe.display import table_html
 from .._start.worker_class import Method
 from .._transport.arguments import Arguments, Gathered, PassedOn
@@ -67,7 +67,7 @@ def make_order(
         method = by_name or known.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
-    order = Order(method, recipients.called, (), began, deadline, (0, 0), sharding, passes=passes)
+    order = Order(method, recipients.called, (), began, deadline, sharding, passes=passes)
     if not passes:
         sender.admit(order, early=True)  # before anything is stored
     stored = Arguments()
@@ -76,7 +76,6 @@ def make_order(
     requests = make_requests(method, recipients, columns, names)
     order = order._replace(
         requests=list(requests) if options.retries else requests,
-        stored=stored.cost() if stored.refs else (0, 0),
     )
     return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
 
@@ -99,7 +98,6 @@ def dispatch(
     try:
         order = make_order(sender, method, recipients, args, kwargs, options, **others)
         sent = sender.send(order) if blocking else sender.send_or_queue(order)
-        sender.counters.add(calls=1, puts=order.stored[0])
     except (CallTimeoutError, WorkerFailureError) as error:
         if blocking:
             sender.observed.explain(error)
@@ -281,16 +279,6 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             the ranks that were killed.
         """
         return self._execution.cancel(force=force)
-
-    def statistics(self) -> CallStatistics:
-        """Return what the call has cost so far."""
-        execution = self._execution
-        return CallStatistics(
-            len(execution.ranks),
-            *execution.order.stored,
-            *execution.fetched,
-            execution.submit_s,
-        )
 
     def get_results(
         self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False

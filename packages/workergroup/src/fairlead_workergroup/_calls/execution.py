@@ -22,7 +22,6 @@ from .._transport.futures import (
     block,
     end_of,
     is_stream,
-    sum_sizes,
 )
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
@@ -54,19 +53,15 @@ class Execution:
     sent: Sent | Future[Sent]  # the futures of the requests, or a future of them for a call that had to wait
     recipients: Recipients
     options: CallOptions
-    submit_s: float = 0.0
-    fetched_at: set[int] = field(default_factory=set)  # the positions of the workers whose results have been fetched
     cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
     items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)  # that have arrived, by position
     attempt: int = 0
     _handed_out: dict[int, int] = field(default_factory=dict)
-    _handed_out_bytes: int = 0
     # What happens when a thread has tried to repeat an attempt, by the attempt and the number of the try. `setdefault`
     # lets one thread at a time try, without a lock.
     _repeating: dict[tuple[int, int], Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.submit_s = _world.current.now() - self.order.began
         self.method: Method = self.order.method
         self.yields_items: bool = self.method.result == "items"  # whether the method is a generator
         self.is_single: bool = self.options.collect == ()
@@ -333,7 +328,6 @@ class Execution:
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of `in_order`, of which the first ones are the results."""
         wanted, others = self.recipients.positions
-        self.fetched_at.update(wanted)
         self.sender.observed.end(self.entries)
         if self.options.discard:
             return None
@@ -370,7 +364,6 @@ class Execution:
             for at in [at for at in streams.values() if self.items.get(at)]:
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
                 (value,) = await self._explained(on, on.all(self.items[at][:1], deadline, self.check_late))
-                self._handed_out_bytes += sum_sizes(self.items[at][:1])
                 self._handed_out[at] = self._handed_out.get(at, 0) + 1
                 del self.items[at][0]
                 yield self._make_outcome(at, value)
@@ -492,8 +485,6 @@ class Execution:
                 value: Any = await self._get_items(on, at)
             else:
                 (value,) = await on.all([future], NEVER, self.check_late)
-                if at in self.answering:
-                    self.fetched_at.add(at)
         except Exception as error:  # noqa: BLE001  any exception of the worker
             if self.ranks[at] in self.cancelled:
                 return self._make_outcome(at, error=CallCancelledError(self.method.name, (self.ranks[at],)))
@@ -514,12 +505,4 @@ class Execution:
                 f"stream() has handed out {count} item(s) of {self.method.name!r} of rank {self.ranks[at]}, and they "
                 "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."
             )
-        self.fetched_at.add(at)
         return values
-
-    @property
-    def fetched(self) -> tuple[int, int]:
-        """The number of results that have been fetched, and their bytes."""
-        results = (self.items.get(at, ()) if self.yields_items else [self.futures[at]] for at in self.fetched_at)
-        refs = [ref for of_worker in results for ref in of_worker]
-        return len(refs) + sum(self._handed_out.values()), sum_sizes(refs) + self._handed_out_bytes

@@ -18,7 +18,6 @@ from .._membership.judge import Evidence, Judge, decide
 from .._membership.machine import FixedMembership
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
-from .._observe.calls import Counters
 from .._observe.evidence import RayWitnesses
 from .._observe.extensions import extend
 from .._observe.observer import STUCK_AFTER_S, Observer
@@ -288,7 +287,6 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
         roster,
         Described(WorkerClass.from_dict(group.methods)),
         FixedMembership(remedy=REMEDY),
-        Counters(),
         read_group=lambda: identity.read(within_s=SETTLED_S),
         call_timeout_s=None,
         identity=identity,

@@ -87,7 +87,6 @@ def map_items(
     sender.check_retries(options.each.retries)
     stored = Arguments()  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
-    sender.counters.add(puts=len(stored.refs))
     total = len(items) if isinstance(items, Sized) else None
     balancer = _Balancer(sender, owner, ranks, called, options)
     order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)

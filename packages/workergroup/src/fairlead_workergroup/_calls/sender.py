@@ -24,7 +24,7 @@ from .._membership.machine import FixedMembership
 from .._membership.model import Snapshot, WorkerProcess
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
-from .._observe.calls import Counters, ObservedCalls
+from .._observe.calls import ObservedCalls
 from .._observe.evidence import find_known_dead, judge_known_dead
 from .._observe.publications import RegisteredGroup
 from .._observe.query import cancel_calls, late_workers
@@ -72,7 +72,6 @@ class Order(NamedTuple):
     requests: Iterable[Request]  # the request to each of them; a list if the call may be repeated
     began: float
     deadline: Deadline
-    stored: tuple[int, int]  # the number of values that were stored for the call, and their bytes
     sharding: NamedSharding | None = None
     passes: bool = False  # whether the call belongs to the change of membership that is under way
     follow: Callable[[Any, Deadline], bool] | None = None
@@ -134,7 +133,6 @@ class Sender:
     roster: Roster
     described: Described
     membership: FixedMembership
-    counters: Counters
     read_group: Callable[[], RegisteredGroup]  # reads the group as it is published now
     call_timeout_s: float | None
     observed: ObservedCalls = field(default_factory=ObservedCalls)  # the observer of the calls
@@ -211,7 +209,6 @@ class Sender:
         now, needs = admitted
         overlaps = self.described.worker_class.concurrent
         futures = self._send_requests(now, order, needs if overlaps else ())
-        self.counters.add(requests=len(futures))
         if overlaps:
             self.overlapping.note(futures)
         entry = self.observed.begin(order.method.name, order.began, futures) if futures else 0

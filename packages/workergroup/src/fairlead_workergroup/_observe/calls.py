@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observed calls: the outcome of each worker, the cost of a call, the counts of a group, and observers."""
+"""Observed calls: the outcome of each worker, and observers."""
 
 import functools
 import logging
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,74 +29,6 @@ class Outcome:
     error: BaseException | None = None
 
     _repr_html_ = record_html
-
-
-@dataclass(frozen=True)
-class CallStatistics:
-    """The cost of one call.
-
-    Attributes:
-        requests: method calls sent to workers.
-        puts: values stored in the object store for it.
-        bytes_put: their size in bytes, as stored.
-        fetched: results fetched to the driver so far.
-        bytes_fetched: their size in bytes, as sent.
-        submit_s: seconds from the call to the last request.
-    """
-
-    requests: int
-    puts: int
-    bytes_put: int
-    fetched: int
-    bytes_fetched: int
-    submit_s: float
-
-    _repr_html_ = record_html
-
-
-@dataclass(frozen=True)
-class GroupStatistics:
-    """The counts since the group was created, which include its constructor arguments.
-
-    Attributes:
-        calls: calls of the group.
-        requests: method calls sent to workers.
-        puts: values stored in the object store for them.
-
-    >>> print(GroupStatistics(calls=1, requests=8, puts=2))
-    put 2 values, sent 8 requests in 1 calls
-    """
-
-    calls: int = 0
-    requests: int = 0
-    puts: int = 0
-
-    _repr_html_ = record_html
-
-    def __str__(self) -> str:
-        return f"put {self.puts} values, sent {self.requests} requests in {self.calls} calls"
-
-
-class Counters:
-    """Count what a group stores and sends."""
-
-    def __init__(self) -> None:
-        # By thread, each of which changes its own counts only, so that none waits for another one.
-        self._counts: dict[tuple[int, str], int] = {}
-
-    @property
-    def now(self) -> GroupStatistics:
-        """The counts so far."""
-        total: Counter[str] = Counter()
-        for (_, name), count in [*self._counts.items()]:
-            total[name] += count
-        return GroupStatistics(**total)
-
-    def add(self, **more: int) -> None:
-        """Add to counts, given by name."""
-        me = threading.get_ident()
-        for name, count in more.items():
-            self._counts[me, name] = self._counts.get((me, name), 0) + count
 
 
 class CallObserver:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .._observe.calls import GroupStatistics
 from .._observe.display import record_html
 
 PhaseName = Literal["reserve", "environment", "agents", "describe", "create", "process", "import", "constructor"]
@@ -88,7 +87,6 @@ class GroupState:
         standby: the number of standbys that are ready.
         standby_metadata: a dict for each standby: its place, and whether it is "warm" or "starting".
         start_report: how long the start of the group took. Restarts do not change it.
-        statistics: the counts of what has been stored and sent so far.
         shown: what packages show of the group, by the key that each has chosen, such as the versions of a link.
     """
 
@@ -96,7 +94,6 @@ class GroupState:
     standby: int
     standby_metadata: list[dict[str, Any]]
     start_report: StartReport
-    statistics: GroupStatistics
     shown: Mapping[str, Any]
 
     _repr_html_ = record_html

@@ -14,8 +14,6 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from .._ray_private import object_sizes
-
 _storing = threading.local()
 
 
@@ -163,11 +161,6 @@ class Arguments:
                 raise
             except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
                 raise NotPicklableError(_explain_failure(value, error)) from None
-
-    def cost(self) -> tuple[int, int]:
-        """Return the number of stored values, and their bytes, as Ray stores them."""
-        stored = list(self.refs.values())
-        return len(stored), sum(object_sizes(stored))
 
 
 def _explain_failure(value: Any, error: BaseException) -> str:

@@ -18,7 +18,7 @@ from ray import ObjectRefGenerator
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from .. import _world
-from .._ray_private import TASK_BYTES, object_sizes
+from .._ray_private import TASK_BYTES
 from .._world import NEVER, Deadline
 from ..exceptions import WorkerGroupError
 
@@ -50,11 +50,6 @@ def task_of_future(future: Any) -> bytes:
     """Return the id of the task that creates an object, or the items of a generator."""
     task: bytes = end_of(future).binary()[:TASK_BYTES]
     return task
-
-
-def sum_sizes(results: Sequence[Any]) -> int:
-    """Return the bytes of fetched results, as sent."""
-    return sum(object_sizes(results))
 
 
 def is_not_ready(error: BaseException) -> bool:
