@@ -70,13 +70,10 @@ def make_order(
     order = Order(method, recipients.called, (), began, deadline, sharding, passes=passes)
     if not passes:
         sender.admit(order, early=True)  # before anything is stored
-    stored = Arguments()
     # Before this call's turn: storing a large value must not delay the calls of other threads.
-    columns, names = store_columns(method, args, kwargs, stored), list(kwargs)
+    columns, names = store_columns(method, args, kwargs, Arguments()), list(kwargs)
     requests = make_requests(method, recipients, columns, names)
-    order = order._replace(
-        requests=list(requests) if options.retries else requests,
-    )
+    order = order._replace(requests=list(requests) if options.retries else requests)
     return order if sender.is_owner else order._replace(follow=Follower(columns, names, recipients, replan).follow)
 
 

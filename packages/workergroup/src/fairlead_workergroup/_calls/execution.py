@@ -15,14 +15,7 @@ from ray import ObjectRef
 from .. import _world
 from .._observe.calls import Outcome
 from .._start.worker_class import Method
-from .._transport.futures import (
-    ON_THREAD,
-    REPORT_EVERY_S,
-    Waiter,
-    block,
-    end_of,
-    is_stream,
-)
+from .._transport.futures import ON_THREAD, REPORT_EVERY_S, Waiter, block, end_of, is_stream
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, WorkerFailureError, WorkerGroupError
 from .errors import Refused, explain_failure

@@ -13,15 +13,7 @@ from ray import ObjectRef, ObjectRefGenerator
 
 from .. import _world
 from .._ray_private import actor_id_of_ref
-from .._transport.futures import (
-    ON_THREAD,
-    REPORT_EVERY_S,
-    block,
-    end_of,
-    is_stream,
-    short_traceback,
-    task_of_future,
-)
+from .._transport.futures import ON_THREAD, REPORT_EVERY_S, block, end_of, is_stream, short_traceback, task_of_future
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
 from .errors import explain_failure

@@ -4,7 +4,6 @@
 import contextlib
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -29,15 +28,10 @@ def dump(value: Any) -> list[Any] | None:
     if type(value) in PLAIN:
         return [pickle.dumps(value, 5)]
     buffers: list[pickle.PickleBuffer] = []
-    frame = _dump(value, buffers.append)
-    return None if frame is None else [frame, *(buffer.raw() for buffer in buffers)]
-
-
-def _dump(value: Any, keep: Callable[[pickle.PickleBuffer], None] | None) -> bytes | None:
     with io.BytesIO() as file:
-        pickler = _Pickler(file, 5, keep)
+        pickler = _Pickler(file, 5, buffers.append)
         pickler.dump(value)
-        return None if pickler.found else file.getvalue()
+        return None if pickler.found else [file.getvalue(), *(buffer.raw() for buffer in buffers)]
 
 
 def has_references(value: Any) -> bool:
