@@ -646,28 +646,11 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock of this process's deadlines, so that a test reaches one at an event and not after a time."""
     made = Clock()
-    for module in ("fairlead_workergroup._start.launch", "fairlead_lane._transport"):
-        if module in sys.modules:
-            monkeypatch.setattr(f"{module}.time", made)
+    if "fairlead_workergroup._start.launch" in sys.modules:
+        monkeypatch.setattr("fairlead_workergroup._start.launch.time", made)
     if "fairlead_workergroup._world" in sys.modules:
         monkeypatch.setattr("fairlead_workergroup._world.RealWorld.now", made.monotonic)
     return made
-
-
-@pytest.fixture(scope="session")
-def both_kinds_of_sockets() -> Iterator[None]:
-    """Let every other worker connect as one of another node does, so that each lane has both kinds of connections."""
-    from fairlead_lane._local import LocalSocket
-
-    complete = LocalSocket.complete
-
-    def complete_even(own: LocalSocket, config: Any) -> Any:
-        rank = int.from_bytes(config.identity[:4], "little")
-        return config if rank % 2 else complete(own, config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalSocket, "complete", complete_even)
-        yield
 
 
 @pytest.fixture(scope="session")

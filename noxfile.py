@@ -295,7 +295,6 @@ EXAMPLES = {
     "grpo": ("grpo.py", "--steps", "5"),
     "hang": ("hung_job.py", "--why"),
     "hang_train": ("hung_ray_train.py", "--why"),
-    "lane": ("lane.py", "--steps", "10"),
     "tpu_psum": ("tpu_psum.py",),
 }
 

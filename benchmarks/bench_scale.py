@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import ray
@@ -118,9 +119,10 @@ def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[R
     def call() -> None:
         plan = plan_call(mesh, collect=("dp",))
         batch = plan.column("batch", Shard(pieces, "dp"))
-        arguments = Arguments(put=lambda value: value)
         rate = {"lr": plan.column("lr", 0.1)}
-        requests = make_requests(method, plan, store_columns(method, [batch], rate, arguments), list(rate))
+        with patch.object(ray, "put", lambda value: value):
+            columns = store_columns(method, [batch], rate, Arguments())
+        requests = make_requests(method, plan, columns, list(rate))
         for rank, request in zip(plan.called, requests, strict=True):
             getattr(members[rank].handle, request.method).remote(*request.args, **request.kwargs)
 

@@ -316,8 +316,6 @@ def learn(policy: RayWorkerGroup, generation: RayWorkerGroup, *, steps: int, see
         console.print(f"accuracy {before:.1%} -> {accuracy(link, policy, generation, dp=dp):.1%}")
         moved = link.explain().plan.bytes_moved * (steps + 2) / 1e6
         console.print(f"{moved:,.0f} MB of weights went from policy to generation, none of it through the driver")
-    for group in policy, generation:
-        print(f"{group.name_prefix}: {group.inspect().statistics}")
     return rewards
 
 

@@ -144,7 +144,6 @@ def main(argv: list[str] | None = None) -> int:
     def work(group: RayWorkerGroup) -> float:
         accuracy, losses = train(group, dp=options.dp, tp=options.tp, epochs=options.epochs)
         print(draw_curve(losses))
-        print(group.inspect().statistics)
         return accuracy
 
     return run(builder, work, options, began)

@@ -117,7 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     def work(group: RayWorkerGroup) -> float:
         group.call("connect").result()
         accuracy = train(group, dp=options.dp, epochs=options.epochs)
-        print(group.inspect().statistics)
         group.shutdown(cleanup_method="disconnect")
         return accuracy
 

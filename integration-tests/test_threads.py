@@ -15,7 +15,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import EpochError, RayWorkerGroup, Restart, current_worker
 from fairlead_workergroup.testing import kill
 
-KINDS = {"fairlead-change", "fairlead-io", "fairlead-lane", "fairlead-monitor"}
+KINDS = {"fairlead-change", "fairlead-io", "fairlead-monitor"}
 
 
 class Policy:
@@ -54,8 +54,8 @@ def names(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-def test_four_kinds(local_ray, names, eventually):
-    """An elastic group with a lane has threads of four kinds, whatever it does, and one of them only once."""
+def test_three_kinds(local_ray, names, eventually):
+    """An elastic group has threads of three kinds, whatever it does, and one of them only once."""
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
         RayWorkerGroup(
@@ -66,8 +66,7 @@ def test_four_kinds(local_ray, names, eventually):
             restart=Restart(on_failure=True),
         ) as group,
     ):
-        with group.lane():
-            assert group.call("step").result() == [1, 1]
+        assert group.call("step").result() == [1, 1]
         kill(group, 1)
         assert eventually(lambda: group.get_worker_status()[1].state == "dead")
         assert group.call("step").result() == [1, 1]  # after a restart

@@ -58,9 +58,6 @@ async def call(group: wg.RayWorkerGroup, handle: wg.GroupHandle) -> None:
     assert_type(group.at().explain("step", [1]), wg.CallExplanation)
     assert_type(group.call("step").stream(timeout=1), wg.ResultStream[wg.Outcome])
     assert_type(group.map("step", range(3), strategy="least_loaded"), wg.ResultStream[Any])
-    assert_type(group.call("step").statistics(), wg.CallStatistics)
-    assert_type(wg.join(group, handle), wg.JoinedView)
-    assert_type(wg.join(group, handle).call("step"), wg.JoinedCall)
     assert_type(wg.attach("policy", "10.0.0.1:6379"), wg.GroupHandle)
     future: wg.MultiWorkerFuture = group.run_all_workers_sharded_data("step", [1, 2], in_sharded_axes="dp")
     assert_type(group.get_all_worker_results(future), list[Any])
@@ -75,17 +72,15 @@ def watch(group: wg.RayWorkerGroup) -> None:
     assert_type(group.restart_failed_workers(), list[int])
     assert_type((group.resize(dp=3), group.replace([0]), group.shutdown("save")), tuple[int, int, bool])
     state = group.inspect()
-    assert_type((state, state.statistics), tuple[wg.GroupState, wg.GroupStatistics])
+    assert_type(state, wg.GroupState)
     testing.kill(group, 0)
     testing.stop(group, 0)
     testing.resume(group, 0)
-    with testing.LocalGroup(Worker, dp=2) as local:
-        assert_type(local.call(Worker.step, wg.Shard([[1], [2]], "dp"), 0.1), wg.Call[list[float]])
 
 
 def read_errors(error: Exception) -> None:
     match error:
-        case wg.CallTimeoutError() | wg.ResizeTimeoutError() | wg.LaneError():
+        case wg.CallTimeoutError() | wg.ResizeTimeoutError():
             assert_type(error.late, tuple[wg.LateWorker, ...])
         case wg.WorkerFailureError() | wg.BrokenEpochError():
             assert_type(error.failures, tuple[wg.WorkerFailure, ...])

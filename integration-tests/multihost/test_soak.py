@@ -18,7 +18,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     BrokenEpochError,
     CallTimeoutError,
-    LaneError,
     RayWorkerGroup,
     ResizeTimeoutError,
     Restart,
@@ -195,33 +194,10 @@ def test_soak(hosts):
                     # Of replace also a ValueError, when all slots are in use.
                     counts[f"{name} that changed nothing"] += 1
 
-            lane = contextlib.ExitStack()
-
-            def switch_lane():
-                """Close the lane if one is open, and open one otherwise; a worker that hangs or dies is late."""
-                name = "lane closed" if group.at().explain("square", 1).route == "lane" else "lane opened"
-                try:
-                    if name == "lane closed":
-                        lane.close()
-                    else:
-                        lane.enter_context(group.lane(timeout=10))
-                    counts[name] += 1
-                except LaneError as error:
-                    if error.ranks:  # Otherwise it waited for a restart.
-                        faults.explain({*error.ranks}, error)
-                    counts["LaneError"] += 1
-
-            # On a slow machine no lane may open once workers die every second.
-            lane.enter_context(group.lane())
-            assert group.call("square", 2).result() == [4] * group.world_size
-            counts["right answer by a lane"] += group.inspect().statistics.lane_requests == group.world_size
             end = time.monotonic() + seconds
-            changed = switched = time.monotonic()
+            changed = time.monotonic()
             with Faults(group, random.Random(seed + 1), counts) as faults:
                 while time.monotonic() < end:
-                    if time.monotonic() - switched > rng.uniform(2, 6):
-                        switched = time.monotonic()
-                        switch_lane()
                     if time.monotonic() - changed > rng.uniform(2, 6):
                         changed = time.monotonic()
                         change()
@@ -232,7 +208,6 @@ def test_soak(hosts):
                         )
                         assert call.result() == [value * value for value in values]
                         counts["right answer"] += 1
-                        counts["right answer by a lane"] += call.statistics().route == "lane"
                     except CallTimeoutError as error:
                         if not error.late:  # it waited for a restart
                             counts["call that was not sent in time"] += 1
@@ -248,8 +223,6 @@ def test_soak(hosts):
                         if not {failure.kind for failure in error.failures} <= {"killed", "start-failed"}:
                             raise
                         counts["WorkerFailureError"] += 1
-            with contextlib.suppress(LaneError):  # The last faults may still have an effect.
-                lane.close()
             restarts = sum(status.restarts for status in group.get_worker_status())
             for _ in range(50):
                 with contextlib.suppress(WorkerFailureError, CallTimeoutError):
@@ -267,5 +240,4 @@ def test_soak(hosts):
         print(f"\nin {SECONDS:g} s:", *(f"{number:6} {what}" for what, number in counts.items()), sep="\n  ")  # noqa: T201
         assert counts["right answer"] > 0
         assert counts["restarts"] > 0
-        assert counts["right answer by a lane"] > 0
         assert sum(counts.get(name, 0) for name in ("grow", "shrink", "replace")) > 0

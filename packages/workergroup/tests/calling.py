@@ -23,7 +23,7 @@ class Worker:
 
     def __init__(self):
         self.ran = []
-        self.number = int(os.environ["RANK"])  # threads have this variable in their constructor only
+        self.number = int(os.environ["RANK"])
 
     def rank(self):
         return self.number

@@ -24,22 +24,6 @@ settings.register_profile(
 settings.load_profile("fairlead-workergroup")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the tests of calls that a group without Ray, or without processes, cannot run."""
-    items[:] = [item for item in items if not (is_local(item) and needs_processes(item))]
-
-
-def is_local(item: pytest.Item) -> bool:
-    """Return whether a test of calls runs on a `LocalGroup`."""
-    return item.path.name in ("test_local_calls.py", "test_local_map.py")
-
-
-def needs_processes(item: pytest.Item) -> bool:
-    """Return whether a test of calls needs Ray, or workers in processes of their own."""
-    marked = any(item.get_closest_marker(name) for name in ("by_ray", "by_processes"))
-    return marked or "local_ray" in getattr(item, "fixturenames", ())
-
-
 @pytest.fixture(scope="module")
 def cluster(local_ray: None) -> Iterator[object]:
     """Yield one logical node with eight CPU slots."""
@@ -70,41 +54,15 @@ def shared(local_ray: None, request: pytest.FixtureRequest, shared_group: Any) -
     return group
 
 
-# The tests of calls, which run a second time with a lane open.
-BY_LANE = frozenset({"test_arguments", "test_call", "test_errors", "test_functions", "test_kinds", "test_waiting"})
-LANE = pytest.param("lane", marks=pytest.mark.nightly)
-# Tests in which a call of one group depends on a call of the other one, so that both kinds of both are combined.
-MIXED = frozenset({"test_a_late_argument", "test_deaths_that_are_not_the_workers"})
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of calls by Ray and by a lane, except for those of what Ray alone offers."""
-    if metafunc.module.__name__.rpartition(".")[2] not in BY_LANE or metafunc.definition.get_closest_marker("by_ray"):
-        return
-    names = [name for name in ("group", "doomed") if name in metafunc.fixturenames]
-    if metafunc.definition.name in MIXED:
-        for name in names:
-            metafunc.parametrize(name, ["ray", LANE], indirect=True)
-    elif names:
-        ways = ["ray"] * len(names), pytest.param(*["lane"] * len(names), marks=pytest.mark.nightly)
-        metafunc.parametrize(names, ways, ids=["ray", "lane"], indirect=True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _all_lanes(both_kinds_of_sockets: None) -> None:
-    """Let the lanes of all tests have both kinds of connections."""
+@pytest.fixture
+def group(shared: "RayWorkerGroup") -> "RayWorkerGroup":
+    """Return the shared group."""
+    return shared
 
 
 @pytest.fixture
-def group(shared: "RayWorkerGroup", request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
-    """Yield the shared group, with a lane open if the test says so."""
-    with shared.lane() if getattr(request, "param", "ray") == "lane" else contextlib.nullcontext():
-        yield shared
-
-
-@pytest.fixture
-def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWorkerGroup"]:
-    """Yield a group of two workers for the tests that lose some of them, with a lane open if the test says so."""
+def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
+    """Yield a group of two workers for the tests that lose some of them."""
     from fairlead_placement import RayVirtualCluster
     from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerGroup
@@ -115,12 +73,23 @@ def doomed(local_ray: None, request: pytest.FixtureRequest) -> Iterator["RayWork
         RayVirtualCluster([2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, sharding_annotations=NamedSharding.from_shape(dp=2, tp=1)) as group,
     ):
-        if getattr(request, "param", "ray") == "ray":
-            yield group
-            return
-        with group.lane():
-            yield group
-            group.shutdown()  # the lane would wait for methods that a test has left running
+        yield group
+
+
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the size in bytes of each value that the test stores with `ray.put`."""
+    from .faults import note_puts
+
+    return note_puts(monkeypatch)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of the method of each request that a call of the test sends to a worker."""
+    from .faults import note_requests
+
+    return note_requests(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,19 @@ it is given.
 import contextlib
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import ray
+from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, spi
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
-from fairlead_workergroup._calls import errors, handle, sender
+from fairlead_workergroup._calls import handle, sender
 from fairlead_workergroup._lifecycle import delivery, launcher, shutdown
 from fairlead_workergroup._membership import judge, machine
 from fairlead_workergroup._observe import (
@@ -95,11 +96,6 @@ def limit_waits_for_room(patch: Patch, seconds: float) -> None:
     patch.setattr(shutdown, "MADE_S", seconds)
 
 
-def limit_closes_after_errors(patch: Patch, seconds: float) -> None:
-    """Let a `LocalGroup` that an error ends wait this long for busy workers."""
-    patch.setattr("fairlead_workergroup._local.group.AFTER_ERROR_S", seconds)
-
-
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
     patch.setattr(futures, "REPORT_EVERY_S", seconds)
@@ -108,14 +104,6 @@ def report_late_workers_every(patch: Patch, seconds: float) -> None:
 def longest_shutdown(timeout_s: float) -> float:
     """Return how long a shutdown with a timeout may take while Ray's head is silent."""
     return timeout_s + shutdown.LAST_LOOK_S
-
-
-def most_calls_of_a_lane() -> int:
-    """Return how many calls a worker that does not answer may have in a lane, sent and waiting."""
-    from fairlead_lane._session import WINDOW
-    from fairlead_lane._transport import MOST_WAITING
-
-    return WINDOW + MOST_WAITING
 
 
 # Ray's head, and the agents of nodes.
@@ -240,6 +228,37 @@ def unreadable_record(pid: int) -> Iterator[None]:
         os.close(file)
 
 
+# What calls store and send.
+
+
+def note_puts(patch: Patch) -> list[int]:
+    """Return a list that gets the size in bytes of each value that this process stores from now on."""
+    sizes: list[int] = []
+    put = ray.put
+
+    def put_and_note(value: Any, **options: Any) -> Any:
+        ref = put(value, **options)
+        sizes.append(get_local_object_locations([ref])[ref]["object_size"])
+        return ref
+
+    patch.setattr(ray, "put", put_and_note)
+    return sizes
+
+
+def note_requests(patch: Patch) -> list[str]:
+    """Return a list that gets the name of the method of each request that a call sends to a worker from now on."""
+    names: list[str] = []
+    send = sender.Sender._send_requests
+
+    def send_and_note(own: Any, now: Any, order: Any, needs: Any) -> Any:
+        refs = send(own, now, order, needs)
+        names.extend([order.method.name] * len(refs))
+        return refs
+
+    patch.setattr(sender.Sender, "_send_requests", send_and_note)
+    return names
+
+
 # Moments at which something else happens.
 
 
@@ -286,7 +305,7 @@ def _act_at_a_bar(patch: Patch, module: Any, ranks: list[int], act: Callable[[],
 
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a call has been checked, and before Ray gets it."""
-    act_before(patch, sender.Sender, "_send_by_ray", act)
+    act_before(patch, sender.Sender, "_send_requests", act)
 
 
 def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:
@@ -374,23 +393,3 @@ def end_actors(actors: Sequence[Any]) -> list[str]:
 def count_actors_being_made() -> int:
     """Return how many actors of this job Ray is creating."""
     return len(_ray_private.actors_being_made())
-
-
-def leave_late_errors(count: int, looking: threading.Event) -> Callable[[], int]:
-    """Let as many errors be late as given, each of which takes a while to retrieve; return what counts the rest."""
-    import ray
-
-    owner = threading.Event()
-
-    class Late(errors._LateErrors):
-        def retrieve(self) -> bool:
-            looking.set()
-            while self._refs:
-                self._refs.pop()
-                time.sleep(0.001)
-            return True
-
-    late = Late([ray.put(number) for number in range(count)], owner)
-    errors._late.append(late)
-    errors._rounds.start()
-    return lambda: len(late._refs)

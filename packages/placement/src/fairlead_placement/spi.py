@@ -25,12 +25,10 @@ from ._nodes.head import alive_nodes, ask_head, choose_alive, head_deadline, rea
 from ._nodes.rounds import Rounds
 from ._ray_private import (
     autoscaler_is_there,
-    block_shutdown,
     collect,
     connection,
     drain_deadlines,
     draining_nodes,
-    never_connect,
 )
 from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
@@ -58,7 +56,6 @@ __all__ = [
     "attach",
     "autoscaler_is_there",
     "await_published",
-    "block_shutdown",
     "choose_alive",
     "claim_slots",
     "collect",
@@ -70,7 +67,6 @@ __all__ = [
     "find_agents",
     "group_pairs",
     "head_deadline",
-    "never_connect",
     "number_slots",
     "place_pinned",
     "process_is_alive",

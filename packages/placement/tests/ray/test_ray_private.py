@@ -98,7 +98,8 @@ def test_shutdown_while_threads_wait(run_script):
 
         import ray
 
-        from fairlead_placement.spi import collect, never_connect
+        from fairlead_placement._ray_private import never_connect
+        from fairlead_placement.spi import collect
 
         def work():
             never_connect()

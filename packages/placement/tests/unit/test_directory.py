@@ -9,7 +9,8 @@ import ray
 
 from fairlead_placement import PlacementError, PlacementTimeoutError
 from fairlead_placement._nodes import directory
-from fairlead_placement.spi import Rounds, block_shutdown, compare_clocks
+from fairlead_placement._ray_private import block_shutdown
+from fairlead_placement.spi import Rounds, compare_clocks
 
 
 @pytest.fixture(autouse=True)

@@ -137,28 +137,21 @@ def test_sends_and_resizes(local_ray, tmp_path, eventually):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("open_lanes", ["source", "target", "both"])
-def test_sends_with_open_lanes(groups, open_lanes):
-    """Sends go between the calls of a lane: each brings what the calls before it have left, and nothing later."""
+def test_sends_between_calls(groups):
+    """Sends go between calls: each brings what the calls before it have left, and nothing later."""
     source, target = groups
-    with contextlib.ExitStack() as stack:
-        for side, group in (("source", source), ("target", target)):
-            if open_lanes in (side, "both"):
-                stack.enter_context(group.lane())
-        link = stack.enter_context(Link(source, target, source="weights", target="weights"))
+    with Link(source, target, source="weights", target="weights") as link:
         for version in range(3):
             source.call("fill", version + 1.0)
             assert link.send(version, timeout=60).version == version
             later = source.call("fill", 100.0)
             assert target.call("holds").result(timeout=60) == [version + 1.0] * 2
             later.result(timeout=60)
-        routes = {group.call("holds", timeout=60).statistics().route for group in groups}
-        assert routes == {"lane"} if open_lanes == "both" else routes == {"lane", "ray"}
 
 
 @pytest.mark.nightly
-def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
-    """Sends serve the ranks that there are while a group with an open lane grows and shrinks in another thread."""
+def test_sends_during_resizes(local_ray, tmp_path):
+    """Sends serve the ranks that there are while a group grows and shrinks in another thread."""
     folder, axes = str(tmp_path), NamedSharding.from_shape(replica=2)
     with RayVirtualCluster([4], use_gpus=False) as cluster, ThreadPoolExecutor() as threads:
         slots = cluster.slots()
@@ -171,8 +164,6 @@ def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
                 sharding_annotations=axes,
                 elastic=Elastic(on_resize="rejoin"),
             ) as target,
-            source.lane(),
-            target.lane(),
             Link(source, target, source="weights", target="weights") as link,
         ):
             for version, size in enumerate([3, 1, 2]):
@@ -184,9 +175,7 @@ def test_sends_and_resizes_with_open_lanes(local_ray, tmp_path):
                     link.send(2 * version, timeout=60)
                 resize.result(120)
                 assert link.send(2 * version + 1, timeout=60).version == 2 * version + 1
-                holds = target.call("holds")
-                assert holds.statistics().route == "lane"
-                assert holds.result(timeout=60) == [version + 1.0] * size
+                assert target.call("holds").result(timeout=60) == [version + 1.0] * size
                 assert link.versions() == dict.fromkeys(range(size), 2 * version + 1)
 
 

@@ -17,7 +17,6 @@
 
 from ._calls.call import Call
 from ._calls.handle import GroupHandle, attach
-from ._calls.joint import JoinedCall, JoinedView, join
 from ._calls.plan import CallExplanation
 from ._calls.results import MultiWorkerFuture
 from ._calls.view import GroupView
@@ -25,7 +24,7 @@ from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
 from ._membership.model import Place
-from ._observe.calls import CallStatistics, GroupStatistics, Outcome
+from ._observe.calls import Outcome
 from ._observe.state import GroupState
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
@@ -39,7 +38,6 @@ from .exceptions import (
     CallCancelledError,
     CallTimeoutError,
     EpochError,
-    LaneError,
     LateWorker,
     RemoteError,
     ResizeTimeoutError,
@@ -56,18 +54,13 @@ __all__ = [
     "Call",
     "CallCancelledError",
     "CallExplanation",
-    "CallStatistics",
     "CallTimeoutError",
     "CurrentWorker",
     "Elastic",
     "EpochError",
     "GroupHandle",
     "GroupState",
-    "GroupStatistics",
     "GroupView",
-    "JoinedCall",
-    "JoinedView",
-    "LaneError",
     "LateWorker",
     "MultiWorkerFuture",
     "Outcome",
@@ -91,7 +84,6 @@ __all__ = [
     "WorkerUsage",
     "attach",
     "current_worker",
-    "join",
     "launch",
     "recursive_merge_options",
     "report_progress",

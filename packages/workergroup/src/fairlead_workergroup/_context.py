@@ -4,7 +4,6 @@
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -13,12 +12,10 @@ from fairlead_sharding import NamedSharding
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
-# What a worker publishes that is a thread of this process; a worker that has a process publishes it in `sys.modules`.
-worker_of_thread: ContextVar[Any] = ContextVar("fairlead_worker", default=None)
 
 
 def _published() -> Any:
-    return worker_of_thread.get() or sys.modules.get("_fairlead_worker")
+    return sys.modules.get("_fairlead_worker")
 
 
 @dataclass(frozen=True)

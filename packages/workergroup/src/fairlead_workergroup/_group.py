@@ -5,7 +5,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn, Unpack
 
 import ray
@@ -21,7 +20,6 @@ from ._calls.hooks import Hooks
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
-from ._calls.route import serving_handles, use_transport
 from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
@@ -39,7 +37,6 @@ from ._membership.machine import Membership
 from ._membership.model import Place
 from ._membership.operations import RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
-from ._observe.calls import Counters
 from ._observe.evidence import RayWitnesses
 from ._observe.memory import MemoryLimit, parse_memory
 from ._observe.observer import ObservedGroup, Observer
@@ -50,7 +47,6 @@ from ._start.devices import WorkerOptions, read_master_ports
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._world import check_timeout
-from .exceptions import LaneError
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +150,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._resources = resources = Resources(
             self._roster, getattr(cluster, "port_range", None), read_master_ports(options)
         )
-        self._counters = Counters()
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)
         spec = GroupSpec(
@@ -172,7 +167,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             concurrent=async_communication,
             start_timeout_s=start_timeout_s,
         )
-        self._launcher = Launcher(spec, self._resources, self._counters)
+        self._launcher = Launcher(spec, self._resources)
         overlapping = OverlappingCalls()
         delivery = Delivery(self._launcher, overlapping)
         hooks = Hooks(restart.method, elastic.on_resize, start_timeout_s)
@@ -183,7 +178,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self._roster,
             self._launcher,
             self._membership,
-            self._counters,
             call_timeout_s=timeouts.call_s,
             overlapping=overlapping,
         )
@@ -213,12 +207,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
     @property
     def workers(self) -> list[Any]:
-        """The actor handles, by rank: `group.workers[0].step.remote(x)`; empty after `shutdown`.
-
-        While a lane is open, they refuse the methods of the class with `LaneError`: such a call would wait until the
-        lane closes.
-        """
-        return serving_handles(self._roster)
+        """The actor handles, by rank: `group.workers[0].step.remote(x)`; empty after `shutdown`."""
+        return self._roster.handles
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
@@ -246,14 +236,13 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch and the counts of calls, as they are now.
+        """Return the epoch, and what packages show of the group, as they are now.
 
         Returns:
             The state.
         """
         return GroupState(
             epoch=self._roster.now.epoch,
-            statistics=self._counters.now,
             shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
         )
 
@@ -269,44 +258,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._roster.check_alive()
         me, token = ray.get_runtime_context(), self._launcher.spec.token
         return GroupHandle(GroupIdentity.here(self.name_prefix, token, me.get_job_id(), me.get_worker_id()))
-
-    def lane(self, timeout: float = 60.0) -> AbstractContextManager[None]:
-        """Send the calls of this group as messages instead of as Ray actor calls, which is several times faster.
-
-        `call`, `map` and the calls of views work as without it. A call leaves the lane if its arguments hold
-        references or actor handles; if it returns ObjectRefs, as most classic methods do; or if its generator method
-        limits how far it may be ahead. Such a call goes by Ray, in its turn, and takes longer. `GroupView.explain` and
-        `Call.statistics()` say which way a call goes.
-
-        Opening waits until all workers have finished their earlier calls, and closing until they have finished those
-        that were made inside; an error that leaves the block does not wait. Opening it again inside does nothing.
-        Ray's task events and `get_task_id()` do not show the calls. Needs the extra `lane`, and pyzmq in the Python of
-        workers on other nodes than the driver's.
-
-        On an event loop, later calls wait behind one that cannot be sent yet: one that leaves the lane and gets an
-        answer that has not arrived, or whose worker has not taken 10,000 earlier calls.
-
-        Args:
-            timeout: the seconds that opening, and closing, may take.
-
-        Returns:
-            A context manager.
-
-        Raises:
-            LaneError: pyzmq is missing; a worker, which the error names, did not follow in time; another thread
-                restarted workers for so long; or another process has taken the port.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-
-        >>> with group.lane():  # doctest: +SKIP
-        ...     for step in range(100_000):
-        ...         group.call("tick", step).result()
-        """
-        check_timeout("timeout", timeout)
-        try:
-            from fairlead_lane import make_lane
-        except ModuleNotFoundError as error:
-            raise LaneError(f"A lane needs fairlead-workergroup[lane], which is not installed here: {error}") from None
-        return use_transport(self._sender, self._membership, self._resources, make_lane, timeout)
 
     def restart_failed_workers(self) -> list[int]:
         """Restart the dead workers: the same ranks with the same arguments, and the next incarnation.

@@ -79,8 +79,8 @@ def launch(
     ...     group.sharding_annotations.shape, group.call("total").result()
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
-    sharding = NamedSharding.from_shape(**check_axes(launch, workers, axes, RayVirtualCluster, RayWorkerGroup))
-    check_start(init_args, init_kwargs or {}, timeout_s)
+    sharding = NamedSharding.from_shape(**_check_axes(workers, axes))
+    _check_start(init_args, init_kwargs or {}, timeout_s)
     builder = RayWorkerBuilder(worker, *init_args, **(init_kwargs or {}))
     python = choose_python(python, builder.ray_actor_class_fqn)
     env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
@@ -135,26 +135,24 @@ def _connect(address: str | None, cpus: int) -> None:
         init_ray(address="local", num_cpus=max(cpus, len(os.sched_getaffinity(0))))
 
 
-def check_axes(
-    start: Callable[..., Any], workers: int | None, axes: Mapping[str, int], *others: Callable[..., Any]
-) -> Mapping[str, int]:
-    """Return the axes over the workers; refuse what looks like an option that `start` does not have, but others may."""
-    options = [name for name in inspect.signature(start).parameters if name not in ("worker", "axes")]
+def _check_axes(workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the axes over the workers; refuse what looks like an option that `launch` does not have."""
+    options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
+    others = RayVirtualCluster, RayWorkerGroup
     larger = {name: one for one in others for name in inspect.signature(one).parameters if name not in options}
-    mine = start.__name__
     for name, size in axes.items():
         if one := larger.get(name) if name != "worker" or not isinstance(size, int) else None:
-            raise TypeError(f"{mine} has no option {name!r}: give it to {one.__name__}. See the docstring of {mine}.")
+            raise TypeError(f"launch has no option {name!r}: give it to {one.__name__}. See the docstring of launch.")
         near = difflib.get_close_matches(name, options, 1, 0.8)
         if near or name.startswith(_NO_AXES) or isinstance(size, bool) or not isinstance(size, int):
             found = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
-            raise TypeError(f"{mine} has no option {name!r}, and {name}={size!r} is not an axis with its size. {found}")
+            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {found}")
     if (workers is None) is (not axes):
-        raise ValueError(f"{mine} needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
+        raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
     return axes if workers is None else {"worker": workers}
 
 
-def check_start(init_args: object, init_kwargs: object, timeout_s: object) -> None:
+def _check_start(init_args: object, init_kwargs: object, timeout_s: object) -> None:
     """Refuse arguments of a constructor that are not in a list and a dict, and a timeout that is not one."""
     for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs, (dict,))):
         if not isinstance(value, kinds):

@@ -5,8 +5,8 @@ import os
 import re
 import signal
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -45,18 +45,6 @@ def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list
     return os.environ[variable].split(",") if variable in os.environ else list(ids)
 
 
-def object_sizes(refs: Sequence[ObjectRef]) -> list[int]:
-    """Return the bytes of each object that this process owns, without a request; 0 if Ray does not know."""
-    if not refs:
-        return []  # Ray may have been shut down, and would raise.
-    try:
-        from ray.experimental.locations import get_local_object_locations
-    except ImportError:
-        return [0] * len(refs)
-    locations = get_local_object_locations(list(refs))
-    return [locations.get(ref, {}).get("object_size") or 0 for ref in refs]
-
-
 def still_referenced(ids: Iterable[bytes]) -> list[ObjectRef]:
     """Return references to the objects still in use, as freed ones would wait for ever; none without this API."""
     count = getattr(ray._private.worker.global_worker.core_worker, "get_all_reference_counts", dict)
@@ -72,16 +60,6 @@ def actor_id_of(handle: Any) -> str:
 def actor_id_of_ref(ref: ObjectRef) -> str:
     """Return the id of the actor whose method creates an object, as hexadecimal text; it is part of the task's id."""
     return str(ref.binary()[TASK_BYTES - 16 : TASK_BYTES].hex())
-
-
-def ownership_of(ref: ObjectRef[Any]) -> tuple[bytes, bytes, bytes] | None:
-    """Return an object's id, owner and status for `ray.get` in a worker; None without this API, and no lane."""
-    core_worker: Any = getattr(ray._private.worker.global_worker, "core_worker", None)
-    if not hasattr(core_worker, "serialize_object_ref"):
-        return None
-    # Pickling the reference gives them too, but keeps the object for the life of this process.
-    _, owner, status = core_worker.serialize_object_ref(ref)
-    return ref.binary(), owner, status
 
 
 def is_known_dead(handle: Any) -> bool:
@@ -137,31 +115,3 @@ def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
     # Ray sees `exit_actor()` also by a flag, while an async worker still cancels its other methods.
     code = re.search(r"Worker exits with an exit code (-?[0-9]+)|User requested to exit the actor", text)
     return (None if code is None else int(code[1] or 0)), None
-
-
-def refuse_methods(handle: Any, refuse: Callable[[str], NoReturn]) -> Any:
-    """Return a weak copy of an actor handle whose public methods call `refuse`; the handle itself without its API."""
-    if not hasattr(handle, "_ray_weak_ref"):
-        return handle
-
-    class Refused:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def options(self, **_: Any) -> "Refused":
-            return self
-
-        def remote(self, *_: Any, **__: Any) -> NoReturn:
-            refuse(self._name)
-
-    # `ray.kill` and the pickling of handles need a real handle.
-    class RefusingHandle(ray.actor.ActorHandle):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            if name.startswith("_"):
-                return super().__getattribute__(name)
-            getattr(handle, name)  # which refuses names that the class does not have
-            return Refused(name)
-
-    copy = RefusingHandle.__new__(RefusingHandle)
-    copy.__dict__.update(handle.__dict__, _ray_weak_ref=True)
-    return copy

@@ -6,7 +6,7 @@ A user's own exception is not among them: it reaches the caller with its own typ
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fairlead_placement.spi import ErrorWithFields
@@ -16,7 +16,6 @@ __all__ = [
     "CallCancelledError",
     "CallTimeoutError",
     "EpochError",
-    "LaneError",
     "LateWorker",
     "RemoteError",
     "ResizeTimeoutError",
@@ -56,7 +55,6 @@ class WorkerFailure:
             or if that is unknown.
         signal: the number of the signal that ended the process; None if none did, or if that is unknown. Ray reports
             SIGTERM only: it sees SIGKILL, SIGSEGV and `os._exit` as a closed connection.
-        group: the name of its group, in an error of a call of a `JoinedView`; empty in other errors.
 
     >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
     rank 3 (dp=1): killed: it was killed
@@ -72,15 +70,13 @@ class WorkerFailure:
     cause: str = ""
     exit_code: int | None = None
     signal: int | None = None
-    group: str = ""
 
     def __str__(self) -> str:
         where = f" on node {self.node_id[:8]}, pid {self.pid}" if self.node_id else ""
         ended = "" if self.exit_code is None else f", exit code {self.exit_code}"
         if self.signal is not None:
             ended = f", {signal.Signals(self.signal).name}"
-        who = f"rank {self.rank}{format_coords(self.coords)}{format_group(self.group)}"
-        return f"{who}{where}: {self.kind}{ended}: {self.cause}"
+        return f"rank {self.rank}{format_coords(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
 
 
 @dataclass(eq=False, repr=False)
@@ -180,7 +176,6 @@ class LateWorker:
         method: the method that it runs now, which is the called method or an earlier one; None when the worker is idle
             or its record cannot be read.
         running_s: the seconds since that method started.
-        group: the name of its group, in an error of a call of a `JoinedView`; empty in other errors.
 
     >>> print(LateWorker(3, {"dp": 1}, "abcdef0123", 77, "load", 1.25))
     rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s
@@ -192,12 +187,10 @@ class LateWorker:
     pid: int = 0
     method: str | None = None
     running_s: float = 0.0
-    group: str = ""
 
     def __str__(self) -> str:
         doing = f": in {self.method!r} for {self.running_s:.1f} s" if self.method else ""
-        who = f"rank {self.rank}{format_coords(self.coords)}{format_group(self.group)}"
-        return f"{who} on node {self.node_id[:8]}, pid {self.pid}{doing}"
+        return f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]}, pid {self.pid}{doing}"
 
 
 @dataclass(eq=False, repr=False)
@@ -212,7 +205,7 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         waited_s: the seconds since the call was made.
         called: the number of called workers.
         late: the workers that have not finished.
-        reason: why they are late, if that is known, such as an argument that another call has not made yet.
+        reason: why the call was not sent; empty if it was.
     """
 
     method: str
@@ -222,12 +215,11 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
     reason: str = field(default_factory=str)
 
     def __str__(self) -> str:
-        if self.reason and not self.late:
+        if self.reason:
             return f"{self.method!r} was not sent to its {self.called} workers in {self.waited_s:.1f} s. {self.reason}"
-        reason = f"{self.reason}\n" if self.reason else ""
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
-            f"called {self.waited_s:.1f} s ago:{format_lines(self.late)}\n{reason}"
+            f"called {self.waited_s:.1f} s ago:{format_lines(self.late)}\n"
             "The call continues: ask for its result again, or cancel it."
         )
 
@@ -246,24 +238,6 @@ class CallCancelledError(WorkerGroupError):
 
     def __str__(self) -> str:
         return f"the call of {self.method!r} was cancelled before rank(s) {format_ranks(self.ranks)} finished it"
-
-
-@dataclass(eq=False, repr=False)
-class LaneError(WorkerGroupError):
-    """A lane could not be opened, closed or used in this way.
-
-    Attributes:
-        reason: what was asked, what was found, and what to do.
-        ranks: the ranks that it is about; empty if it is about none in particular.
-        late: what these ranks were doing, if they did not follow in time.
-    """
-
-    reason: str
-    ranks: tuple[int, ...] = field(default_factory=tuple)
-    late: tuple[LateWorker, ...] = field(default_factory=tuple)
-
-    def __str__(self) -> str:
-        return f"{self.reason}{format_lines(self.late)}" if self.late else self.reason
 
 
 @dataclass(eq=False, repr=False)
@@ -330,25 +304,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def format_coords(coords: Mapping[str, int]) -> str:
     """Return coordinates in parentheses after a space; an empty text for none."""
     return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
-
-
-def format_group(name: str) -> str:
-    """Return the name of a group after " of "; an empty text for no name."""
-    return f" of {name!r}" if name else ""
-
-
-def name_group(error: BaseException, group: str) -> None:
-    """Say in an error of a call of a joined view of which group its ranks are."""
-    # An error that a worker has raised itself may be about workers of yet another group.
-    is_own = getattr(error.__cause__, "cause", None) is error
-    if isinstance(error, WorkerFailureError) and not is_own:
-        error.failures = tuple(replace(one, group=group) for one in error.failures)
-        error.__post_init__()
-    elif isinstance(error, CallTimeoutError) and error.late and not is_own:
-        error.late = tuple(replace(one, group=group) for one in error.late)
-        error.__post_init__()
-    elif (note := f"in group {group!r}") not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 def format_lines(workers: Sequence[object]) -> str:

@@ -15,12 +15,10 @@ from typing import Any, TypeVar
 import ray
 
 from ._calls.handle import GroupHandle
-from ._calls.route import Site
 from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
 from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Resize, Snapshot, WorkerProcess
-from ._membership.roster import direct
 from ._observe.evidence import judge_errors, read_deaths
 from ._observe.head import alive_nodes, process_is_alive
 from ._observe.observer import STUCK_AFTER_S, Observer
@@ -28,54 +26,41 @@ from ._observe.publications import RegisteredGroup, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers
 from ._observe.status import State, state_of
 from ._observe.stuck import find_innermost, find_method_frames
-from ._ray_private import actor_id_of, ownership_of
 from ._remote.outside import look_at_process, look_from_outside
 from ._remote.process import start_tick
-from ._remote.references import borrow, dump, dump_error
-from ._transport.messages import Message, MessageStream, Transport
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
     "Evidence",
     "Member",
-    "Message",
-    "MessageStream",
     "Need",
     "Observer",
     "RegisteredGroup",
     "Reply",
     "Resize",
     "STUCK_AFTER_S",
-    "Site",
     "Snapshot",
     "State",
-    "Transport",
     "WorkerProcess",
-    "actor_id_of",
     "add_state",
     "alive_nodes",
-    "borrow",
     "cancel",
     "check_calls",
     "collect",
     "decide",
-    "dump",
-    "dump_error",
     "find_group",
     "find_groups",
     "find_innermost",
     "find_method_frames",
     "look_at_process",
     "look_from_outside",
-    "ownership_of",
     "process_is_alive",
     "read_deaths",
     "read_members",
     "send_function",
     "start_tick",
     "state_of",
-    "stream_function",
     "wait_for_turn",
 ]
 
@@ -141,26 +126,9 @@ def send_function(
     Returns:
         The reference to the result.
     """
-    with direct(member):
-        if alone_within_s is None:
-            return member.handle._fairlead_function_plain.remote(name, pickled, *args)
-        return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args, first=first)
-
-
-def stream_function(member: Member, pickled: Any, *args: Any) -> Any:
-    """Let one worker run a generator function, such as one that serves the calls of a transport.
-
-    Args:
-        member: the worker.
-        pickled: the function, pickled by `ray.cloudpickle`, or a reference to that. If the async methods of the workers
-            overlap, it is an async generator function.
-        args: its first arguments. Two follow: a function that returns the method of a name on the worker's host, and
-            one that gets a function which returns the id of the task that runs, or None at the end.
-
-    Returns:
-        The `ObjectRefGenerator` of its items.
-    """
-    return member.handle._fairlead_stream.remote(pickled, *args)
+    if alone_within_s is None:
+        return member.handle._fairlead_function_plain.remote(name, pickled, *args)
+    return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args, first=first)
 
 
 def collect(

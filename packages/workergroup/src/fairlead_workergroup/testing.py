@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group without a Ray for quick tests, and faults of workers, caused on purpose, for code that has to handle them.
+"""Faults of workers, caused on purpose, for code that has to handle them.
 
-The workers of a `LocalGroup` are threads of the test. The faults are real, and for groups with processes: a killed or
-a stopped process.
+They are real: a killed or a stopped process.
 
 >>> from fairlead_placement import RayVirtualCluster, init_ray
 >>> from fairlead_workergroup import RayWorkerGroup
@@ -26,14 +25,13 @@ from typing import Any
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
-from ._local.group import LocalGroup
 from ._membership.model import WorkerProcess
 from ._observe.query import ANSWER_S, ask_nodes
 from ._remote import faults
 from .exceptions import WorkerGroupError
 from .spi import read_members
 
-__all__ = ["LocalGroup", "assert_no_leaks", "kill", "resume", "stop"]
+__all__ = ["assert_no_leaks", "kill", "resume", "stop"]
 
 # How long an agent waits within a request.
 WITHIN_S = 0.8 * ANSWER_S

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ._context import Compression, check_compression, current_worker, worker_of_thread
+from ._context import Compression, check_compression, current_worker
 
 __all__ = [
     "axis_group",
@@ -69,16 +69,11 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         timeout_s: seconds that workers wait for each other, here and in collectives.
 
     Raises:
-        RuntimeError: this process runs no worker of a group, or workers that are its threads.
+        RuntimeError: this process runs no worker of a group.
         torch.distributed.DistStoreError: other workers did not join in time.
     """
     global _timeout, _joined, _attempts, _store
     worker = current_worker()
-    if worker_of_thread.get() is not None:
-        raise RuntimeError(
-            "The workers of a LocalGroup are threads of one process, which has one default process group of torch. "
-            "Use launch to test collectives."
-        )
     backend = backend or worker.communication_backend or "gloo"
     if "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = _interface_of(ray.util.get_node_ip_address())

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of arguments that are refused before anything is sent to real workers."""
+"""Tests of the arguments that travel with a call, that are stored, and that are refused before anything is sent."""
 
 import threading
 
 import pytest
+import ray
 
-from fairlead_workergroup import Shard
+from fairlead_workergroup import PerWorker, Shard
 
 
-def test_refused_before_anything_is_sent(group):
+class Holder:
+    """An object with a part that cannot be pickled."""
+
+    def __init__(self):
+        self.name = "holder"
+        self.lock = threading.Lock()
+
+
+class Raising:
+    def __reduce__(self):
+        raise OSError("this value is bound to its process")
+
+
+def test_refused_before_anything_is_sent(group, requests):
     """The error names the argument and is short; no worker is called."""
-    before = group.inspect().statistics.requests
     lock = threading.Lock()
     for match, args, kwargs in [
         (
@@ -29,21 +42,81 @@ def test_refused_before_anything_is_sent(group):
         assert caught.value.__suppress_context__
     with pytest.raises(TypeError, match="argument 0 of 'echo'"):
         group.call("echo", lock)
-    assert group.inspect().statistics.requests == before + 8  # of "rank"
+    assert requests == ["rank"] * 8
 
 
-@pytest.mark.by_processes
-def test_refused_by_the_classic_methods(group):
+def test_refused_by_the_classic_methods(group, requests):
     """The classic methods refuse them too."""
-    before = group.inspect().statistics.requests
     with pytest.raises(TypeError, match="argument 'seconds' of 'sleep': its part"):
         group.run_all_workers_single_data("sleep", [Shard([1, 2], "dp")])
-    assert group.inspect().statistics.requests == before
+    assert requests == []
 
 
-def test_a_large_container_is_stored_once(group):
+def test_a_large_container_is_stored_once(group, puts, requests):
     """Stored values are counted, and the object store has one copy for all workers."""
     call = group.call("echo", ["x" * 10_000] * 16)
-    assert (call.statistics().puts, call.statistics().requests) == (1, 8)
-    assert call.statistics().bytes_put > 10_000
+    assert (len(puts), requests) == (1, ["echo"] * 8)
+    assert puts[0] > 10_000
     assert call.result()[3] == ((["x" * 10_000] * 16,), {})
+
+
+@pytest.mark.parametrize(
+    ("value", "inlined"),
+    [
+        ([1.5, None, True, "x" * 9_000], True),
+        (["x" * 10_000] * 16, False),
+        (["x" * 6_000, "x" * 6_000], False),
+        (("x" * 5_000, b"x" * 5_001), False),
+        ({"x" * 6_000: 1, "y": "x" * 6_000}, False),
+        ({"x" * 4_000: 1, "y": "x" * 4_000}, True),
+        ("é" * 6_000, False),
+        ("é" * 4_000, True),
+        ("\ud800", True),
+        (1 << 100_000, False),
+        (list(range(17)), False),
+    ],
+    ids=type,
+)
+def test_a_whole_argument_is_inlined_up_to_10_kb(group, puts, value, inlined):
+    """The total of a container's values counts, in bytes."""
+    group.call("hold", value)
+    assert len(puts) == (not inlined)
+
+
+@pytest.mark.parametrize("mark", [Shard([1, 2], "dp"), PerWorker([1, 2])])
+@pytest.mark.parametrize(
+    ("nest", "path"),
+    [
+        (lambda mark: [mark], "[0]"),
+        (lambda mark: [*range(1000), mark], "[1000]"),
+        (lambda mark: {"batch": {"x": (1, mark)}}, "['batch']['x'][1]"),
+    ],
+)
+def test_a_nested_mark_is_refused(group, mark, nest, path):
+    """A mark inside an argument is refused at any depth, and the message has its place."""
+    with pytest.raises(TypeError) as caught:
+        group.call("hold", nest(mark))
+    assert path in str(caught.value)
+    assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)
+
+
+@pytest.mark.parametrize("mark", [Shard([1, 2], "dp", "tp"), PerWorker([1, 2])])
+def test_marks_can_be_pickled(group, mark):
+    """A program may send a mark to the process that makes the call."""
+    with pytest.raises(TypeError, match="is not split"):
+        group.call("hold", [mark])
+    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark
+
+
+def test_the_part_that_cannot_be_pickled(group):
+    """The message has the path to the innermost part and the innermost reason, in one line."""
+    lock, holder = threading.Lock(), Holder()
+    for value, part in [
+        ({"model": [0, holder]}, "its part ['model'][1].lock of type lock cannot"),
+        (lambda: lock, "its part .lock of type lock cannot"),
+        (Raising(), "a Raising cannot be pickled: OSError: this value is bound to its process"),
+    ]:
+        with pytest.raises(TypeError, match="argument 'value' of 'hold'") as caught:
+            group.call("hold", value)
+        assert part in str(caught.value)
+        assert "\n" not in str(caught.value)

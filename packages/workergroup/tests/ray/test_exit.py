@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method that exits ends its worker, in every kind of worker and over both ways."""
+"""A method that exits ends its worker, in every kind of worker."""
 
 import asyncio
 import contextlib
@@ -92,32 +92,22 @@ class Worker:
         return value
 
 
-@pytest.fixture(params=["ray", "lane"])
-def way(request):
-    """Return the way of the calls."""
-    return request.param
+@pytest.fixture
+def hows():
+    """Return the ways to exit, one for each other method."""
+    return [*EXITS] * 2
 
 
 @pytest.fixture
-def hows(way):
-    """Return the ways to exit, one for each other method: with calls of both ways, each method exits in both."""
-    return [*EXITS] * 2 if way == "ray" else [*reversed(EXITS)] * 2
-
-
-@pytest.fixture
-def start(local_ray, way):
-    """Return a function that starts a group, with an open lane if the test is one of lanes."""
+def start(local_ray):
+    """Return a function that starts a group."""
     with contextlib.ExitStack() as stack:
 
         def start_group(size, *, overlaps=True):
             cluster = stack.enter_context(RayVirtualCluster([size], use_gpus=False))
             axes = NamedSharding.from_shape(dp=size)
             group = RayWorkerGroup(cluster, Worker, sharding_annotations=axes, async_communication=overlaps)
-            stack.enter_context(group)
-            if way == "lane":
-                stack.enter_context(group.lane())
-                stack.callback(group.shutdown)  # the lane would wait for methods that a test has left running
-            return group
+            return stack.enter_context(group)
 
         yield start_group
 

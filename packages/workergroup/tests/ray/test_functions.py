@@ -39,15 +39,14 @@ class TestRefused:
             (7, (), "call takes a method's name.*got 7"),
         ],
     )
-    def test_wrong_functions(self, group, function, args, message):
+    def test_wrong_functions(self, group, requests, function, args, message):
         """Functions with other parameters, classes, and objects that cannot be called are refused."""
-        before = group.inspect().statistics.requests
         for refuse in (group.call, group.at().explain):
             with pytest.raises(TypeError, match=message):
                 refuse(function, *args)
-        assert group.inspect().statistics.requests == before
+        assert requests == []
 
-    def test_generator_functions(self, group):
+    def test_generator_functions(self, group, requests):
         """Generator functions are refused with the remedy, but for the generator methods of the class."""
 
         def items(worker, count):
@@ -56,7 +55,6 @@ class TestRefused:
         async def async_items(worker, count):
             yield count
 
-        before = group.inspect().statistics.requests
         message = r"items' is a generator function.*make it a generator method of the class, or return a list"
         for function in (items, async_items, functools.partial(items)):
             for refuse in (group.call, group.at().explain):
@@ -64,24 +62,23 @@ class TestRefused:
                     refuse(function, 2)
             with pytest.raises(TypeError, match=message):
                 group.map(function, range(2))
-        assert group.inspect().statistics.requests == before
+        assert requests == []
         assert group.call(Worker.items, 2, collect=()).result() == [500, 501]
 
-    def test_functions_that_cannot_be_pickled(self, group):
+    def test_functions_that_cannot_be_pickled(self, group, requests):
         """The error names the function, the variable and the reason."""
         lock = threading.Lock()
 
         def locked(worker):
             return lock
 
-        before = group.inspect().statistics.requests
         message = (
             r"the function '.*locked' cannot be sent to the workers: it uses 'lock', a lock: TypeError: cannot pickle"
         )
         for function in (locked, functools.partial(locked)):
             with pytest.raises(TypeError, match=message):
                 group.call(function)
-        assert group.inspect().statistics.requests == before
+        assert requests == []
 
     def test_defaults_in_signatures(self, group):
         """The signature in an error shows that a parameter has a default, and not its value."""
@@ -97,12 +94,12 @@ def remember(worker, value):
 class TestCalls:
     """Tests of functions that are called as methods are."""
 
-    def test_method_of_the_class(self, group):
+    def test_method_of_the_class(self, group, puts):
         """`group.call(Worker.rank)` is `group.call("rank")`."""
         call = group.call(Worker.rank)
         assert call.result() == list(range(8))
         assert repr(call).startswith("Call('rank', ")
-        assert call.statistics().puts == 0
+        assert puts == []
 
     @pytest.mark.smoke
     def test_arguments_and_answers(self, group):
@@ -174,24 +171,23 @@ class TestCalls:
         gate.touch()
         assert group.at(dp=0, tp=0).call("rank").result() == [5]
 
-    def test_stored_functions(self, group):
+    def test_stored_functions(self, group, puts):
         """A small function travels with the call; a large one is stored once, however many workers run it."""
         table = np.zeros(100_000)
         small, large = (lambda worker: 1), (lambda worker: len(table))
         assert "0 value(s) stored" in group.at().explain(small).summary
         assert "1 value(s) stored" in group.at().explain(large).summary
-        assert group.call(small).statistics().puts == 0
-        call = group.call(large)
-        assert call.result() == [100_000] * 8
-        assert call.statistics().puts == 1
-        assert 800_000 < call.statistics().bytes_put < 820_000
+        group.call(small)
+        assert puts == []
+        assert group.call(large).result() == [100_000] * 8
+        assert len(puts) == 1
+        assert 800_000 < puts[0] < 820_000
 
-    def test_map(self, group):
+    def test_map(self, group, puts):
         """`map` takes functions, and stores a large one once for all items."""
         table = np.arange(100_000)
-        before = group.inspect().statistics.puts
         assert list(group.map(lambda worker, item: int(table[item]), range(20))) == list(range(20))
-        assert group.inspect().statistics.puts == before + 1
+        assert len(puts) == 1
         assert sorted(group.map(Worker.slow_echo, range(4))) == [0, 1, 2, 3]
 
     def test_repeated_on_a_restarted_worker(self, local_ray):
@@ -233,7 +229,6 @@ def outside(tmp_path, monkeypatch):
 class TestModules:
     """Tests of functions from modules that workers do not have."""
 
-    @pytest.mark.by_processes
     def test_module_of_the_driver_only(self, group, outside):
         """A registered module's functions and exceptions travel by value; before, the error names the remedy."""
         with pytest.raises(TypeError, match=r"'use' needs the module 'outside_module'.*register_pickle_by_value"):
@@ -248,7 +243,6 @@ class TestModules:
         """Functions of the package that workers import their class from see the same classes there."""
         assert group.call(is_a_worker, collect=()).result()
 
-    @pytest.mark.by_processes
     def test_a_module_that_is_missing(self, group, outside):
         """A module object in a closure travels by name too."""
         with pytest.raises(TypeError, match=r"<lambda>.*needs the module 'outside_module'"):

@@ -382,19 +382,6 @@ def test_a_generator_of_an_asyncio_worker(local_ray):
         assert next(items).value is True
 
 
-def test_lane(group, eventually):
-    """While the workers serve nobody but the process that made the group, a handle refuses calls at once."""
-    handle, registration = group.handle(), group._resources.registration
-    registration.lane = True
-    registration.publish()
-    try:
-        assert eventually(lambda: "has an open lane" in refused(handle))
-    finally:
-        registration.lane = False
-        registration.publish()
-    assert eventually(lambda: not refused(handle))
-
-
 OWNER = """
     import os, sys
     import ray

@@ -28,7 +28,6 @@ class TestStreams:
         for rank in range(8):
             assert [o.value for o in outcomes if o.rank == rank] == [100 * rank + i for i in range(3)]
 
-    @pytest.mark.by_ray
     def test_as_results(self, group):
         """`result()` has a list of items for each worker; the classic methods return them flat, or proxies."""
         call = group.call("items", 2, collect="dp")
@@ -122,7 +121,6 @@ class TestStreams:
             list(group.at(dp=0, tp=0).call("items_after", str(gate)).stream(timeout=0.2))
         gate.touch()
 
-    @pytest.mark.by_processes
     def test_a_death(self, doomed):
         """The death of a worker does not end its stream silently."""
         with pytest.raises(WorkerFailureError, match="rank 1"):
@@ -131,7 +129,6 @@ class TestStreams:
         with pytest.raises(WorkerFailureError, match="rank 0"):
             doomed.get_all_worker_results([classic.futures[0]])
 
-    @pytest.mark.by_processes
     def test_one_failure_ends_the_wait_for_generators(self, doomed, eventually):
         """A rank that fails is reported while others still wait, by the classic methods too."""
         with pytest.raises(CallTimeoutError, match="1 of 1 workers have not finished 'endless_items'"):

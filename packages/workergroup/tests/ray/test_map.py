@@ -18,7 +18,7 @@ class Worker:
     """A worker that records its items, and waits, fails or dies for some of them."""
 
     def __init__(self):
-        self.rank = int(os.environ["RANK"])  # threads have this variable in their constructor only
+        self.rank = int(os.environ["RANK"])
 
     def work(self, item):
         kind, number = item
@@ -90,7 +90,7 @@ def test_a_function_as_strategy(group):
             list(group.map("work", [("easy", 1)], strategy=lambda loads, wrong=wrong: wrong))
 
 
-def test_items_are_taken_as_needed(group):
+def test_items_are_taken_as_needed(group, requests):
     """An endless iterator works: only the items in flight are taken, and no worker is called before."""
     taken = []
 
@@ -99,9 +99,8 @@ def test_items_are_taken_as_needed(group):
             taken.append(len(taken))
             yield ("easy", len(taken) - 1)
 
-    before = group.inspect().statistics.requests
     results = group.map("work", endless(), max_in_flight=2)
-    assert (taken, group.inspect().statistics.requests) == ([], before)
+    assert (taken, requests) == ([], [])
     assert [next(results)[0] for _ in range(20)] == list(range(20))
     assert len(taken) <= 20 + 4 * 2 + 1
     results.close()
@@ -203,7 +202,6 @@ def test_options_of_a_view(group, gate):
         group.with_options(retries=1).map("work", [])
 
 
-@pytest.mark.by_processes
 def test_the_rest_is_cancelled_with_one_request(group, gate):
     """The end of a map cancels an item of every worker with one request a node."""
     results = group.map("work", [("easy", 0), *[("wait for", str(gate))] * 7], ordered=False)

@@ -47,5 +47,4 @@ def test_readme(tmp_path):
     env = {**os.environ, "RAY_ADDRESS": "local"}  # whatever else runs here
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "put 2 values" in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:5]] == ["0", "1", "2", "3"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[:4]] == ["0", "1", "2", "3"]

@@ -8,7 +8,7 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, RemoteError
 
-from ..user_errors import HoldingError, PrefixError, TwoArgumentsError
+from ..user_errors import HoldingError, PrefixError, StubbornError, TwoArgumentsError
 
 
 class Failing:
@@ -19,6 +19,9 @@ class Failing:
 
     def holding(self):
         raise HoldingError("text", threading.Lock())
+
+    def stubborn(self):
+        raise StubbornError(1, where="home")
 
     def items(self):
         yield 1
@@ -49,6 +52,11 @@ class TestArrivals:
         for method in ("items", "later"):
             with pytest.raises(PrefixError, match=r"^failed with \d(\n|$)"):
                 failing.call(method).result()
+
+    def test_what_cannot_be_copied(self, failing):
+        """The text of an exception arrives that cannot be copied."""
+        with pytest.raises(RemoteError, match="StubbornError"):
+            failing.call("stubborn").result()
 
     def test_interrupt(self, failing):
         """A KeyboardInterrupt in a worker is neither the caller's own nor a cancelled call, and ends no worker."""

@@ -57,11 +57,6 @@ class Worker:
         return os.getpid()
 
 
-def call_in_lane(group):
-    with group.lane(ANSWER_S):
-        return group.call("rank", timeout=ANSWER_S).result()
-
-
 def run_classic(name, *args):
     return lambda group: group.get_all_worker_results(getattr(group, name)("echo", *args))
 
@@ -127,8 +122,8 @@ def make_group_calls():
     }
 
 
-# These end a group or keep others from calling it, so that each has a group of its own.
-ALONE = ("lane", "shutdown")
+# This ends a group, so that it has groups of its own.
+ALONE = ("shutdown",)
 
 
 def bind(uses, subject):
@@ -200,7 +195,6 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
             outcomes = call_in_time({name: functions[name] for name in functions.keys() - answered}, LIMIT_S)
             outcomes |= call_in_time({name: functions[name] for name in answered}, ANSWER_S)
             assert {name: one for name, one in outcomes.items() if not came_as(one, uses[name][1])} == {}
-            assert call_in_time({"lane": lambda: call_in_lane(alone)}, ANSWER_S) == {"lane": [0]}
             ends = call_in_time(
                 {
                     "timeout": lambda: alone.shutdown(timeout=LIMIT_S),
@@ -266,10 +260,7 @@ def looking(group):
 @pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
 def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_process):
-    """While background threads of a group wait for a silent head, calls do not wait for them, with and without a lane.
-
-    The pauses let the lane's own thread take the socket, as a call begins.
-    """
+    """While background threads of a group wait for a silent head, calls do not wait for them."""
     find_late = watch_requests_to_the_head(monkeypatch)
     limit_requests_of_looks(monkeypatch, DEADLINE_S)
     head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
@@ -277,9 +268,7 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
         RayVirtualCluster([2], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker) as group,
         looking(group),
-        contextlib.ExitStack() as lane,
     ):
-        lane.enter_context(group.lane(ANSWER_S))
         group.call("rank").result()
         with stop_process(head):
             # The look has sent a request, or the check of publications: while a request is late, looks send none.
@@ -287,8 +276,6 @@ def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_proce
             took = []
             for number in range(400):
                 time.sleep(0.05 if number % 20 == 0 else 0.0)
-                if number == 200:
-                    lane.close()
                 began = time.monotonic()
                 assert group.call("rank", timeout=ANSWER_S).result() == [0, 1]
                 took.append(time.monotonic() - began)

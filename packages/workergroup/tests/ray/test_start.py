@@ -26,7 +26,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
-from ..faults import act_while_a_start_awaits
+from ..faults import act_while_a_start_awaits, note_puts
 
 
 class Slow:
@@ -61,22 +61,31 @@ PAYLOAD = b"x" * 1_000_000
 
 
 @pytest.fixture(scope="module")
-def kept(local_ray):
-    """Yield a group for tests that leave it unchanged. Every parameter is given by the original's keyword."""
+def kept_and_puts(local_ray):
+    """Yield a group for tests that leave it unchanged, and the sizes of the values that its start has stored.
+
+    Every parameter is given by the original's keyword.
+    """
     builder = RayWorkerBuilder(Kept, payload=PAYLOAD, again=PAYLOAD, ref=ray.put("value"), small=3)
-    with (
-        RayVirtualCluster([3], use_gpus=False) as cluster,
-        RayWorkerGroup(
-            cluster=cluster,
-            remote_worker_builder=builder,
-            workers_per_node=None,
-            name_prefix="llm",
-            bundle_indices_list=[(0, [2]), (0, [0, 1])],
-            sharding_annotations=NamedSharding([[0, 1, 2]], ["dp", "tp"]),
-            env_vars={"NAME": "value"},
-        ) as group,
-    ):
-        yield group
+    with RayVirtualCluster([3], use_gpus=False) as cluster:
+        with pytest.MonkeyPatch.context() as patch:
+            puts = note_puts(patch)
+            group = RayWorkerGroup(
+                cluster=cluster,
+                remote_worker_builder=builder,
+                workers_per_node=None,
+                name_prefix="llm",
+                bundle_indices_list=[(0, [2]), (0, [0, 1])],
+                sharding_annotations=NamedSharding([[0, 1, 2]], ["dp", "tp"]),
+                env_vars={"NAME": "value"},
+            )
+        with group:
+            yield group, puts
+
+
+@pytest.fixture(scope="module")
+def kept(kept_and_puts):
+    return kept_and_puts[0]
 
 
 def answers(group, method, *args):
@@ -158,9 +167,10 @@ class TestWaiting:
 
 
 class TestArguments:
-    def test_constructor_arguments(self, kept):
+    def test_constructor_arguments(self, kept_and_puts):
         """Large arguments are stored once for all workers, references are resolved, small arguments are sent."""
-        assert kept.inspect().statistics.puts == 1
+        kept, puts = kept_and_puts
+        assert len(puts) == 1
         assert answers(kept, "arguments")[1] == (PAYLOAD, {"again": PAYLOAD, "ref": "value", "small": 3})
 
     @pytest.mark.parametrize(
@@ -314,7 +324,7 @@ class TestFacts:
         assert facts["communication_backend"] == "gloo"
         assert facts["env"]["MASTER_PORT"] == port
 
-    def test_permuted_layout(self, cluster):
+    def test_permuted_layout(self, cluster, puts):
         """A layout that grows with the group is stored once instead of sent to each worker, and all workers read it."""
 
         class Curious:
@@ -323,13 +333,14 @@ class TestFacts:
 
         axes = NamedSharding([[1, 0]], ["dp", "tp"])
         with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=axes) as group:
-            puts = group.inspect().statistics.puts
+            with_layout = len(puts)
             current = group.call("current").result()
         assert [worker.sharding for worker in current] == [axes] * 2
         assert current[1].coords == {"dp": 0, "tp": 0}
         in_order = NamedSharding.from_shape(dp=1, tp=2)
-        with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=in_order) as group:
-            assert group.inspect().statistics.puts == puts - 1
+        puts.clear()
+        with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=in_order):
+            assert len(puts) == with_layout - 1
 
     def test_outside_a_worker(self):
         """There is no current worker, and reporting progress does nothing, so that code runs without a group."""

@@ -30,16 +30,14 @@ from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started, make_process
 from fairlead_workergroup._membership.operations import RestartPolicy
 from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.calls import Counters
 from fairlead_workergroup._observe.evidence import RayWitnesses
-from fairlead_workergroup._ray_private import actor_id_of_ref, dead_actors
+from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
 from fairlead_workergroup._remote import facts as remote_facts
 from fairlead_workergroup._remote.process import find_ended
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline, replaced_by
-from fairlead_workergroup.spi import actor_id_of
 
 if TYPE_CHECKING:
     from .placement import PretendedPlacement
@@ -53,6 +51,7 @@ __all__ = [
     "Sender",
     "Started",
     "WorkerClass",
+    "actor_id_of",
     "actor_id_of_ref",
     "dead_actors",
     "find_ended",
@@ -116,11 +115,8 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
-        # References of the driver, and their sizes.
-        f"{ours}._transport.messages.still_referenced": pretended.still_referenced,
-        f"{ours}._transport.futures.object_sizes": lambda refs: [0] * len(refs),
-        # A thread that fetches errors which no caller wants, so that Ray does not print them.
-        f"{ours}._calls.execution.retrieve_late": lambda futures, owner: None,
+        # References of the driver.
+        f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
@@ -287,7 +283,7 @@ def make_sender(places: list[Place], started: Sequence[Started]) -> Sender:
     nothing: Any = SimpleNamespace()
     membership = Membership(roster, port, nothing, nothing)
     described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-    return Sender(roster, described, membership, Counters(), None)
+    return Sender(roster, described, membership, None)
 
 
 def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Execution:
@@ -296,7 +292,7 @@ def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeou
     ranks = range(len(snapshot.members))
     requests = [Request(name, list(args), {}) for _ in ranks]
     deadline = Deadline.after(timeout)
-    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, (0, 0), (), snapshot.sharding)
+    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, snapshot.sharding)
     return Execution(sender, None, order, sender.send(order), Recipients(list(ranks), list(ranks), None), CallOptions())
 
 

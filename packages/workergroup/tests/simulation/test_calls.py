@@ -41,7 +41,7 @@ def test_results():
             assert shared.result() == [(0, 0, 2), (1, 0, 2)]
 
         world.join([world.start_task(name, work) for name in "ab"])
-        assert sender.counters.now.requests == 6
+        assert ray.sent["step"] == 6
 
     simulate(script)
 

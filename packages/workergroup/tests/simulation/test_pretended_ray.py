@@ -9,12 +9,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.spi import alive_nodes
-from fairlead_workergroup.spi import actor_id_of
 
 from .actors import HANG, Takes
 from .exploration import explore
 from .ray import PretendedRay
-from .seam import actor_id_of_ref, dead_actors, find_ended
+from .seam import actor_id_of, actor_id_of_ref, dead_actors, find_ended
 
 FACTS = {"rank": 1, "epoch": 0, "world_size": 2, "env": {"RANK": "1", "WORLD_SIZE": "2"}}
 

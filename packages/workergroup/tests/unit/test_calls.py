@@ -225,12 +225,9 @@ def sender(monkeypatch):
     monkeypatch.setattr(map_module, "replace", lambda called, **_: called)
     now = SimpleNamespace(has=lambda ranks: True)
     roster = SimpleNamespace(check_connected=lambda: None, now=now, connected=True)
-    counters = SimpleNamespace(add=lambda **_: None)
     worker_class = SimpleNamespace(method=lambda _: method)
     described = SimpleNamespace(worker_class=worker_class)
-    return SimpleNamespace(
-        described=described, check_retries=lambda _: None, counters=counters, roster=roster, put=lambda value: value
-    )
+    return SimpleNamespace(described=described, check_retries=lambda _: None, roster=roster)
 
 
 @pytest.mark.parametrize("strategy", ["round_robin", "least_loaded"])
@@ -325,7 +322,6 @@ def test_the_item_that_a_loss_names(sender, monkeypatch):
     monkeypatch.setattr(
         map_module, "dispatch", lambda sender, owner, method, to, columns, *_, **__: Lost(columns[0].values[0])
     )
-    monkeypatch.setattr(map_module, "retrieve_late", lambda *_: None)
     sender.cancel = lambda *_, **__: None
     with pytest.raises(WorkerFailureError) as caught:
         list(map_items(sender, None, range(4), "work", range(12), MapOptions(strategy="round_robin", move_items=False)))

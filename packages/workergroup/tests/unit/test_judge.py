@@ -43,7 +43,6 @@ ERROR = gone("ray-error", "killed", exit_code=3)
         ([says("process", "alive")], ("alive", None, "")),
         ([says("process", "silent")], ("unknown", None, "process is silent")),
         ([says("actor-state", "silent")], ("unknown", None, "actor-state is silent")),
-        ([says("transport", "silent")], ("unknown", None, "transport is silent")),
         # A look that was answered after the doubt removes it, and a doubt after the answer needs another look.
         ([says("ray-error", "silent"), says("process", "alive", 2.0)], ("alive", None, "")),
         ([says("process", "alive"), says("ray-error", "silent", 2.0)], ("unknown", None, "ray-error is silent")),
@@ -78,7 +77,7 @@ def test_failure():
 EVIDENCE = st.lists(
     st.builds(
         Evidence,
-        st.sampled_from(["memory-guard", "user", "ray-error", "node", "actor-state", "process", "transport"]),
+        st.sampled_from(["memory-guard", "user", "ray-error", "node", "actor-state", "process"]),
         st.sampled_from(["alive", "gone", "silent"]),
         st.sampled_from([None, "killed", "node-lost", "out-of-memory", "preempted"]),
         st.sampled_from(["", "a", "b"]),

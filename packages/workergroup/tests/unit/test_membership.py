@@ -12,12 +12,22 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup._elastic.replace import Replace
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
-from fairlead_workergroup._membership.operations import RestartPolicy, Route, Start
+from fairlead_workergroup._membership.operations import RestartPolicy, Start
 from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._world import NEVER, Deadline
 from fairlead_workergroup.exceptions import LateWorker, ResizeTimeoutError, WorkerFailureError, WorkerGroupError
+
+
+class Act:
+    """An operation that calls a function, and changes nothing."""
+
+    def __init__(self, name, act):
+        self.name, self.act = name, act
+
+    def plan(self, now, ask):
+        self.act()
 
 
 @pytest.fixture
@@ -34,7 +44,7 @@ def membership():
 def busy(membership):
     """Yield an event that ends an operation which is under way."""
     begun, goes_on = threading.Event(), threading.Event()
-    change = membership.begin(Route("a change", lambda gate: (begun.set(), goes_on.wait(60))))
+    change = membership.begin(Act("a change", lambda: (begun.set(), goes_on.wait(60))))
     assert begun.wait(20)
     yield goes_on
     goes_on.set()
@@ -45,11 +55,11 @@ def test_order(membership, busy):
     """Operations run in the order in which they were requested, and an error reaches the one who waits for it."""
     ran = []
 
-    def fail(gate):
+    def fail():
         raise KeyError("a name")
 
-    changes = [membership.begin(Route("one", lambda gate: ran.append(1))), membership.begin(Route("two", fail))]
-    changes.append(membership.begin(Route("three", lambda gate: ran.append(3))))
+    changes = [membership.begin(Act("one", lambda: ran.append(1))), membership.begin(Act("two", fail))]
+    changes.append(membership.begin(Act("three", lambda: ran.append(3))))
     assert not changes[0].wait(Deadline.after(0.01))
     busy.set()
     assert changes[2].wait(Deadline.after(20))
@@ -63,16 +73,16 @@ def test_deadline(membership, busy):
     """An operation that has not begun by its deadline never begins."""
     ran = []
     with pytest.raises(ResizeTimeoutError, match=r"a wish had not begun after .* Another thread"):
-        membership.change(Route("a wish", lambda gate: ran.append(1)), Deadline.after(0.01))
+        membership.change(Act("a wish", lambda: ran.append(1)), Deadline.after(0.01))
     busy.set()
-    assert membership.begin(Route("the next", lambda gate: None)).wait(Deadline.after(20))
+    assert membership.begin(Act("the next", lambda: None)).wait(Deadline.after(20))
     assert not ran
 
 
 def test_interrupt_as_an_operation_begins(membership, busy, monkeypatch):
     """An operation whose caller is interrupted is undone, also if it leaves the queue at that moment."""
     begun, undone = threading.Event(), threading.Event()
-    operation = Route("a wish", lambda gate: (begun.set(), undone.wait(60)))
+    operation = Act("a wish", lambda: (begun.set(), undone.wait(60)))
     change, withdraw = membership.begin(operation), membership.withdraw
 
     def withdraw_late(one):
@@ -91,7 +101,7 @@ def test_interrupt_as_an_operation_begins(membership, busy, monkeypatch):
 def test_request_of_the_present_change(membership):
     """What a change waits for cannot wait for the next one."""
     with pytest.raises(WorkerGroupError, match="inner cannot be requested by what the present change"):
-        membership.change(Route("outer", lambda gate: membership.change(Route("inner", lambda gate: None))))
+        membership.change(Act("outer", lambda: membership.change(Act("inner", lambda: None))))
 
 
 def test_call_while_a_call_is_sent(membership):
@@ -120,7 +130,7 @@ def test_end(membership, busy):
     membership._roster.ended_error = lambda: WorkerGroupError("it has been shut down")
     assert membership.phase is Phase.ENDING
     with pytest.raises(WorkerGroupError, match="shut down"):
-        membership.begin(Route("late", lambda gate: None))
+        membership.begin(Act("late", lambda: None))
     with pytest.raises(WorkerGroupError, match="shut down"):
         membership._enter(Phase.PREPARING)
 

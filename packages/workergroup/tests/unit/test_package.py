@@ -14,7 +14,6 @@ from fairlead_workergroup import (
     BrokenEpochError,
     CallCancelledError,
     CallTimeoutError,
-    LaneError,
     LateWorker,
     RemoteError,
     ResizeTimeoutError,
@@ -110,7 +109,6 @@ def test_errors_pickle(error, text):
         ResizeTimeoutError("it is late", 2.5, (LateWorker(3, {}, "", 77, "load", 1.25),), "because"),
         CallTimeoutError("step", 2.5, 8, (), "because"),
         RemoteError("pkg.Odd", "text", "Traceback", 4),
-        LaneError("it is late", (1,), (LateWorker(3, {}, "", 77, "load", 1.25),)),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -21,7 +21,7 @@ def board(epoch, *rows, **changes):
         "shape": MESH.shape,
         "layout": MESH.to_dict(),
     }
-    about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch, "lane": False}
+    about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch}
     about["publication"] = epoch
     fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": ""}
     members = [{**fields, "mark": "", "incarnation": 0, **row} for row in rows]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the wrappers of Ray's private API return on a Ray that lacks it (seam: the attribute is removed)."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +13,6 @@ from fairlead_workergroup._transport.futures import task_of_future
 ACTOR = b"a" * 12 + b"\1\0\0\0"
 TASK = b"t" * 8 + ACTOR
 REF = ray.ObjectRef(TASK + b"\1\0\0\0")
-
-
-def test_object_sizes(monkeypatch):
-    """Sizes are 0."""
-    monkeypatch.setitem(sys.modules, "ray.experimental.locations", None)
-    assert private.object_sizes([REF, REF]) == [0, 0]
-    assert private.object_sizes([]) == []
 
 
 def test_still_referenced(monkeypatch):

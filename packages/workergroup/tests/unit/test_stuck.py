@@ -6,7 +6,7 @@ import pytest
 from fairlead_workergroup.spi import find_method_frames
 
 from ..faults import let_nodes_report
-from ..local import Group, no_ray  # noqa: F401  a fixture of all tests
+from ..observed import make_observer
 
 
 def stuck(method="step", function="all_reduce", line=3):
@@ -27,8 +27,7 @@ def notes(monkeypatch):
 
     def look(*rows):
         let_nodes_report(monkeypatch, dict(enumerate(rows)))
-        with Group("collections.Counter", workers=len(rows)) as group:
-            found = group.observe().find_stuck(1.0, dump_stacks=True)
+        found = make_observer(len(rows)).find_stuck(1.0, dump_stacks=True)
         assert [one.rank for one in found] == [rank for rank, row in enumerate(rows) if row.get("stuck")]
         return [one.note for one in found]
 

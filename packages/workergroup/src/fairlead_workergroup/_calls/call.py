@@ -4,7 +4,6 @@
 import asyncio
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -13,23 +12,20 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._observe.calls import CallStatistics, Outcome
+from .._observe.calls import Outcome
 from .._start.worker_class import Method
-from .._transport.arguments import Answer, Arguments, Gathered, PassedOn
+from .._transport.arguments import Arguments, Gathered, PassedOn
 from .._transport.futures import (
     ON_THREAD,
     OnLoop,
     ResultStream,
     block,
-    carrier_of,
-    is_message,
     iterate,
     iterate_on_loop,
     short_traceback,
 )
-from .._transport.messages import Message, references_of
 from .._world import NEVER, Deadline, check_timeout
-from .execution import Execution, SendState
+from .execution import Execution
 from .plan import CallOptions, Column, Recipients
 from .results import MultiWorkerFuture, ResultFetcher
 from .sender import Order, Sender, make_requests, store_columns
@@ -44,9 +40,6 @@ else:
 
     Result = TypeVar("Result", covariant=True)
 
-# Why a lane cannot carry a call that was made while another thread opened it.
-UNPREPARED = "it was prepared before the lane opened"
-
 
 def make_order(
     sender: Sender,
@@ -58,7 +51,6 @@ def make_order(
     *,
     sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
     passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
-    by_ray: str = "",  # why the call cannot go by a lane; empty if it can
 ) -> Order:
     """Check a call, store the values that have to be stored, and return what is ready to be sent."""
     began = _world.current.now()
@@ -70,21 +62,13 @@ def make_order(
         method = by_name or known.method(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
-    order = Order(method, recipients.called, (), began, deadline, (0, 0), (), sharding, passes=passes)
+    order = Order(method, recipients.called, (), began, deadline, sharding, passes=passes)
     if not passes:
-        sender.admit(order, early=True)  # before anything is stored, or waited for in a lane
-    has_lane = sender.transport is not None
-    stored = Arguments(sender.put, for_lane=has_lane)
+        sender.admit(order, early=True)  # before anything is stored
     # Before this call's turn: storing a large value must not delay the calls of other threads.
-    columns = store_columns(method, args, kwargs, stored)
+    columns = store_columns(method, args, kwargs, Arguments())
     requests = make_requests(method, recipients, columns, list(kwargs))
-    return order._replace(
-        requests=list(requests) if options.retries else requests,
-        stored=stored.cost() if stored.refs else (0, 0),
-        sources=stored.sources,
-        obstacle=by_ray or method.obstacle or stored.obstacle or ("" if has_lane else UNPREPARED),
-        has_answers=stored.has_answers,
-    )
+    return order._replace(requests=list(requests) if options.retries else requests)
 
 
 def dispatch(
@@ -104,15 +88,23 @@ def dispatch(
     # The public function raises an exception if there is no loop, and every call asks.
     blocking = not may_wait or _get_running_loop() is None
     sent = sender.send(order) if blocking else sender.send_or_queue(order)
-    sender.counters.add(calls=1, puts=order.stored[0])
     return Execution(sender, owner, order, sent, recipients, options)
 
 
-@dataclass(eq=False, repr=False)
-class CallResults(PassedOn, Generic[Result]):
-    """The ways to wait for the results of a call."""
+class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
+    """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
 
-    _execution: Any  # an `Execution`, or several that are waited for together
+    `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
+    yields an `Outcome` as each worker finishes. `await` returns what `result()` returns, and the cancellation of the
+    awaiting task cancels the call. None of these consumes anything: after a timeout you can ask again.
+
+    A call can be an argument of another call. Then it stands for its results, which go from worker to worker: a `Call`
+    made with `collect=()` stands for its one result, `Shard(call, axis)` and `PerWorker(call)` for one result each, and
+    any other `Call` for the list of results.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all called workers and fetch the results, and nothing else.
@@ -157,8 +149,7 @@ class CallResults(PassedOn, Generic[Result]):
         Returns:
             Whether they have within that time.
         """
-        finished: bool = block(self._execution.wait(ON_THREAD, timeout))
-        return finished
+        return block(self._execution.wait(ON_THREAD, timeout))
 
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
@@ -185,21 +176,6 @@ class CallResults(PassedOn, Generic[Result]):
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
         return iterate_on_loop(self._execution.iterate)
-
-
-class Call(CallResults[Result], MultiWorkerFuture):
-    """A call of a method on the workers of a group. `RayWorkerGroup.call` makes it.
-
-    `result()` waits for the result; `outcomes()` reports the outcome of every worker; iteration, also with `async for`,
-    yields an `Outcome` as each worker finishes. `await` returns what `result()` returns, and the cancellation of the
-    awaiting task cancels the call. None of these consumes anything: after a timeout you can ask again.
-
-    A call can be an argument of another call. Then it stands for its results, which go from worker to worker: a `Call`
-    made with `collect=()` stands for its one result, `Shard(call, axis)` and `PerWorker(call)` for one result each, and
-    any other `Call` for the list of results.
-    """
-
-    _execution: Execution
 
     def __hash__(self) -> int:
         return object.__hash__(self)
@@ -238,20 +214,7 @@ class Call(CallResults[Result], MultiWorkerFuture):
 
     @property
     def refs(self) -> list[Any]:
-        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators.
-
-        The results of a call that went by a lane are waited for, until the deadline of the call, and stored. Items of a
-        generator are stored when they are taken, and its error is raised by the iteration.
-
-        Raises:
-            Exception: as `result` does, for a call that went by a lane.
-        """
-        if any(isinstance(answer, Message) for answer in self._answers):
-            self.result()
-        return [references_of(answer, self._execution.order.deadline) for answer in self._answers]
-
-    @property
-    def _answers(self) -> list[Any]:
+        """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators."""
         return [self.futures[at] for at in self._execution.positions]
 
     def done(self) -> bool:
@@ -295,18 +258,6 @@ class Call(CallResults[Result], MultiWorkerFuture):
         """
         return self._execution.cancel(force=force)
 
-    def statistics(self) -> CallStatistics:
-        """Return what the call has cost so far."""
-        execution = self._execution
-        sent = execution.send_state is SendState.SENT
-        return CallStatistics(
-            len(execution.ranks),
-            *execution.order.stored,
-            *execution.fetched,
-            execution.submit_s,
-            next((carrier_of(one).name for one in self.futures if is_message(one)), "ray") if sent else "ray",
-        )
-
     def get_results(
         self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
     ) -> list[Any]:
@@ -341,10 +292,10 @@ class Call(CallResults[Result], MultiWorkerFuture):
             ValueError, TypeError: the call has no result that can be passed on.
         """
         self._check_passable()
-        answers = self._answers
-        return answers[0] if self._execution.is_single else Gathered(tuple(answers))
+        refs = self.refs
+        return refs[0] if self._execution.is_single else Gathered(tuple(refs))
 
-    def as_arguments(self) -> list[Answer]:
+    def as_arguments(self) -> list[ObjectRef[Any]]:
         """Return each result as an argument of another call.
 
         Raises:
@@ -356,7 +307,7 @@ class Call(CallResults[Result], MultiWorkerFuture):
             raise ValueError(
                 f"the call of {execution.method.name!r} has one result (collect=()): pass the call as it is"
             )
-        return [Answer(execution.method.name, ref) for ref in self._answers]
+        return self.refs
 
     def _check_passable(self) -> None:
         execution = self._execution

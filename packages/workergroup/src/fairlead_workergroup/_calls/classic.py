@@ -13,9 +13,6 @@ from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_wor
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
 from .view import AddressedWorkers, Target
 
-# Why a lane cannot carry a call.
-RETURNS_REFS = "the method returns ObjectRefs"
-
 
 class ClassicCalls(AddressedWorkers):
     """The members of the original system. The group sets `_classic_futures`, the futures that the methods return."""
@@ -71,9 +68,7 @@ class ClassicCalls(AddressedWorkers):
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
         recipients = Recipients([worker_idx], [worker_idx], None)
         future: ObjectRef[Any]
-        (future,) = self._dispatch(
-            target, method_name, recipients, args, kwargs, _replicate, by_ray=RETURNS_REFS
-        ).futures
+        (future,) = self._dispatch(target, method_name, recipients, args, kwargs, _replicate).futures
         return future
 
     def run_all_workers_single_data(
@@ -96,7 +91,7 @@ class ClassicCalls(AddressedWorkers):
         """
         target = self._target
         plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
-        return self._dispatch(target, method_name, plan, args, kwargs, _replicate, by_ray=RETURNS_REFS).futures
+        return self._dispatch(target, method_name, plan, args, kwargs, _replicate).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -136,9 +131,7 @@ class ClassicCalls(AddressedWorkers):
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
             return column_per_worker(what, list(values) if is_series else values, len(plan.called))
 
-        return self._dispatch(
-            target, method_name, plan, args, kwargs, column, common_kwargs, by_ray=RETURNS_REFS
-        ).futures
+        return self._dispatch(target, method_name, plan, args, kwargs, column, common_kwargs).futures
 
     def run_all_workers_sharded_data(
         self,
@@ -222,8 +215,6 @@ class ClassicCalls(AddressedWorkers):
         kwargs: Mapping[str, Any],
         column: Callable[[str, Any], Column],
         common_kwargs: Mapping[str, Any] | None = None,
-        *,
-        by_ray: str = "",
     ) -> Execution:
         """Send a call, and remember when its futures were made."""
         common = common_kwargs or {}
@@ -232,15 +223,7 @@ class ClassicCalls(AddressedWorkers):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named |= {name: Column([value]) for name, value in common.items()}
         execution = dispatch(
-            target.sender,
-            self,
-            method_name,
-            recipients,
-            columns,
-            named,
-            CallOptions(),
-            sharding=target.sharding,
-            by_ray=by_ray,
+            target.sender, self, method_name, recipients, columns, named, CallOptions(), sharding=target.sharding
         )
         self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
         return execution

@@ -1,37 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of calls: the exception that is raised, and errors that no caller asks for."""
+"""The errors of calls: the exception that is raised."""
 
-import logging
-import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import ray
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 from ray.exceptions import TaskCancelledError
 
-from fairlead_placement.spi import Rounds, block_shutdown, connection
-
+from .. import _world
 from .._membership.judge import Verdict
 from .._membership.model import WorkerProcess
-from .._membership.roster import Roster, find_worker
+from .._membership.roster import Roster
 from .._observe.evidence import LOOK_S, judge_errors
-from .._observe.query import late_workers
 from .._observe.remote_errors import explain_errors
 from .._ray_private import actor_id_of_ref
-from .._transport.arguments import Source
-from .._transport.futures import get, is_message, is_not_ready, wait
-from .._transport.messages import find_kept
-from ..exceptions import EpochError, format_lines, format_ranks
+from .._transport.futures import is_not_ready
+from ..exceptions import EpochError, format_ranks
 from .sender import Sender
-
-logger = logging.getLogger(__name__)
 
 # Ray knows within a moment that a process has ended.
 KNOWN_S = 5.0
-LOOK_EVERY_S = 0.5
-# How long the exit of the interpreter waits for a look.
-EXIT_S = 5.0
 
 
 def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sender | None) -> BaseException:
@@ -47,7 +35,7 @@ def explain_failure(refs: Sequence[ObjectRef], first: BaseException, sender: Sen
         if worker is None:
             continue
         try:
-            get([ref], timeout=0)
+            _world.current.get([ref], timeout=0)
         except Exception as error:  # noqa: BLE001  any exception of a worker
             if not is_not_ready(error):
                 failed.setdefault(worker, error.with_traceback(None))
@@ -98,99 +86,13 @@ def _find_finished(
         return [], []
     done: list[ObjectRef]
     unnoticed: list[Verdict] = []
-    done, pending = wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    done, pending = _world.current.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
     if pending and isinstance(first, ray.exceptions.RayTaskError):
         waiting = {ref: who for ref in pending if (who := roster.find(actor_id_of_ref(ref))) is not None}
         verdicts = roster.judge.ask(waiting.values(), look="node", within_s=LOOK_S)
         dying = [ref for ref, worker in waiting.items() if verdicts[worker].is_lost]
         if dying:
-            more, rest = wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
+            more, rest = _world.current.wait(dying, num_returns=len(dying), timeout=KNOWN_S, fetch_local=False)
             done += more
             unnoticed = [verdicts[worker] for worker in dict.fromkeys(waiting[ref] for ref in rest)]
     return done, unnoticed
-
-
-def describe_missing(sources: Sequence[Source]) -> str:
-    """Return which calls have not made their objects yet and which of their ranks are late; empty if none."""
-    kept = find_kept([one for source in sources for one in source.replies])
-    methods = [source.method for source in sources for _ in source.replies]
-    method_of = {one: method for one, method in zip(kept, methods, strict=True) if one is not None}
-    missing = wait(list(method_of), num_returns=len(method_of), timeout=0, fetch_local=False)[1] if method_of else []
-    pending: dict[tuple[str | None, Roster], dict[int, WorkerProcess]] = {}
-    others = 0
-    for ref in missing:
-        if (found := find_worker(actor_id_of_ref(ref))) is None:
-            others += 1
-        else:
-            roster, facts = found
-            pending.setdefault((method_of[ref], roster), {})[facts.rank] = facts
-    lines = []
-    for (method, roster), workers in pending.items():
-        what = "a call" if method is None else f"the call of {method!r}"
-        late = (roster.look_here or late_workers)([facts for _, facts in sorted(workers.items())])
-        lines.append(f"{what} of group {roster.name_prefix!r}, not finished by:{format_lines(late)}")
-    if others:
-        lines.append(f"{others} object(s) that no worker of a group makes")
-    return "They wait for an argument that does not exist yet, from " + "\nand from ".join(lines) if lines else ""
-
-
-class _LateErrors:
-    """The futures of one call whose errors no caller asks for."""
-
-    def __init__(self, futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
-        self._made_on = connection()
-        self._refs: list[ObjectRef] = []
-        self._generators: list[ObjectRefGenerator] = []
-        # A lane prints no errors.
-        for future in (future for future in futures if not is_message(future)):
-            (self._refs if isinstance(future, ObjectRef) else self._generators).append(future)
-        self._owner = weakref.ref(owner)
-
-    def retrieve(self) -> bool:
-        """Retrieve the errors of the futures that have failed so far; return whether no future is left."""
-        if self._made_on != connection():
-            return True
-        if self._refs:
-            # Ray counts this as a retrieval of the error, and it moves no values.
-            _, self._refs = ray.wait(self._refs, num_returns=len(self._refs), timeout=0, fetch_local=False)
-        # The items belong to the owner as long as it lives. Ray drops the items of a running generator silently.
-        if self._generators and self._owner() is None:
-            ends = {generator.completed(): generator for generator in self._generators}
-            ended, _ = ray.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)
-            for end in ended:
-                for item in ends[end]:
-                    ray.wait([item], timeout=0, fetch_local=False)
-            self._generators = []
-        return not self._refs and not self._generators
-
-
-def _retrieve(late: _LateErrors) -> bool:
-    try:
-        with block_shutdown():  # it waits for nothing
-            return late.retrieve()
-    except Exception as error:  # noqa: BLE001  Ray has ended in the meantime, so it prints nothing either
-        logger.debug("cannot retrieve late errors: %s", error)
-        return True
-
-
-def _retrieve_all() -> None:
-    for _ in range(len(_late)):
-        if not _retrieve(one := _late.popleft()):
-            _late.append(one)
-
-
-# What may have failed and has not been retrieved. Other threads add to it.
-_late: deque[_LateErrors] = deque()
-_rounds = Rounds(LOOK_EVERY_S, _retrieve_all, lambda: bool(_late), exit_s=EXIT_S)
-
-
-def retrieve_late(futures: Iterable[ObjectRef | ObjectRefGenerator], owner: object) -> None:
-    """Retrieve the errors of workers that fail after the call has raised the error of another worker.
-
-    Ray prints an error with its traceback when the last reference to it is released before any process retrieved it.
-    The owner may still take the items of the generators.
-    """
-    late = _LateErrors(list(futures), owner)
-    if not late.retrieve():
-        _late.append(late)
-        _rounds.start()

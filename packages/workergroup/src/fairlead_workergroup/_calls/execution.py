@@ -18,27 +18,10 @@ from fairlead_placement import PlacementError
 from .. import _world
 from .._observe.calls import Outcome
 from .._start.worker_class import Method
-from .._transport.futures import (
-    ON_THREAD,
-    REPORT_EVERY_S,
-    Waiter,
-    block,
-    end_of,
-    get_one,
-    is_stream,
-    sum_sizes,
-    wait,
-)
+from .._transport.futures import ON_THREAD, REPORT_EVERY_S, Waiter, block, end_of, is_stream
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError
-from .errors import (
-    describe_missing,
-    explain_failure,
-    is_cancellation,
-    refused_epochs,
-    refused_error,
-    retrieve_late,
-)
+from .errors import explain_failure, is_cancellation, refused_epochs, refused_error
 from .plan import CallOptions, Recipients
 from .sender import Order, Sender, Sent
 
@@ -69,23 +52,17 @@ class Execution:
     sent: Sent | Future[Sent]  # the futures of the requests, or a future of them for a call that had to wait
     recipients: Recipients
     options: CallOptions
-    submit_s: float = 0.0
-    fetched_at: set[int] = field(default_factory=set)  # the positions of the workers whose results have been fetched
     cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
     items: dict[int, list[ObjectRef[Any]]] = field(default_factory=dict)  # that have arrived, by position
     attempt: int = 0
     _handed_out: dict[int, int] = field(default_factory=dict)
-    _handed_out_bytes: int = 0
     # Once workers have refused a call of a handle: the latest epoch among them, and the ranks that have not.
     _refused: tuple[int, tuple[int, ...]] | None = None
-    # The attempt whose late errors are being retrieved.
-    _retrieved_attempt: int = -1
     # What happens when a thread has tried to repeat an attempt, by the attempt and the number of the try. `setdefault`
     # lets one thread at a time try, without a lock.
     _repeating: dict[tuple[int, int], Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.submit_s = _world.current.now() - self.order.began
         self.method: Method = self.order.method
         self.yields_items: bool = self.method.result == "items"  # whether the method is a generator
         self.is_single: bool = self.options.collect == ()
@@ -182,7 +159,6 @@ class Execution:
 
             def drop(sent: Future[Sent]) -> None:
                 if sent.exception() is None:
-                    retrieve_late(sent.result().futures, self)
                     futures = dict(zip(self.ranks, sent.result().futures, strict=True))
                     self.sender.cancel(futures, self.method.name, force=force)
 
@@ -197,7 +173,6 @@ class Execution:
         if not pending:
             return []
         self.cancelled = tuple(self.ranks[at] for at in pending)
-        retrieve_late(self.futures, self)
         return self.sender.cancel({self.ranks[at]: self.futures[at] for at in pending}, self.method.name, force=force)
 
     def repeat(self, attempt: int, deadline: Deadline) -> bool:
@@ -250,7 +225,7 @@ class Execution:
         """Return the positions of the workers that have not finished."""
         self.sender.roster.check_connected()
         at_of = {ref: at for at, ref in self.completions.items()}
-        _, pending = wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
+        _, pending = _world.current.wait(list(at_of), num_returns=len(at_of), timeout=0, fetch_local=False)
         return [at_of[ref] for ref in pending]
 
     def until(self, timeout: float | None) -> Deadline:
@@ -267,10 +242,7 @@ class Execution:
     def late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         """Return the error that says what the workers at these positions are doing."""
         late = self.sender.late_workers([self.ranks[at] for at in pending])
-        reason = describe_missing(self.order.sources) if late else ""
-        return CallTimeoutError(
-            self.method.name, _world.current.now() - self.order.began, len(self.futures), late, reason
-        )
+        return CallTimeoutError(self.method.name, _world.current.now() - self.order.began, len(self.futures), late)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for all called workers and fetch the results; see `Call.result`."""
@@ -316,7 +288,6 @@ class Execution:
     def shape(self, values: list[Any]) -> Any:
         """Return the result of the call for the values of `in_order`, of which the first ones are the results."""
         wanted, others = self.recipients.positions
-        self.fetched_at.update(wanted)
         if self.options.discard:
             return None
         return values[0] if self.is_single else values[: len(wanted)] if others else values
@@ -336,7 +307,6 @@ class Execution:
             for at in [at for at in streams.values() if self.items.get(at)]:
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
                 (value,) = await self._explained(on, on.all(self.items[at][:1], deadline, self.check_late))
-                self._handed_out_bytes += sum_sizes(self.items[at][:1])
                 self._handed_out[at] = self._handed_out.get(at, 0) + 1
                 del self.items[at][0]
                 yield self._make_outcome(at, value)
@@ -408,10 +378,7 @@ class Execution:
         self.check_open()
         failure = explain_failure(self._ends(), error, self.sender)
         if not isinstance(failure, WorkerFailureError) and not self.sender.is_owner and self._find_refusals():
-            failure = self._refused_error()
-        if self._retrieved_attempt != self.attempt:
-            self._retrieved_attempt = self.attempt
-            retrieve_late(self.futures, self)
+            return self._refused_error()
         return failure
 
     def _find_errors(self) -> dict[int, BaseException | None]:
@@ -423,7 +390,7 @@ class Execution:
                 items.extend(itertools.islice(self.futures[at], 1))
             try:
                 for ref in (*items[:1], self.completions[at]):
-                    get_one(ref)
+                    _world.current.get([ref], timeout=None)
             except Exception as error:  # noqa: BLE001  any exception of the worker
                 errors[at] = error
         return errors
@@ -436,10 +403,9 @@ class Execution:
         """Return the error of a call of a handle that workers have refused; cancel the rest of the call."""
         if self._refused is None:
             ends = list(self.completions.values())
-            wait(ends, num_returns=len(ends), timeout=REFUSED_S, fetch_local=False)
+            _world.current.wait(ends, num_returns=len(ends), timeout=REFUSED_S, fetch_local=False)
             ran: list[int] = []
             if pending := self.pending():  # workers that run it may wait for those that have refused it
-                retrieve_late(self.futures, self)
                 parts = {self.ranks[at]: self.futures[at] for at in pending}
                 ran += self.sender.cancel(parts, self.method.name, force=False)
             epoch = max([self.epoch, *(own for _, own in self._find_refusals())])
@@ -482,7 +448,7 @@ class Execution:
             return {at: CallCancelledError(self.method.name, (self.ranks[at],)) for at in pending}
         late = self.late_error(pending)
         return {
-            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,), late.reason)
+            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,))
             for at, worker in zip(pending, late.late, strict=True)
         }
 
@@ -496,8 +462,6 @@ class Execution:
                 value: Any = await self._get_items(on, at)
             else:
                 (value,) = await on.all([future], NEVER, self.check_late)
-                if at in self.answering:
-                    self.fetched_at.add(at)
         except Exception as error:  # noqa: BLE001  any exception of the worker
             if self.ranks[at] in self.cancelled:
                 return self._make_outcome(at, error=CallCancelledError(self.method.name, (self.ranks[at],)))
@@ -518,12 +482,4 @@ class Execution:
                 f"stream() has handed out {count} item(s) of {self.method.name!r} of rank {self.ranks[at]}, and they "
                 "are not kept. Take the rest from stream() too, or make the call again and ask for its result only."
             )
-        self.fetched_at.add(at)
         return values
-
-    @property
-    def fetched(self) -> tuple[int, int]:
-        """The number of results that have been fetched, and their bytes."""
-        results = (self.items.get(at, ()) if self.yields_items else [self.futures[at]] for at in self.fetched_at)
-        refs = [ref for of_worker in results for ref in of_worker]
-        return len(refs) + sum(self._handed_out.values()), sum_sizes(refs) + self._handed_out_bytes

@@ -18,7 +18,6 @@ from .._membership.judge import Evidence, Judge, decide
 from .._membership.machine import FixedMembership
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
-from .._observe.calls import Counters
 from .._observe.evidence import RayWitnesses
 from .._observe.observer import STUCK_AFTER_S, Observer
 from .._observe.publications import (
@@ -248,11 +247,6 @@ class _ClientSender(Sender):
                 self.adopt(self.identity.read(within_s=within_s))
                 # While a node is lost, the group stays incomplete. Its driver publishes again after a repair.
                 self._complete_until = time.monotonic() + AGAIN_S
-            if self.group.lane:
-                raise WorkerGroupError(
-                    f"{self.identity} has an open lane: its workers serve only the process that made it, and this call "
-                    "would wait until the lane is closed. Make the call after that."
-                )
 
     def read_again(self, within_s: float) -> None:
         """Read the group as it is published now."""
@@ -284,13 +278,12 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
         raise WorkerGroupError(f"{identity}: the agent of its driver's node does not answer. Try again.")
     rows = {row.rank: row for row in group.members}
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
-    roster = Roster(group.name, places, group.sharding, own=False)
+    roster = Roster(group.name, places, group.sharding)
     roster.judge = Judge(RayWitnesses(roster.find_handle))
     sender = _ClientSender(
         roster,
         Described(WorkerClass.from_dict(group.methods)),
         FixedMembership(remedy=REMEDY),
-        Counters(),
         call_timeout_s=None,
         identity=identity,
         reading=reading,

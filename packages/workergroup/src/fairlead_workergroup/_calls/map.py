@@ -17,7 +17,6 @@ from .._transport.futures import REPORT_EVERY_S, Inbox, ResultStream, Waiter
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
 from .call import dispatch
-from .errors import retrieve_late
 from .execution import Execution, SendState
 from .plan import CallOptions, Column, Recipients
 from .sender import Sender
@@ -86,9 +85,8 @@ def map_items(
         )
     called.check(1, ())
     sender.check_retries(options.each.retries)
-    stored = Arguments(sender.put)  # a large function is stored once, not with each item
+    stored = Arguments()  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
-    sender.counters.add(puts=len(stored.refs))
     total = len(items) if isinstance(items, Sized) else None
     balancer = _Balancer(sender, owner, ranks, called, options)
     order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)
@@ -152,7 +150,7 @@ class _Balancer:
         # The number of items that each worker has, by ascending rank, without the workers that were lost.
         self._loads = dict.fromkeys(ranks, 0)
         # The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer.
-        # Ray, or a lane, unpickles each value in its own thread, and has no public way to tell only that one is there.
+        # Ray unpickles each value in its own thread, and has no public way to tell only that one is there.
         # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
         self._arrived: Inbox[tuple[Execution, Future[Any] | None]] = Inbox()
         self._members = sender.roster.now
@@ -290,8 +288,7 @@ class _Balancer:
         if not self._options.return_exceptions:
             self._failed = True
             return [(item.position, _Failure(error))]
-        if not call.withdraw(force=False):
-            retrieve_late(call.futures, call)  # of an item that has timed out
+        call.withdraw(force=False)
         return [(item.position, error)]
 
     def _handle_loss(self, item: _Item, error: WorkerFailureError) -> _Finished:
@@ -320,7 +317,6 @@ class _Balancer:
         for call, item in self._sent.items():
             if not call.withdraw(force=False):
                 waiting.setdefault(item.rank, []).append(call.futures[0])
-        retrieve_late([ref for refs in waiting.values() for ref in refs], self)
         self._sent.clear()
         while waiting:  # an item of each worker at a time: one request a node
             self._sender.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)

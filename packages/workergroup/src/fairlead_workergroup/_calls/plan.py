@@ -192,13 +192,11 @@ class CallExplanation:
         summary: a sentence with the numbers of called workers, stored values and results.
         header: the names of the columns.
         rows: one row for each worker that would be called, by ascending rank.
-        route: what would carry the requests: "ray", "lane", or "local" in a `testing.LocalGroup`.
     """
 
     summary: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    route: str = "ray"
 
     def __str__(self) -> str:
         lines = [self.header, *shorten_rows(self.rows, len(self.header))]
@@ -325,16 +323,16 @@ def make_plan(mesh: Mesh, options: CallOptions) -> CallPlan:
         raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
     sharding = mesh.sharding
     ranks, is_called = sharding.layout.ravel(), sharding.leaders(*first)
-    is_message = is_called & (not discard)
+    returns = is_called & (not discard)
     if collect is not None:
-        is_message = sharding.leaders(*(axis for axis in sharding.names if axis not in collect))
-    returned = ranks[is_message]
+        returns = sharding.leaders(*(axis for axis in sharding.names if axis not in collect))
+    returned = ranks[returns]
     if collect is None:
         returned = np.sort(returned)
     elif collect:
-        returned = returned[np.argsort(sharding.piece_index(*collect)[is_message])]
+        returned = returned[np.argsort(sharding.piece_index(*collect)[returns])]
     order = _sort_called(ranks, is_called)
-    answers = None if is_message[order].all() else is_message[order].tolist()
+    answers = None if returns[order].all() else returns[order].tolist()
     return CallPlan(ranks[order].tolist(), returned.tolist(), answers, mesh, first)
 
 

@@ -11,22 +11,12 @@ from typing import Any, Protocol
 
 from ray import ObjectRef, ObjectRefGenerator
 
+from .. import _world
 from .._ray_private import actor_id_of_ref
-from .._transport.futures import (
-    ON_THREAD,
-    REPORT_EVERY_S,
-    block,
-    end_of,
-    is_message,
-    is_stream,
-    short_traceback,
-    task_of_future,
-    wait,
-)
-from .._transport.messages import references_of
+from .._transport.futures import ON_THREAD, REPORT_EVERY_S, block, end_of, is_stream, short_traceback, task_of_future
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
-from .errors import explain_failure, retrieve_late
+from .errors import explain_failure
 from .plan import split_positions
 from .sender import Sender
 
@@ -156,7 +146,7 @@ def fetch(
     if sender is not None:
         sender.roster.check_connected()
     for future in futures:
-        if not isinstance(future, (ObjectRef, ObjectRefGenerator)) and not is_message(future):
+        if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
     generators = [] if proxies else [future for future in futures if is_stream(future)]
     streams = {generator: _items_before_deadline.pop(generator, []) for generator in generators}
@@ -176,13 +166,11 @@ def fetch(
         raise
     except Exception as error:  # noqa: BLE001  any exception of a worker
         ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
-        failure = explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)
-        retrieve_late(dict.fromkeys(singles), wait)
-        raise failure  # noqa: B904  chained there
+        raise explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)  # noqa: B904  chained there
     if group is not None:
         group.remove([*streams, *singles])
     left = iter(values)
-    return [references_of(slot) if is_stream(slot) else next(left) for slot in slots]
+    return [slot if is_stream(slot) else next(left) for slot in slots]
 
 
 # Items that were taken from generators before a deadline passed. The next attempt returns them too.
@@ -202,7 +190,7 @@ class _Wait:
     def check_late(self, _: Deadline) -> Deadline:
         """Return the first deadline of the futures that are not ready; log them every `REPORT_EVERY_S` seconds."""
         ends = {end_of(future): future for future in self._futures}
-        pending = wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
+        pending = _world.current.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
         self.deadline = self._first_deadline([ends[ref] for ref in pending])
         if self._group is not None and pending:
             if self.deadline.passed:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, RayTaskError
 
 from fairlead_placement.spi import Rounds
 from fairlead_sharding import NamedSharding
@@ -25,13 +24,11 @@ from .._membership.machine import FixedMembership
 from .._membership.model import Snapshot, WorkerProcess
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
-from .._observe.calls import Counters
 from .._observe.evidence import find_known_dead, judge_known_dead
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Described, Method
-from .._transport.arguments import Arguments, Gathered, NotPicklableError, Source
-from .._transport.messages import Transport, references_of
+from .._transport.arguments import Arguments, Gathered, NotPicklableError
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, CallTimeoutError, EpochError, LateWorker, WorkerFailure, WorkerFailureError
 from .plan import Column, Recipients
@@ -72,13 +69,8 @@ class Order(NamedTuple):
     requests: Iterable[Request]  # the request to each of them; a list if the call may be repeated
     began: float
     deadline: Deadline
-    stored: tuple[int, int]  # the number of values that were stored for the call, and their bytes
-    sources: Sequence[Source]  # the calls whose results are arguments of this one
     sharding: NamedSharding | None = None
-    obstacle: str = ""  # why a lane cannot carry the call; empty if it can
-    has_answers: bool = False  # whether answers that are not in the object store are arguments of the call
     passes: bool = False  # whether the call belongs to the change of membership that is under way
-    encoded: Sequence[Any] = ()  # the requests as the transport sends them, if it does
 
 
 class Admitted(NamedTuple):
@@ -136,14 +128,10 @@ class Sender:
     roster: Roster
     described: Described
     membership: FixedMembership
-    counters: Counters
     call_timeout_s: float | None
-    put: Callable[[Any], Any] = ray.put  # stores an argument
     checks: list[Callable[[str, Sequence[int]], Need | None]] = field(default_factory=list)  # of packages; see spi
     queue: _Queue = field(default_factory=_Queue)
     overlapping: OverlappingCalls = field(default_factory=OverlappingCalls)
-    transport: Transport | None = None  # carries the calls that it can; None if all go by Ray
-    users_of_transport: int = 0  # how many blocks have opened it and not closed it
     is_owner: ClassVar[bool] = True  # whether this process has made the group
 
     @property
@@ -159,9 +147,6 @@ class Sender:
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
-    def check_route(self, obstacle: str) -> None:
-        """Refuse a call that a transport cannot carry, if it cannot go by Ray either."""
-
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         now = self.roster.now
         if now.is_broken and not self.policy.on_failure:
@@ -172,48 +157,25 @@ class Sender:
         """Restart lost workers if that is due, send a request to each rank, and return the futures."""
         if dead := self.find_dead(order):
             self.roster.note(judge_known_dead(self.roster.judge, dead))
-        if self.transport is not None or order.has_answers:
-            order = self.prepare(order)
         while True:
-            tried = self.membership.gate.run(partial(self.submit, order), order.deadline, passes=order.passes)
+            tried = self.membership.gate.run(partial(self._submit, order), order.deadline, passes=order.passes)
             if isinstance(tried, Sent):
                 return tried
-            self.overcome(order, tried)
+            if tried is None:
+                raise self.unsent_error(order)
+            if order.passes or not self.policy.on_failure:
+                raise self._lost_error(tried)
+            # A restart may take longer than this call may wait, and runs to its end.
+            if not self.membership.restart_lost(order.deadline):
+                raise self.unsent_error(order)
 
     def find_dead(self, order: Order) -> list[WorkerProcess]:
         """Return the recipients that this process knows to be dead and the group does not."""
         members = self.roster.now.members
         return find_known_dead(members[rank] for rank in order.ranks if rank < len(members))
 
-    def prepare(self, order: Order) -> Order:
-        """Do what may take time before the turn of a call, because other threads may send calls until then."""
-        transport = self.transport
-        if transport is not None and not transport.wait_for_room(order.ranks, order.deadline.left()):
-            reason = (
-                f"One of its workers has not taken {transport.most_waiting:,} earlier calls. See with "
-                "`detect_stuck_workers()` what the workers do."
-            )
-            raise self.unsent_error(order, reason)
-        if transport is not None and not order.obstacle:
-            requests = list(order.requests)  # encoding runs code of the user's classes
-            return order._replace(requests=requests, encoded=transport.encode(requests))
-        return self._store_answers(order) if order.has_answers else order
-
-    def overcome(self, order: Order, obstacle: list[WorkerFailure] | Transport | None) -> None:
-        """Remove the obstacle of a call, or raise an error; None stands for a gate that did not open in time."""
-        if obstacle is None:
-            raise self.unsent_error(order)
-        if not isinstance(obstacle, list):
-            if not obstacle.wait_for_way(order.ranks, order.deadline.left()):
-                raise self.unsent_error(order, "Its workers have not begun all earlier calls of their lane.")
-        elif order.passes or not self.policy.on_failure:
-            raise self._lost_error(obstacle)
-        # A restart may take longer than this call may wait, and runs to its end.
-        elif not self.membership.restart_lost(order.deadline):
-            raise self.unsent_error(order)
-
-    def admit(self, order: Order, *, early: bool = False) -> Admitted | list[WorkerFailure] | Transport:
-        """Check a call with the gate held; return the lost workers, or the transport, that it has to wait for.
+    def admit(self, order: Order, *, early: bool = False) -> Admitted | list[WorkerFailure]:
+        """Check a call with the gate held; return the lost workers that it has to wait for.
 
         An `early` check, before anything is stored, raises the errors of calls that need not wait for their turn.
         """
@@ -231,56 +193,31 @@ class Sender:
                 if early and not self.policy.on_failure:
                     raise self._lost_error(blocking)
                 return blocking
-        transport = self.transport
-        if not early and transport is not None and not order.encoded and not transport.makes_way(order.ranks):
-            return transport
         return Admitted(now, needs)
 
-    @overload
-    def submit(self, order: Order) -> Sent | list[WorkerFailure] | Transport: ...
-    @overload
-    def submit(self, order: Order, admitted: Admitted) -> Sent: ...
-    def submit(self, order: Order, admitted: Any = None) -> Sent | list[WorkerFailure] | Transport:
-        """Send a call with the gate held, or return its obstacle if it was not admitted before and is not now."""
-        if admitted is None and not isinstance(admitted := self.admit(order), Admitted):
+    def _submit(self, order: Order) -> Sent | list[WorkerFailure]:
+        """Send a call with the gate held, or return the lost workers that it has to wait for."""
+        if not isinstance(admitted := self.admit(order), Admitted):
             return admitted
         now, needs = admitted
-        transport, overlaps = self.transport, self.described.worker_class.concurrent
-        if transport is not None and order.encoded:
-            futures = transport.send(now, order.ranks, order.encoded, yields_items=order.method.result == "items")
-            self.counters.add(requests=len(futures), lane_requests=len(futures))
-        else:
-            futures = self._send_by_ray(now, order, needs if overlaps else ())
-            self.counters.add(requests=len(futures), lane_fallbacks=int(transport is not None))
+        overlaps = self.described.worker_class.concurrent
+        futures = self._send_requests(now, order, needs if overlaps else ())
         if overlaps:
             self.overlapping.note(futures)
         return Sent(futures, now.epoch)
 
-    def _send_by_ray(self, now: Snapshot, order: Order, needs: Sequence[Need]) -> list[Any]:
-        if order.has_answers:  # which have been stored, unless the transport has been closed since then
-            order = self._store_answers(order)
-        members, requests, transport = now.members, order.requests, self.transport
+    def _send_requests(self, now: Snapshot, order: Order, needs: Sequence[Need]) -> list[Any]:
+        members, requests = now.members, order.requests
         epoch = None if self.is_owner else now.epoch
         if needs or epoch is not None:
             requests = (_fence(request, order.method, [epoch, None, *needs]) for request in requests)
         refs = []
-        with contextlib.nullcontext() if transport is None else transport.detour(order.ranks):
-            for rank, request in zip(order.ranks, requests, strict=True):
-                method = getattr(members[rank].handle, request.method)
-                if request.backpressure is not None:
-                    method = method.options(_generator_backpressure_num_objects=request.backpressure)
-                refs.append(method.remote(*request.args, **request.kwargs))
+        for rank, request in zip(order.ranks, requests, strict=True):
+            method = getattr(members[rank].handle, request.method)
+            if request.backpressure is not None:
+                method = method.options(_generator_backpressure_num_objects=request.backpressure)
+            refs.append(method.remote(*request.args, **request.kwargs))
         return refs
-
-    def _store_answers(self, order: Order) -> Order:
-        """Return an order with references in the place of answers."""
-        try:
-            return order._replace(requests=[_store_answers(request, order.deadline) for request in order.requests])
-        except GetTimeoutError as error:
-            if isinstance(error, RayTaskError):  # the worker's own
-                raise
-            reason = "An answer that is one of its arguments has not arrived. Make the call again when it has."
-            raise self.unsent_error(order, reason) from None
 
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
@@ -290,10 +227,6 @@ class Sender:
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
                 return self.send(order._replace(deadline=Deadline.after(0.0)))
-        return self.send_later(order)
-
-    def send_later(self, order: Order) -> Future[Sent]:
-        """Send a call on the thread of the queue, after those that wait there."""
 
         def send() -> Sent:
             if order.deadline.passed:
@@ -302,9 +235,9 @@ class Sender:
 
         return self.queue.add(send)
 
-    def unsent_error(self, order: Order, reason: str = "") -> CallTimeoutError:
+    def unsent_error(self, order: Order) -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
-        waited_s, reason = _world.current.now() - order.began, reason or self.membership.describe_wait()
+        waited_s, reason = _world.current.now() - order.began, self.membership.describe_wait()
         return CallTimeoutError(order.method.name, waited_s, len(order.ranks), (), reason)
 
     def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:
@@ -319,7 +252,7 @@ class Sender:
     def late_workers(self, ranks: Iterable[int]) -> tuple[LateWorker, ...]:
         """Return what these ranks are doing now."""
         now = self.roster.now
-        return (self.roster.look_here or late_workers)([now[rank].process for rank in ranks])
+        return late_workers([now[rank].process for rank in ranks])
 
     def cancel(self, futures: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
         """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills."""
@@ -435,10 +368,3 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         plan.append((name, len(value.refs) if is_list else None))
         flat.extend(value.refs if is_list else [value])
     return [plan, *flat]
-
-
-def _store_answers(request: Request, deadline: Deadline) -> Request:
-    """Return a request with references in the place of answers."""
-
-    kwargs = {name: references_of(value, deadline) for name, value in request.kwargs.items()}
-    return request._replace(args=[references_of(value, deadline) for value in request.args], kwargs=kwargs)

@@ -7,13 +7,12 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
-from .._transport.arguments import PerWorker, Shard, find_obstacle
+from .._transport.arguments import PerWorker, Shard
 from .._transport.futures import ResultStream
 from ..exceptions import EpochError
 from .call import Call, dispatch
 from .map import MapOptions, Strategy, map_items
 from .plan import Axes, CallExplanation, CallOptions, Mesh, Selection, make_columns, make_plan, select
-from .route import serving_handles
 from .sender import Sender
 
 Result = TypeVar("Result")
@@ -85,16 +84,7 @@ class Target:
     ) -> CallExplanation:
         """Explain a call; see `GroupView.explain`."""
         called = self.sender.described.worker_class.method(method)
-        explanation = make_plan(self.mesh, options).explain(called, args, kwargs)
-        if (transport := self.sender.transport) is None:
-            return explanation
-        reasons = [called.obstacle, *map(find_obstacle, (*args, *kwargs.values()))]
-        obstacle = next(filter(None, reasons), "")
-        if not obstacle:
-            return replace(explanation, route=transport.name)
-        self.sender.check_route(obstacle)
-        reason = f"by Ray and not by the {transport.name}: {obstacle}"
-        return replace(explanation, summary=f"{explanation.summary}, {reason}")
+        return make_plan(self.mesh, options).explain(called, args, kwargs)
 
 
 class AddressedWorkers:
@@ -243,11 +233,6 @@ class AddressedWorkers:
         return map_items(target.sender, self._owner, ranks, method, items, map_options)
 
 
-def find_workers(addressed: AddressedWorkers) -> tuple[object, Target]:
-    """Return the group that owns some workers, and the workers on its present axes."""
-    return addressed._owner, addressed._find_target()  # noqa: SLF001  for other modules
-
-
 class GroupView(AddressedWorkers):
     """Some workers of a group, or all of them, with the same calling methods as the group.
 
@@ -296,7 +281,7 @@ class GroupView(AddressedWorkers):
     @property
     def workers(self) -> list[Any]:
         """The actor handles of the workers, by ascending rank; empty after the shutdown of the group."""
-        workers = serving_handles(self._target.sender.roster)  # a shutdown on another thread replaces the list
+        workers = self._target.sender.roster.handles  # a shutdown on another thread replaces the list
         return [workers[rank] for rank in self.ranks] if workers else []
 
     def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:

@@ -8,14 +8,14 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
+from .. import _world
 from .._membership.model import Member
-from .._membership.roster import direct
 from .._observe.display import Bar
 from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
+from .._ray_private import still_referenced
 from .._remote.facts import apply_facts, do_nothing
-from .._transport.futures import end_of, get_one, wait
-from .._transport.messages import WeakReply, find_kept, weaken
+from .._transport.futures import end_of
 from .._world import NEVER, Deadline
 from ..exceptions import LateWorker, WorkerFailure
 from .launcher import Launcher
@@ -39,13 +39,12 @@ def _send(
 ) -> ObjectRef:
     """Send a function that runs between two calls of a worker; if its calls overlap, it waits until the deadline."""
     name, pickled = function.__name__, pickle_function(function)
-    with direct(member):
-        if concurrent:
-            within_s = deadline.left(at_most=3600.0)
-            ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
-        else:
-            ref = member.handle._fairlead_apply.remote(name, pickled, *args)
-        return ref
+    if concurrent:
+        within_s = deadline.left(at_most=3600.0)
+        ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
+    else:
+        ref = member.handle._fairlead_apply.remote(name, pickled, *args)
+    return ref
 
 
 class OverlappingCalls:
@@ -55,14 +54,14 @@ class OverlappingCalls:
     """
 
     def __init__(self) -> None:
-        self._ends: list[WeakReply] = []
+        self._ends: list[bytes] = []  # their ids, which keep nothing alive
         self._most = MOST_NOTED
 
     def note(self, futures: Iterable[Any]) -> None:
         """Note a call that has been sent, given by the future of each worker."""
         if len(self._ends) >= self._most:
             self._most = max(MOST_NOTED, 2 * self._forget_finished(0.0))
-        self._ends += [weaken(end_of(future)) for future in futures]
+        self._ends += [end_of(future).binary() for future in futures]
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait for all calls whose results somebody still refers to; return whether they end by the deadline."""
@@ -70,11 +69,11 @@ class OverlappingCalls:
 
     def _forget_finished(self, timeout_s: float | None) -> int:
         """Wait for the calls, forget those that have finished, and return the number of the others."""
-        noted = [end for end in find_kept(self._ends) if end is not None]
+        noted = still_referenced(self._ends) if self._ends else []
         unfinished: list[Any] = []
         if noted:
-            _, unfinished = wait(noted, num_returns=len(noted), timeout=timeout_s, fetch_local=False)
-        self._ends = [weaken(end) for end in unfinished]
+            _, unfinished = _world.current.wait(noted, num_returns=len(noted), timeout=timeout_s, fetch_local=False)
+        self._ends = [end.binary() for end in unfinished]
         return len(unfinished)
 
 
@@ -142,10 +141,10 @@ class Delivery:
         with Bar(what, len(pending)) as bar:
             while pending:
                 left = deadline.left(at_most=LOOK_EVERY_S)
-                ready, pending = wait(pending, num_returns=len(pending), timeout=left)
+                ready, pending = _world.current.wait(pending, num_returns=len(pending), timeout=left, fetch_local=True)
                 for future in ready:
                     try:
-                        get_one(future)
+                        _world.current.get([future], timeout=None)
                     except Exception as error:  # noqa: BLE001  a method of the user may raise anything
                         errors[key_of[future]] = error
                 if errors and not patient:

@@ -13,7 +13,6 @@ from fairlead_venvs import VenvSpec
 
 from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started, configure_ask
-from .._observe.calls import Counters
 from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
@@ -58,11 +57,10 @@ class Launcher(Described):
     spec: GroupSpec
     master: tuple[str, int]  # address and port of the store of their process group; set by the first start
 
-    def __init__(self, spec: GroupSpec, resources: Resources, counters: Counters) -> None:
+    def __init__(self, spec: GroupSpec, resources: Resources) -> None:
         self.spec = spec
         self.resources = resources
         self._roster = resources.roster
-        self._counters = counters
         self._plan: LaunchPlan | None = None
         self._arguments: _StoredArguments | None = None
 
@@ -120,7 +118,7 @@ class Launcher(Described):
     def store(self) -> None:
         """Store the constructor's arguments, and the facts that are the same for all workers."""
         spec = self.spec
-        self._arguments = arguments = _StoredArguments(spec, self.worker_class, self._counters)
+        self._arguments = _StoredArguments(spec, self.worker_class)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         self.spec = dataclasses.replace(spec, args=(), kwargs={})
         self.resources.registration = Registration(
@@ -130,7 +128,6 @@ class Launcher(Described):
             methods=self.worker_class.to_dict(),
             on_loss=None if spec.memory_limit is None else spec.memory_limit.guard_again,
         )
-        self._counters.add(puts=len(arguments.stored.refs))
 
     def release(self) -> None:
         """Release the stored arguments, because nothing is started any more."""
@@ -276,7 +273,6 @@ class Launcher(Described):
                     facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}
                 )
             )
-        self._counters.add(requests=len(refs), puts=len(configured.refs))
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
         handles = [one.handle for one in actors.values()]
@@ -303,9 +299,8 @@ class LaunchPlan:
 class _StoredArguments:
     """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
 
-    def __init__(self, spec: GroupSpec, worker_class: WorkerClass, counters: Counters) -> None:
+    def __init__(self, spec: GroupSpec, worker_class: WorkerClass) -> None:
         self.stored = Arguments()
-        self._counters = counters
         self._class_name = worker_class.name
         self.target = self.stored.prepare(worker_class.target)
         self.args = [self._prepare(at, value) for at, value in enumerate(spec.args)]
@@ -317,9 +312,7 @@ class _StoredArguments:
         if self._layout is None or self._layout[0] is not sharding:
             layout: Any = sharding.to_dict()
             if "ranks" in layout:  # it grows with the group, so it is stored and not sent to each worker
-                stored = Arguments()
-                layout = stored.prepare(layout)
-                self._counters.add(puts=len(stored.refs))
+                layout = Arguments().prepare(layout)
             self._layout = sharding, layout
         return self._layout[1]
 

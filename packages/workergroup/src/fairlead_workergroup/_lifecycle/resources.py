@@ -110,10 +110,6 @@ class Resources:
         for key in [key for key in self._claims if key not in kept]:
             self._claims.pop(key).release()
 
-    def lease_port(self, slot: Slot) -> PortLease:
-        """Lease a port of the cluster on the node of a slot; the caller releases it."""
-        return _lease(slot, self.ports)
-
     def lease_master_port(self, slot: Slot) -> PortLease:
         """Return the lease of the master port; lease one on the node of a slot if there is none."""
         if self.lease is None:
@@ -127,7 +123,7 @@ class Resources:
 
     def _lease_master_port(self, slot: Slot) -> PortLease:
         if self.master_ports is None:
-            return self.lease_port(slot)
+            return _lease(slot, self.ports)
         try:
             return _lease(slot, self.master_ports)
         except PortUnavailableError as error:

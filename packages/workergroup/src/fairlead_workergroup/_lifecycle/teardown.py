@@ -94,6 +94,5 @@ class Teardown:
             for member in now.members
             if member.failure is None and not verdicts[member.process].is_lost
         }
-        with self._roster.direct(living):
-            ranks = {one._fairlead_cleanup.remote(cleanup_method): rank for rank, one in living.items()}
+        ranks = {one._fairlead_cleanup.remote(cleanup_method): rank for rank, one in living.items()}
         return wait_for_cleanup(ranks, cleanup_method, deadline, self._is_forced.is_set)

@@ -12,12 +12,12 @@ from .. import _world
 from ..exceptions import FailureKind, WorkerFailure
 from .model import WorkerProcess
 
-Source = Literal["memory-guard", "user", "ray-error", "node", "actor-state", "process", "transport"]
+Source = Literal["memory-guard", "user", "ray-error", "node", "actor-state", "process"]
 Says = Literal["alive", "gone", "silent"]
 Look = Literal["known", "head", "node", "actor", "all"]
 
 # The cause is the text of the first of these sources that gives one.
-_SOURCES: tuple[Source, ...] = ("memory-guard", "user", "ray-error", "node", "actor-state", "process", "transport")
+_SOURCES: tuple[Source, ...] = ("memory-guard", "user", "ray-error", "node", "actor-state", "process")
 # These two sources know what ended the process. Otherwise the first of these kinds that a source names is the kind.
 _KNOW_THE_KIND = frozenset({"memory-guard", "user"})
 _KINDS: tuple[FailureKind, ...] = ("out-of-memory", "preempted", "node-lost", "killed")

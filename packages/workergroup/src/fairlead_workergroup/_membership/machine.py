@@ -33,9 +33,9 @@ class FixedMembership:
         """Restart lost workers for a call; return whether that was over by the deadline. It continues after that."""
         return False
 
-    def describe_wait(self, advice: str = "") -> str:
-        """Return why a call could not be sent in time, and what its caller can do: to make it again by default."""
-        return f"Other calls of this process were being sent. {advice or 'Make the call again.'}"
+    def describe_wait(self) -> str:
+        """Return why a call could not be sent in time, and what its caller can do."""
+        return "Other calls of this process were being sent. Make the call again."
 
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:
         """Return what a user can do about lost workers; an empty text for the default advice."""
@@ -106,14 +106,14 @@ class Membership(FixedMembership):
     def restart_lost(self, deadline: Deadline) -> bool:
         return self.begin(RestartLost(), is_shared=True).wait(deadline)
 
-    def describe_wait(self, advice: str = "") -> str:
+    def describe_wait(self) -> str:
         running, ranks = self._running, self._roster.now.restarting
         if running is None:
-            return f"Other calls were being sent, or a restart was about to begin. {advice or 'Make the call again.'}"
+            return "Other calls were being sent, or a restart was about to begin. Make the call again."
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
             f"A {what} has been under way for {_world.current.now() - self._began:.1f} s and goes on; it may take "
-            f"start_s={self._ports[2].timeout_s:g} s. {advice or 'Make the call again, with a longer timeout.'}"
+            f"start_s={self._ports[2].timeout_s:g} s. Make the call again, with a longer timeout."
         )
 
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:
@@ -199,9 +199,6 @@ class Membership(FixedMembership):
         """Carry out the next plan of an operation; return whether there is another one after it."""
         plan = change.operation.plan(self._roster.now, self._ports[0])
         if plan is None:
-            return False
-        if plan.switch is not None:
-            plan.switch(self.gate)
             return False
         steps = Steps(plan, change, self._roster, self._ports, enter=self._enter, gate=self.gate)
         change.ranks += steps.run()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations that change who is in a group, as plans of one kind. Pure, except for the questions that they ask."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,6 @@ from fairlead_sharding import NamedSharding
 
 from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
 from .model import Resize, Snapshot
-from .roster import Gate
 
 CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
@@ -84,7 +83,6 @@ class Plan:
     on_restart: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
     again: bool = False  # whether this is the first part, after which the operation is planned again
-    switch: Callable[[Gate], object] | None = None  # is called with the gate, and nothing else is done
 
 
 class Facilities(Protocol):
@@ -135,18 +133,6 @@ class RestartLost:
         if not (lost := ask.find_lost()):
             return None
         return plan_restart(self.name, now, lost, ask)
-
-
-@dataclass(frozen=True)
-class Route:
-    """Another way for the calls of the group; the members stay, and no other change runs beside it."""
-
-    name: str
-    switch: Callable[[Gate], object]
-
-    def plan(self, now: Snapshot, ask: Facilities) -> Plan:
-        """Return the switch."""
-        return Plan(self.name, now.sharding, switch=self.switch)
 
 
 def plan_restart(what: str, now: Snapshot, lost: Mapping[int, WorkerFailure], ask: Facilities) -> Plan:

@@ -2,9 +2,7 @@
 """The one owner of the members of a group: each change is one transition to another snapshot; and the gate to them."""
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +12,7 @@ from fairlead_sharding import NamedSharding
 from .. import _world
 from .._ray_private import actor_id_of
 from .._world import Deadline, Event, wait_for_event
-from ..exceptions import LateWorker, WorkerFailure, WorkerGroupError
+from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
 from .model import Member, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
@@ -22,18 +20,15 @@ from .model import Member, Place, Resize, Snapshot, Started, WorkerProcess, desc
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-Detour = Callable[[Iterable[int]], AbstractContextManager[None]]
-_NO_DETOUR = nullcontext()
 
 
 class Roster:
     """The members of one group, and the only owner of their state.
 
     Each method that changes the state is one transition under one lock. It makes a new snapshot with the next epoch.
-    With `own`, this process has made the group, and `find_worker` finds its workers.
     """
 
-    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding, *, own: bool = True) -> None:
+    def __init__(self, name: str, places: Sequence[Place], sharding: NamedSharding) -> None:
         self.name_prefix = name
         # By rank, changed in place by restarts; empty after the end.
         self.handles: list[Any] = []
@@ -41,10 +36,6 @@ class Roster:
         self.worker_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
         self.ending: bool = False
-        # Lets workers serve Ray's calls although a lane is open; None without a lane.
-        self.detour: Detour | None = None
-        # Says what workers do that are threads of this process; None if the agents of their nodes say it.
-        self.look_here: Callable[[Sequence[WorkerProcess]], tuple[LateWorker, ...]] | None = None
         self._made_on = connection()
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
@@ -54,8 +45,6 @@ class Roster:
         self._by_actor: dict[str, WorkerProcess] = {}
         # The members as they are now. It is read without the lock.
         self.now: Snapshot = Snapshot(0, 0, sharding, tuple(_new_member(place, sharding) for place in places))
-        if own:
-            _rosters.add(self)
 
     def __repr__(self) -> str:
         state = f"{len(self.now.members)} workers" if self.handles else "shut down"
@@ -92,11 +81,6 @@ class Roster:
     def ended_error(self) -> WorkerGroupError:
         """Return the error for the use of a group that has been shut down."""
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
-
-    def direct(self, ranks: Iterable[int]) -> AbstractContextManager[None]:
-        """Return a context in which Ray's calls of these workers run in their turn, also while a lane is open."""
-        detour = self.detour
-        return _NO_DETOUR if detour is None else detour(ranks)
 
     def find(self, actor_id: str) -> WorkerProcess | None:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
@@ -337,20 +321,3 @@ class Gate:
 def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:
     """Return a member that has not started."""
     return Member(place, make_process(place, sharding.get_worker_coords(place.rank)), incarnation=incarnation)
-
-
-_rosters: weakref.WeakSet[Roster] = weakref.WeakSet()
-
-
-def find_worker(actor_id: str) -> tuple[Roster, WorkerProcess] | None:
-    """Return the roster and the worker of an actor, in any group of this process; None if there is none."""
-    for roster in list(_rosters):
-        if (facts := roster.find(actor_id)) is not None:
-            return roster, facts
-    return None
-
-
-def direct(member: Member) -> AbstractContextManager[None]:
-    """Return a context in which Ray's calls of a worker run in their turn, also while a lane is open."""
-    found = find_worker(actor_id_of(member.handle))
-    return _NO_DETOUR if found is None else found[0].direct([member.rank])

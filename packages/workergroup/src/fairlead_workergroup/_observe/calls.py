@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls: the outcome of each worker, the cost of a call, and the counts of a group."""
+"""The outcome of a call at one worker."""
 
 import logging
-import threading
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,81 +18,9 @@ class Outcome:
         coords: its coordinates in the group, by axis.
         value: the value that it returned; None if it failed.
         error: the exception that it raised; None if it did not fail.
-        group: the name of the group, in a call of a `JoinedView`; empty in other calls.
     """
 
     rank: int
     coords: Mapping[str, int] = field(hash=False)
     value: Any = None
     error: BaseException | None = None
-    group: str = ""
-
-
-@dataclass(frozen=True)
-class CallStatistics:
-    """The cost of one call.
-
-    Attributes:
-        requests: method calls sent to workers.
-        puts: values stored in the object store for it.
-        bytes_put: their size in bytes, as stored.
-        fetched: results fetched to the driver so far.
-        bytes_fetched: their size in bytes, as sent.
-        submit_s: seconds from the call to the last request.
-        route: what carried the requests: "ray", "lane", or "local" in a `testing.LocalGroup`.
-    """
-
-    requests: int
-    puts: int
-    bytes_put: int
-    fetched: int
-    bytes_fetched: int
-    submit_s: float
-    route: str = "ray"
-
-
-@dataclass(frozen=True)
-class GroupStatistics:
-    """The counts since the group was created, which include its constructor arguments.
-
-    Attributes:
-        calls: calls of the group.
-        requests: method calls sent to workers.
-        puts: values stored in the object store for them.
-        lane_requests: the requests among them that went by a lane.
-        lane_fallbacks: the calls that went by Ray although a lane was open.
-
-    >>> print(GroupStatistics(calls=1, requests=8, puts=2))
-    put 2 values, sent 8 requests in 1 calls
-    """
-
-    calls: int = 0
-    requests: int = 0
-    puts: int = 0
-    lane_requests: int = 0
-    lane_fallbacks: int = 0
-
-    def __str__(self) -> str:
-        return f"put {self.puts} values, sent {self.requests} requests in {self.calls} calls"
-
-
-class Counters:
-    """Count what a group stores and sends."""
-
-    def __init__(self) -> None:
-        # By thread, each of which changes its own counts only, so that none waits for another one.
-        self._counts: dict[tuple[int, str], int] = {}
-
-    @property
-    def now(self) -> GroupStatistics:
-        """The counts so far."""
-        total: Counter[str] = Counter()
-        for (_, name), count in [*self._counts.items()]:
-            total[name] += count
-        return GroupStatistics(**total)
-
-    def add(self, **more: int) -> None:
-        """Add to counts, given by name."""
-        me = threading.get_ident()
-        for name, count in more.items():
-            self._counts[me, name] = self._counts.get((me, name), 0) + count

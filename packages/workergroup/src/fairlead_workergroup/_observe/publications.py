@@ -76,7 +76,6 @@ class RegisteredGroup:
         agents: the agent of each of its nodes, by Ray's id of the node.
         publication: the number of the latest publication.
         settled: whether all nodes have that publication, and every rank is among its members.
-        lane: whether the workers serve only their driver at present.
         methods: the class as plain data; empty if the driver's node did not answer.
     """
 
@@ -93,7 +92,6 @@ class RegisteredGroup:
     agents: Mapping[str, Agent] = field(default_factory=dict)
     publication: int = 0
     settled: bool = True
-    lane: bool = False
     methods: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -179,4 +177,4 @@ def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[
 
 
 # The fields of a group that are published by their own names.
-_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "lane")
+_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication")

@@ -13,7 +13,7 @@ from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
 from .._membership.model import WorkerProcess
 from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records
-from .._transport.futures import is_message, task_of_future
+from .._transport.futures import task_of_future
 from ..exceptions import LateWorker
 
 logger = logging.getLogger(__name__)
@@ -88,17 +88,15 @@ def cancel_calls(
 ) -> list[int]:
     """Cancel each worker's part of a call, given by its future; return the ranks that may still run the method.
 
-    A lane drops what it has not sent. The record of a worker prevents that a method starts. Ray cancels coroutines, and
-    drops values of cancelled tasks.
+    The record of a worker prevents that a method starts. Ray cancels coroutines, and drops values of cancelled tasks.
 
     Of workers that run their methods `in_order`, Ray has to cancel only methods that run. If Ray 2.60 cancels a call to
     such a worker before it is delivered, the worker waits 30 s for that call and then refuses the calls behind it.
     """
-    calls = [one for one in calls if not (is_message(one[1]) and one[1].cancel(asks=False))]
     tasks = {worker.rank: (worker.key, task_of_future(future)) for worker, future in calls}
     workers = [worker for worker, _ in calls]
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     for (_, future), runs in zip(calls, running, strict=True):
         if runs is not False or not in_order:  # also if the node has not answered
-            future.cancel() if is_message(future) else ray.cancel(future)
+            ray.cancel(future)
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs is not False]

@@ -43,7 +43,6 @@ class Registration:
     ) -> None:
         self._roster = roster
         self.key: str = KEY + token
-        self.lane: bool = False
         self._methods = methods
         self._on_loss = on_loss
         self.published: dict[str, dict[str, Any]] = {}
@@ -85,7 +84,7 @@ class Registration:
             by_node.setdefault(row["node_id"], []).append(row)
         self._version += 1
         axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
-        about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version, "lane": self.lane}
+        about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version}
         self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
         self.published[driver_node]["methods"] = self._methods
         publish(self.key, self._version, self.published, on_loss=self._on_loss)

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .calls import GroupStatistics
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupState:
@@ -15,10 +13,8 @@ class GroupState:
     Attributes:
         epoch: the number of changes of membership so far: restarts, resizes and replacements. Every call runs in one
             epoch: no worker sees it with the facts of another one.
-        statistics: the counts of what has been stored and sent so far.
         shown: what packages show of the group, by the key that each has chosen, such as the versions of a link.
     """
 
     epoch: int
-    statistics: GroupStatistics
     shown: Mapping[str, Any]

@@ -7,14 +7,13 @@ plain data in `sys.modules["_fairlead_worker"]`.
 
 import asyncio
 import collections
-import functools
 import inspect
 import operator
 import os
 import sys
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -99,7 +98,12 @@ class WorkerHost:
         sys.modules["_fairlead_worker"] = published
 
     def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        self._fairlead_make(cls, args, kwargs)
+        try:
+            self._fairlead_instance = cls(*args, **kwargs)
+        except BaseException as error:
+            _prepare_error("__init__", error)
+            raise
+        self._fairlead_record.end(self._fairlead_key)
         context = ray.get_runtime_context()
         return {
             "pid": os.getpid(),
@@ -108,15 +112,6 @@ class WorkerHost:
             "python": sys.executable,
             "accelerator_ids": context.get_accelerator_ids(),
         }
-
-    def _fairlead_make(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the user's instance, and record that its constructor has ended."""
-        try:
-            self._fairlead_instance = cls(*args, **kwargs)
-        except BaseException as error:
-            _prepare_error("__init__", error)
-            raise
-        self._fairlead_record.end(self._fairlead_key)
 
     def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
         """Run a method and drop its result, so that nothing is stored or sent back."""
@@ -169,13 +164,6 @@ class WorkerHost:
         if first is not None:
             self._fairlead_function_plain(name, pickled, *first)
         return self._fairlead_function_plain(name, pickled, *args)
-
-    def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> Iterator[Any]:
-        """Run the pickled generator function of a transport, which gets the means to find methods and to name tasks."""
-        function = ray.cloudpickle.loads(pickled)
-        # Not `yield from`, as in `_delegate`.
-        for item in function(*args, functools.partial(getattr, self), self._fairlead_record.name_task):  # noqa: UP028
-            yield item
 
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
@@ -278,11 +266,6 @@ class ConcurrentHost(WorkerHost):
         cls = load(*_fill(target, await _await_values(target)))
         values = await _await_values([*args, *kwargs.values()])
         return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
-
-    async def _fairlead_stream(self, pickled: bytes, /, *args: Any) -> AsyncIterator[Any]:  # type: ignore[override]
-        function, find = ray.cloudpickle.loads(pickled), functools.partial(getattr, self)
-        async for item in self._fairlead_exits.iterate(function(*args, find, self._fairlead_record.name_task)):
-            yield item
 
     async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         await _run_to_end(getattr(self, method)(*args, **kwargs))
@@ -462,7 +445,7 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
     if kind == "generator":
         run = _delegate(path, kind, number)
 
-        # Ray runs it in another thread, a lane on the event loop.
+        # Ray runs it in another thread.
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 yield from run(self, *args, **kwargs)

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -58,7 +58,6 @@ class Record:
         self._page[ABOUT_AT + 8 : size] = about
         # The cancelled tasks that have not had their turn.
         self._cancelled: set[bytes] = set()
-        self._task = self._running_task
         # Ray's account of what runs here. To ask for it starts a Ray where none runs, so the first task does.
         self._context: Any = None
         self._calls = 0
@@ -75,15 +74,6 @@ class Record:
         self._now: Running = NOTHING
         self._write(time.monotonic())
 
-    def read(self) -> dict[str, Any]:
-        """Return what `read_record` does, in this process."""
-        return read_record(self._file)
-
-    def close(self) -> None:
-        """Release the memory, if this process does not end with its worker; nothing can be recorded after that."""
-        self._page.close()
-        os.close(self._file)
-
     def begin(self, method: int) -> int:
         """Record that a method starts, by its index, and return a key for `end`; raise if its task was cancelled."""
         started = time.monotonic()
@@ -96,11 +86,7 @@ class Record:
             raise ray.exceptions.TaskCancelledError
         return self._calls
 
-    def name_task(self, read_task: Callable[[], bytes] | None) -> None:
-        """Set how to find the task that a method belongs to if no task of Ray runs it; None for those of Ray only."""
-        self._task = self._running_task if read_task is None else lambda: read_task() or self._running_task()
-
-    def _running_task(self) -> bytes:
+    def _task(self) -> bytes:
         """Return the id of the task that Ray runs here."""
         if self._context is None:
             self._context = ray.get_runtime_context()

@@ -41,11 +41,6 @@ class Method:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
 
-    @cached_property
-    def obstacle(self) -> str:
-        """The reason why a lane cannot carry a call; empty if it can."""
-        return "" if self.backpressure is None else "the method limits how far it may be ahead of its reader"
-
     def parameter(self, at: int) -> str | int:
         """Return the name of the parameter that takes a positional argument, or its number if it has no name."""
         parameters = [] if self.signature is None else list(self.signature.parameters.values())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of calls to workers: Ray's own, and others that a group may use for a time."""
+"""The arguments and the futures of the requests to workers."""

@@ -6,17 +6,13 @@ import inspect
 import math
 import numbers
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
-
-from .._ray_private import object_sizes, ownership_of
-from .._remote.references import has_references
-from .messages import Message, WeakReply, weaken
 
 _storing = threading.local()
 
@@ -40,36 +36,16 @@ def _check_not_nested(mark: object) -> None:
 class PassedOn:
     """The values of workers that go to other workers without passing through the driver, such as a `Call`."""
 
-    def method_name(self) -> str:
-        """Return the name of the method that makes the values."""
-        raise NotImplementedError
-
     def as_argument(self) -> Any:
         """Return the object that travels in place of the value."""
         raise NotImplementedError
 
-    def as_arguments(self) -> list["Answer"]:
+    def as_arguments(self) -> list[ObjectRef[Any]]:
         """Return each value as an argument."""
         raise NotImplementedError
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} inside an argument cannot be passed on; make it an argument itself")
-
-
-@dataclass(frozen=True)
-class Answer(PassedOn):
-    """One of the results of a call, as an argument of another call."""
-
-    method: str
-    ref: Any
-
-    def method_name(self) -> str:
-        """Return the name of the method."""
-        return self.method
-
-    def as_argument(self) -> Any:
-        """Return the reference."""
-        return self.ref
 
 
 @dataclass(frozen=True, init=False)
@@ -120,22 +96,10 @@ class PerWorker:
         return type(self), (self.values,)
 
 
-class Source(NamedTuple):
-    """Replies to another call that are arguments of this one, which does not keep them."""
-
-    method: str | None
-    replies: tuple[WeakReply, ...]
-
-
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
 # bound for a whole argument stays far below both limits.
 INLINE_BYTES = 10_000
 INLINE_ITEMS = 16
-
-
-# Why a lane cannot carry a call.
-REFERENCE = "an argument is an ObjectRef, whose object may hold references"
-HOLDS_REFERENCES = "an argument holds references or actor handles"
 
 
 class NotPicklableError(TypeError):
@@ -174,75 +138,29 @@ class Gathered:
 class Arguments:
     """Prepares the arguments of one call: one `put` for each distinct value, by identity, so keep the values alive."""
 
-    put: Callable[[Any], Any] = ray.put  # returns a reference, or an answer that has arrived
-    for_lane: bool = False
-    obstacle: str = ""  # why a lane cannot carry the arguments
-    has_answers: bool = False
-    sources: list[Source] = field(default_factory=list)
     refs: dict[int, ObjectRef[Any]] = field(default_factory=dict)  # of the stored values, by identity
 
     def prepare(self, value: Any) -> Any:
         """Return what travels: an inlined value (lists and dicts copied), or a reference to the one stored copy."""
         if isinstance(value, ObjectRef):
-            self.sources.append(Source(None, (weaken(value),)))
-            self.obstacle = REFERENCE
             return value
-        if isinstance(value, (Message, PassedOn)):
-            passed, results = _read_results(value)
-            method = value.method_name() if isinstance(value, PassedOn) else None
-            self.sources.append(Source(method, tuple(map(weaken, results))))
-            self.obstacle = next(filter(None, map(_obstacle_of, results)), self.obstacle)
-            self.has_answers = self.has_answers or any(isinstance(one, Message) for one in results)
-            return passed
+        if isinstance(value, PassedOn):
+            return value.as_argument()
         if is_inlined(value):
             return value.copy() if type(value) in (list, dict) else value
         ref = self.refs.get(id(value))
         if ref is None:
             ref = self.refs[id(value)] = self._store(value)
-            if self.for_lane and has_references(value):
-                self.obstacle = HOLDS_REFERENCES
-            elif self.for_lane and isinstance(ref, ObjectRef) and ownership_of(ref) is None:
-                self.obstacle = "this version of Ray does not say who owns a stored argument"
         return ref
 
     def _store(self, value: Any) -> ObjectRef[Any]:
         with refuse_marks():
             try:
-                ref: ObjectRef[Any] = self.put(value)
-                return ref
+                return ray.put(value)
             except RayError:
                 raise
             except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
                 raise NotPicklableError(_explain_failure(value, error)) from None
-
-    def cost(self) -> tuple[int, int]:
-        """Return the number of stored values, and their bytes, as Ray stores them."""
-        stored = list(self.refs.values())
-        sizes = object_sizes([ref for ref in stored if isinstance(ref, ObjectRef)])
-        return len(stored), sum(sizes) + sum(one.size() for one in stored if isinstance(one, Message))
-
-
-def find_obstacle(value: Any) -> str:
-    """Return why a lane cannot carry an argument as the user gave it; empty if it can."""
-    value = value.values if isinstance(value, (Shard, PerWorker)) else value
-    if isinstance(value, ObjectRef):
-        return REFERENCE
-    if isinstance(value, (Message, PassedOn)):
-        return next(filter(None, map(_obstacle_of, _read_results(value)[1])), "")
-    return HOLDS_REFERENCES if not is_inlined(value) and has_references(value) else ""
-
-
-def _read_results(value: Message | PassedOn) -> tuple[Any, Sequence[Any]]:
-    """Return what travels in place of the results of another call, and these results."""
-    passed = value.as_argument() if isinstance(value, PassedOn) else value
-    return passed, passed.refs if isinstance(passed, Gathered) else (passed,)
-
-
-def _obstacle_of(result: Any) -> str:
-    """Return why a lane cannot carry a result of another call; empty if it can."""
-    if not isinstance(result, Message):
-        return "an argument is a result that came by Ray, whose object may hold references"
-    return "an argument is a result that holds references" if result.has_references else ""
 
 
 def _explain_failure(value: Any, error: BaseException) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The futures of requests, Ray's own and those of other transports, and the waits for them.
+"""The futures of requests, and the waits for them.
 
 Each wait is written once, for threads and for event loops: it is a coroutine, and waits by the methods of a `Waiter`.
 Those of a plain one block and never suspend it, so that a thread can run it to its end.
@@ -18,10 +18,9 @@ from ray import ObjectRefGenerator
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from .. import _world
-from .._ray_private import TASK_BYTES, object_sizes
+from .._ray_private import TASK_BYTES
 from .._world import NEVER, Deadline
 from ..exceptions import WorkerGroupError
-from .messages import Carrier, Message, MessageStream
 
 T = TypeVar("T")
 # Raises or logs a delay, and returns the deadline of the rest of a wait.
@@ -33,102 +32,13 @@ Futures = Mapping[Any, list[Any] | None]
 MOST_IN_A_TURN = 100
 # The interval at which a wait logs the ranks that it waits for.
 REPORT_EVERY_S = 60.0
-# How long one kind of future is waited for before the other kind is looked at, if a wait has both.
-TURN_S = 0.005
 # Packages whose frames say nothing about the user's error.
-INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_lane", "fairlead_placement", "fairlead_workergroup", "ray"})
+INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
 
 
 def is_stream(future: Any) -> bool:
     """Return whether a future is that of a generator method."""
-    return isinstance(future, (ObjectRefGenerator, MessageStream))
-
-
-def is_message(future: Any) -> bool:
-    """Return whether a transport other than Ray carries the answer."""
-    return isinstance(future, (Message, MessageStream))
-
-
-def task_of_future(future: Any) -> bytes:
-    """Return the id of the task that creates an object, or the items of a generator."""
-    end = future.completed() if isinstance(future, (ObjectRefGenerator, MessageStream)) else future
-    task: bytes = end.binary()[:TASK_BYTES]
-    return task
-
-
-def wait(
-    futures: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
-) -> tuple[list[Any], list[Any]]:
-    """Return which futures are ready and which are not, as `ray.wait` does."""
-    carriers = list(dict.fromkeys(carrier_of(future) for future in futures if is_message(future)))
-    if not carriers:
-        return _world.current.wait(futures, num_returns=num_returns, timeout=timeout, fetch_local=fetch_local)
-    of_ray = [future for future in futures if not is_message(future)]
-    messages = [future for future in futures if is_message(future)]
-    deadline = Deadline.after(timeout)
-    ready: set[Any] = set()
-    left = list(messages)
-
-    def is_enough() -> bool:
-        if num_returns == len(futures):
-            while left and left[-1].done:
-                left.pop()
-            return not left
-        return sum(1 for future in messages if future.done) + len(ready) >= num_returns
-
-    while True:
-        if of_ray:
-            ready = set(_world.current.wait(of_ray, num_returns=len(of_ray), timeout=0, fetch_local=fetch_local)[0])
-        turn_s = None if len(carriers) == 1 and not of_ray else TURN_S
-        for carrier in carriers:
-            carrier.run(is_enough, deadline.left(turn_s))
-        done = [one for one in futures if (one in ready if not is_message(one) else one.done)]
-        if len(done) >= num_returns or deadline.passed:
-            chosen = set(done[:num_returns])
-            return done[:num_returns], [one for one in futures if one not in chosen]
-
-
-def get(futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
-    """Return the values of futures, or raise the first error that arrives, as `ray.get` does."""
-    if Message not in map(type, futures):  # `ray.get` would start a Ray even for none
-        return _world.current.get(list(futures), timeout=timeout) if futures else []
-    messages = [future for future in futures if isinstance(future, Message)]
-    deadline = Deadline.after(timeout)
-    waiting = list(messages)
-    carriers = list({future.carrier for future in messages})
-    alone = len(carriers) == 1
-    failures, has_failed = -1, False
-
-    def is_enough() -> bool:
-        nonlocal failures, has_failed
-        while waiting and waiting[-1].done and not waiting[-1].failed:
-            waiting.pop()
-        # This runs after each message, and must not look at all futures each time.
-        now = carriers[0].failures if alone else sum(carrier.failures for carrier in carriers)
-        if failures != now:
-            failures, has_failed = now, any(future.failed for future in waiting)
-        return has_failed or not waiting
-
-    while True:
-        for carrier in carriers:
-            carrier.run(is_enough, deadline.left(None if alone else TURN_S))
-        if alone or is_enough() or deadline.passed:
-            break
-    for future in waiting:
-        if future.failed:
-            future.get()
-    if waiting:
-        raise GetTimeoutError(f"Get timed out: some answers have not arrived within {timeout} s.")
-    if len(messages) == len(futures):
-        return [future.get() for future in messages]
-    of_ray = [future for future in futures if not is_message(future)]
-    fetched = iter(_world.current.get(of_ray, timeout=deadline.left()))
-    return [future.get() if is_message(future) else next(fetched) for future in futures]
-
-
-def get_one(future: Any) -> Any:
-    """Return the value of a future, or raise its error."""
-    return get([future])[0]
+    return isinstance(future, ObjectRefGenerator)
 
 
 def end_of(future: Any) -> Any:
@@ -136,16 +46,10 @@ def end_of(future: Any) -> Any:
     return future.completed() if is_stream(future) else future
 
 
-def sum_sizes(results: Sequence[Any]) -> int:
-    """Return the bytes of fetched results, as sent."""
-    of_ray = [one for one in results if not isinstance(one, Message)]
-    return sum(one.size() for one in results if isinstance(one, Message)) + sum(object_sizes(of_ray))
-
-
-def carrier_of(future: Any) -> Carrier:
-    """Return the transport that carries an answer."""
-    carrier: Carrier = future.completed().carrier if isinstance(future, MessageStream) else future.carrier
-    return carrier
+def task_of_future(future: Any) -> bytes:
+    """Return the id of the task that creates an object, or the items of a generator."""
+    task: bytes = end_of(future).binary()[:TASK_BYTES]
+    return task
 
 
 def is_not_ready(error: BaseException) -> bool:
@@ -204,9 +108,9 @@ class Waiter:
         With `here`, a value counts once it is on this node. At most `most` items of a generator are taken in one turn.
         """
         asked = list(futures)
-        ready, _ = wait(asked, num_returns=1, timeout=seconds, fetch_local=here)
+        ready, _ = _world.current.wait(asked, num_returns=1, timeout=seconds, fetch_local=here)
         if ready and len(asked) > 1:
-            ready += wait(asked, num_returns=len(asked), timeout=0, fetch_local=here)[0]
+            ready += _world.current.wait(asked, num_returns=len(asked), timeout=0, fetch_local=here)[0]
         return {future: _take_ready(future, futures[future], most) for future in dict.fromkeys(ready)}
 
     async def some(
@@ -237,7 +141,8 @@ class Waiter:
         while True:
             seconds = REPORT_EVERY_S if deadline.at is None else deadline.left(at_most=REPORT_EVERY_S)
             try:
-                return get(futures, timeout=seconds)
+                # `ray.get` would start a Ray even for none.
+                return _world.current.get(list(futures), timeout=seconds) if futures else []
             except Exception as error:
                 if not is_not_ready(error):
                     raise
