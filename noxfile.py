@@ -374,7 +374,7 @@ def typecheck(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors, and run its examples."""
     sphinx = "sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design"
-    install(session, *map(package, SIBLINGS), "torch", "opentelemetry-sdk", *sphinx, *PYTEST)
+    install(session, *map(package, SIBLINGS), "torch", *sphinx, *PYTEST)
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     run_tests(session, "docs/test_pages.py", *session.posargs)
 
