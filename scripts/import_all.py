@@ -10,8 +10,8 @@ import pkgutil
 import re
 import sys
 
-# The frameworks of adapters, and pytest for the module with the published tests of ledgers.
-OTHERS = {"miles", "nemo_rl", "pytest", "slime", "verl"}
+# The frameworks of adapters.
+OTHERS = {"miles", "nemo_rl", "slime", "verl"}
 
 package = importlib.import_module(sys.argv[1])
 assert str(package.__file__).startswith(sys.prefix), f"{package.__file__} is not from {sys.prefix}"
@@ -24,6 +24,5 @@ for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         # Some modules say in an error of their own which extra to install.
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         missing = (cause.name or "").partition(".")[0]
-        # The distribution opentelemetry-sdk brings the package opentelemetry.
-        if not any(extra == missing or extra.startswith(f"{missing}_") for extra in extras | OTHERS):
+        if missing not in extras | OTHERS:
             raise

@@ -214,7 +214,7 @@ class TestBeforeTheFirstLaunch:
         for call in (
             lambda: group.run_single_worker_single_data(name, 0),
             lambda: group.run_all_workers_single_data(name),
-            lambda: group.run_all_workers_multiple_data(name),
+            lambda: group.run_all_workers_multiple_data(name, [0] * 8),
             lambda: group.run_all_workers_sharded_data(name),
         ):
             with pytest.raises(AttributeError, match=rf"Recorder has no public method '{name}'; it has \['address_of'"):

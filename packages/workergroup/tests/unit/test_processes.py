@@ -16,6 +16,9 @@ import pytest
 from fairlead_workergroup._remote import process, reaper, stacks
 
 from ..processes import KINDS, read_pids, start_children
+
+# Other runs of these tests on this machine have groups of other names.
+GROUP = f"group-{os.getpid()}"
 from ..restarting import find_running
 
 MB = 1_000_000
@@ -39,7 +42,7 @@ def parent(tmp_path, eventually) -> Iterator[tuple[int, int]]:
     """A process that has marked its tree and started a child of each kind: its pid and start tick."""
     child = fork()
     if not child:
-        page = process.mark_tree("group-3-0")
+        page = process.mark_tree(f"{GROUP}-0")
         start_children(str(tmp_path))
         while page:
             signal.pause()
@@ -61,7 +64,7 @@ def test_find_children(parent, tmp_path):
     assert {pids["session"], pids["cleared"]} <= {pid for pid, _ in found}
     assert none == []
     end_parent(parent)
-    assert process.end_trees([parent], found, ["group-3-"], 20) == []
+    assert process.end_trees([parent], found, [f"{GROUP}-"], 20) == []
     assert find_running(pids.values()) == []
 
 
@@ -69,16 +72,16 @@ def test_find_by_marks(parent, tmp_path):
     """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
     end_parent(parent)
     pids = read_pids(tmp_path)
-    assert process.end_trees([], [], ["group-30-"], 20) == []
+    assert process.end_trees([], [], [f"{GROUP}0-"], 20) == []
     assert find_running(pids.values()) == list(pids.values())
-    assert process.end_trees([], [], ["group-2-", "group-3-"], 20) == []
+    assert process.end_trees([], [], ["group-2-", f"{GROUP}-"], 20) == []
     assert find_running(pids.values()) == [pids["cleared"]]
 
 
 def test_worker_that_does_not_end(parent, tmp_path):
     """A worker that does not end gets SIGKILL, whether it is known or not; then its children end."""
     pids = read_pids(tmp_path)
-    assert process.end_trees([], *process.find_children([parent]), ["group-3-"], 20, grace_s=0.1) == []
+    assert process.end_trees([], *process.find_children([parent]), [f"{GROUP}-"], 20, grace_s=0.1) == []
     assert find_running(pids.values()) == []
 
 
@@ -94,7 +97,7 @@ def test_survivors(parent, tmp_path, monkeypatch):
     """Processes that do not end are returned."""
     end_parent(parent)
     monkeypatch.setattr(process, "send_signal", lambda processes, number: None)
-    left = {pid for pid, _ in process.end_trees([], [], ["group-3-"], 0.3)}
+    left = {pid for pid, _ in process.end_trees([], [], [f"{GROUP}-"], 0.3)}
     pids = read_pids(tmp_path)
     assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
 
