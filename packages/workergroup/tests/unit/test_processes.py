@@ -16,10 +16,10 @@ import pytest
 from fairlead_workergroup._remote import process, reaper, stacks
 
 from ..processes import KINDS, read_pids, start_children
+from ..restarting import find_running
 
 # Other runs of these tests on this machine have groups of other names.
 GROUP = f"group-{os.getpid()}"
-from ..restarting import find_running
 
 MB = 1_000_000
 SIGNAL = signal.SIGRTMIN + 5
