@@ -3,7 +3,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import gc
 import os
 import random
@@ -606,11 +605,12 @@ def test_names_with_brackets():
 @pytest.mark.parametrize("version", [-1, 2**63, 2**70])
 def test_versions_that_a_record_cannot_hold(monkeypatch, version):
     """The worker's record shows no version then, and works on."""
-    with contextlib.closing(Record(["call"])) as record:
-        monkeypatch.setitem(sys.modules, "_fairlead_worker", types.SimpleNamespace(record=record))
-        note_weights(7)
-        assert record._weights == 7
-        note_weights(version)
-        assert record._weights == NO_WEIGHTS
-        note_weights(8)
-        assert record._weights == 8
+    record = Record(["call"])
+    monkeypatch.setitem(sys.modules, "_fairlead_worker", types.SimpleNamespace(record=record))
+    note_weights(7)
+    assert record._weights == 7
+    note_weights(version)
+    assert record._weights == NO_WEIGHTS
+    note_weights(8)
+    assert record._weights == 8
+    os.close(record._file)
