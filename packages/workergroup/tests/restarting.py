@@ -12,7 +12,7 @@ import pytest
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerFailureError, current_worker
-from fairlead_workergroup.spi import start_tick
+from fairlead_workergroup._remote.process import start_tick
 
 AXES = NamedSharding.from_shape(dp=2)
 GRID = NamedSharding.from_shape(dp=2, tp=2)

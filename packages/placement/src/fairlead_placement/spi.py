@@ -13,7 +13,6 @@ from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
 from ._nodes.directory import (
     Agent,
     await_published,
-    compare_clocks,
     find_agents,
     publish,
     read_boards,
@@ -59,7 +58,6 @@ __all__ = [
     "choose_alive",
     "claim_slots",
     "collect",
-    "compare_clocks",
     "connection",
     "count_bundles",
     "drain_deadlines",

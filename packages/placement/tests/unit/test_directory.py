@@ -7,10 +7,10 @@ import threading
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, PlacementTimeoutError
+from fairlead_placement import PlacementTimeoutError
 from fairlead_placement._nodes import directory
 from fairlead_placement._ray_private import block_shutdown
-from fairlead_placement.spi import Rounds, compare_clocks
+from fairlead_placement.spi import Rounds
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +108,3 @@ def test_a_withdrawal_during_a_check(monkeypatch):
     assert done.wait(30)
     assert directory._rounds.close(30)
     assert sent == ["publish", "release"]
-
-
-def test_clocks_of_two_processes():
-    """A clock is compared at the middle of the fastest trip, and a failure keeps what was measured before it."""
-    here = iter([0.0, 4.0, 10.0, 11.0, 20.0, 29.0, 30.0, 31.0])
-    there = iter([7.0, 15.5, 29.5, PlacementError("the agent is gone")])
-    assert compare_clocks(lambda: next(there), lambda: next(here)) == (5.0, 0.5)
-    assert compare_clocks(lambda: PlacementError("it never answered"), lambda: 0.0) is None

@@ -18,16 +18,15 @@ from ._calls.handle import GroupHandle
 from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
 from ._membership.judge import Evidence, decide
-from ._membership.model import Member, Resize, Snapshot, WorkerProcess
+from ._membership.model import Member, Snapshot, WorkerProcess
 from ._observe.evidence import judge_errors, read_deaths
 from ._observe.head import alive_nodes, process_is_alive
-from ._observe.observer import STUCK_AFTER_S, Observer
+from ._observe.observer import STUCK_AFTER_S
 from ._observe.publications import RegisteredGroup, find_group, find_groups
 from ._observe.query import cancel_calls, late_workers
 from ._observe.status import State, state_of
 from ._observe.stuck import find_innermost, find_method_frames
 from ._remote.outside import look_at_process, look_from_outside
-from ._remote.process import start_tick
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
@@ -35,10 +34,8 @@ __all__ = [
     "Evidence",
     "Member",
     "Need",
-    "Observer",
     "RegisteredGroup",
     "Reply",
-    "Resize",
     "STUCK_AFTER_S",
     "Snapshot",
     "State",
@@ -59,7 +56,6 @@ __all__ = [
     "read_deaths",
     "read_members",
     "send_function",
-    "start_tick",
     "state_of",
     "wait_for_turn",
 ]

@@ -12,7 +12,7 @@ import pytest
 
 from fairlead_placement.spi import find_agents, run_on_agents
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
-from fairlead_workergroup.spi import start_tick
+from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup.testing import kill
 
 from ..slow_agents import delay, stop_delay

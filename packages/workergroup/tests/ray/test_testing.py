@@ -8,7 +8,7 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
-from fairlead_workergroup.spi import start_tick
+from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup.testing import assert_no_leaks, kill, resume, stop
 
 from ..hanging import hanging, stopped

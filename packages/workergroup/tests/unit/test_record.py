@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from fairlead_workergroup._remote import progress
+from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import (
     CANCELLED_AT,
     STATE,
@@ -31,7 +32,6 @@ from fairlead_workergroup._remote.progress import (
     read_records,
     write_cancelled,
 )
-from fairlead_workergroup.spi import start_tick
 
 # Looks at a process that writes all the time: a sample of the moments at which a look can come.
 LOOKS = 100 * int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))

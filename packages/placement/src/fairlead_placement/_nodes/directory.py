@@ -21,8 +21,6 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 # An agent that is not there yet is requested from Ray's head.
 PUBLISH_S = 10.0
-# How often a clock is read: the fastest of so many trips is close to the fastest of all.
-TRIPS = 8
 # How often a process checks that agents still have what it has published, and how many nodes it asks each time at most.
 CHECK_EVERY_S = 5.0
 CHECKED_AT_ONCE = 100
@@ -219,24 +217,3 @@ def _collect(method: str, arguments: Mapping[Agent, Sequence[Any]], timeout_s: f
             )
         answers[agent] = answer if error is None else error
     return answers
-
-
-def compare_clocks(read: Callable[[], float | Exception], clock: Callable[[], float]) -> tuple[float, float] | None:
-    """Compare a clock of another process with one of this process, by the midpoint of the fastest of several trips.
-
-    Args:
-        read: reads the other clock; its failure ends the comparison.
-        clock: reads the one here.
-
-    Returns:
-        The seconds that the other clock is ahead, and the error: it was read somewhere between the begin of the trip
-        and its end. None if it could not be read.
-    """
-    trips = []
-    for _ in range(TRIPS):
-        began, there, ended = clock(), read(), clock()
-        if isinstance(there, Exception):
-            break
-        trips.append(((ended - began) / 2, there - (began + ended) / 2))
-    error_s, ahead_s = min(trips, default=(0.0, None))
-    return None if ahead_s is None else (ahead_s, error_s)
