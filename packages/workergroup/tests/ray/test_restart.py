@@ -136,7 +136,8 @@ def test_cluster_shut_down(local_ray, bare):
     place = cluster.slots() if bare else cluster
     with RayWorkerGroup(place, Worker, restart=Restart(on_failure=True), timeouts=Timeouts(start_s=60)) as group:
         cluster.shutdown()
-        for asks in (lambda: group.call("pid").result(), lambda: group.call("pid"), group.restart_failed_workers):
+        call = group.call("pid")
+        for asks in (call.result, lambda: group.call("pid"), group.restart_failed_workers):
             with pytest.raises(WorkerFailureError, match="The cluster of this group has been shut down") as caught:
                 asks()
             assert "create a new group" in caught.value.remedy

@@ -6,11 +6,13 @@ from typing import Any
 
 from ray import ObjectRef
 
+from .._observe.evidence import find_known_dead, judge_known_dead
 from .._transport.futures import short_traceback
 from .call import Call, dispatch
 from .execution import Execution
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_columns, plan_call
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
+from .sender import Sender
 from .view import AddressedWorkers, Target
 
 
@@ -217,6 +219,7 @@ class ClassicCalls(AddressedWorkers):
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> Execution:
         """Send a call, and remember when its futures were made."""
+        self._note_deaths(target.sender, recipients.called)
         common = common_kwargs or {}
         columns, named = make_columns(args, kwargs, column, method_name)
         if both := sorted(set(named) & set(common)):
@@ -227,6 +230,13 @@ class ClassicCalls(AddressedWorkers):
         )
         self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
         return execution
+
+    def _note_deaths(self, sender: Sender, ranks: Sequence[int]) -> None:
+        """Note the deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them."""
+        members = sender.roster.now.members
+        dead = find_known_dead(members[rank] for rank in ranks if rank < len(members))
+        if dead := [worker for worker in dead if self._classic_futures.has_any_of(worker.actor_id)]:
+            sender.roster.note(judge_known_dead(sender.roster.judge, dead))
 
 
 def _replicate(_: str, value: Any) -> Column:

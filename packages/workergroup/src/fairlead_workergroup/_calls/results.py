@@ -118,6 +118,10 @@ class ClassicFutures:
         for future in futures:
             self._made.pop(task_of_future(future), None)
 
+    def has_any_of(self, actor_id: str) -> bool:
+        """Return whether an actor has futures that the group has not fetched: then its user fetches them."""
+        return any(task.hex().endswith(actor_id) for task in self._made)
+
     def first_deadline(self, futures: Sequence[Any], otherwise: float) -> Deadline:
         """Return the first deadline of some futures; the time of unknown futures is `otherwise`."""
         limit = self.sender.call_timeout_s

@@ -21,10 +21,9 @@ from .. import _world
 from .._lifecycle.delivery import OverlappingCalls
 from .._membership.judge import Evidence, Verdict
 from .._membership.machine import FixedMembership
-from .._membership.model import Snapshot, WorkerProcess
+from .._membership.model import Snapshot
 from .._membership.operations import RestartPolicy
 from .._membership.roster import Roster
-from .._observe.evidence import find_known_dead, judge_known_dead
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import actor_id_of_ref
 from .._start.worker_class import Described, Method
@@ -155,8 +154,6 @@ class Sender:
 
     def send(self, order: Order) -> Sent:
         """Restart lost workers if that is due, send a request to each rank, and return the futures."""
-        if dead := self.find_dead(order):
-            self.roster.note(judge_known_dead(self.roster.judge, dead))
         while True:
             tried = self.membership.gate.run(partial(self._submit, order), order.deadline, passes=order.passes)
             if isinstance(tried, Sent):
@@ -168,11 +165,6 @@ class Sender:
             # A restart may take longer than this call may wait, and runs to its end.
             if not self.membership.restart_lost(order.deadline):
                 raise self.unsent_error(order)
-
-    def find_dead(self, order: Order) -> list[WorkerProcess]:
-        """Return the recipients that this process knows to be dead and the group does not."""
-        members = self.roster.now.members
-        return find_known_dead(members[rank] for rank in order.ranks if rank < len(members))
 
     def admit(self, order: Order, *, early: bool = False) -> Admitted | list[WorkerFailure]:
         """Check a call with the gate held; return the lost workers that it has to wait for.
@@ -222,8 +214,7 @@ class Sender:
     def send_or_queue(self, order: Order) -> Sent | Future[Sent]:
         """Send without blocking: a thread sends an order that has to wait for its turn or for a restart."""
         order = order._replace(requests=list(order.requests))  # for the second attempt, if the first one is too early
-        # Otherwise earlier calls are still waiting, or the causes of deaths have to be looked for.
-        if not self.queue.busy and not self.find_dead(order):
+        if not self.queue.busy:  # otherwise earlier calls are still waiting
             # It times out at once if another thread is sending or workers have to be restarted.
             with contextlib.suppress(CallTimeoutError):
                 return self.send(order._replace(deadline=Deadline.after(0.0)))
