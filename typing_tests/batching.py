@@ -44,7 +44,6 @@ def make(batch: Batch, leaf: Leaf) -> None:
     assert_type(BatchedDataDict(x=[1], y=[2]), BatchedDataDict[Any])
     assert_type(Batch.from_batches([batch, {"tokens": [2]}], {"tokens": -1}), Batch)
     assert_type(batch["tokens"], Any)
-    assert_type(batch | {"length": [2]}, Batch)
     assert_type((batch.slice(0, 2), batch.select_indices([3, 1])), tuple[Part, Part])
     assert_type((batch.select("tokens"), batch.shuffle(0), batch.to("cpu")), tuple[Batch, Batch, Batch])
     assert_type(batch.minibatches(4, epochs=2, seed=0), Iterator[Part])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of all shards: which samples each has, in which order and in which microbatches."""
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -123,15 +122,11 @@ class ShardPlan:
         return [[name, *map(str, values)] for name, values in columns.items()]
 
     def __str__(self) -> str:
+        caption = f"{self.size} samples over {len(self.samples)} shards"
+        if self.costs is not None:
+            caption += f", the most expensive {self.imbalance:.4f}x the mean"
         columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in self._table()]
-        return "\n".join([self._caption(), *map("  ".join, zip(*columns, strict=True))])
-
-    def _caption(self) -> str:
-        text = f"{self.size} samples over {len(self.samples)} shards"
-        return text if self.costs is None else f"{text}, the most expensive {self.imbalance:.4f}x the mean"
-
-    def _repr_html_(self) -> str:
-        return table_html(f"ShardPlan: {self._caption()}", zip(*self._table(), strict=True))
+        return "\n".join([caption, *map("  ".join, zip(*columns, strict=True))])
 
 
 @dataclass(frozen=True)
@@ -225,13 +220,3 @@ def round_up(lengths: IntArray, multiple: int) -> IntArray:
     if -(-longest // multiple) * multiple > np.iinfo(np.int64).max:
         raise ValueError(f"{longest} tokens cannot be padded to a multiple of {multiple}: that is beyond int64.")
     return -(-lengths // multiple) * multiple
-
-
-def table_html(caption: str, rows: Iterable[Sequence[object]]) -> str:
-    """Return a table for a notebook. The first row is its head."""
-
-    def draw(row: Sequence[object], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>"
-
-    head, *body = rows
-    return f"<p>{html.escape(caption)}</p><table>{draw(head, 'th')}{''.join(draw(row, 'td') for row in body)}</table>"

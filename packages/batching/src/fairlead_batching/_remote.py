@@ -15,7 +15,7 @@ from ._batch import BatchedDataDict, Shardable, SlicedDataDict
 from ._leaves import interop, joining, operations
 from ._leaves.operations import IntArray
 from ._leaves.ragged import RaggedLeaf
-from ._plan import ShardPlan, Sizes, table_html
+from ._plan import ShardPlan, Sizes
 
 
 class BatchLostError(RuntimeError):
@@ -109,10 +109,6 @@ class RemoteBatch(Shardable["RemoteBatch"]):
 
     def __repr__(self) -> str:
         return f"RemoteBatch(size={self.size}, keys={self.keys()}, pieces={len(self.stored)})"
-
-    def _repr_html_(self) -> str:
-        rows = [(key, self.widths.get(key, "")) for key in self.keys()]
-        return table_html(f"RemoteBatch of {self.size} samples in {len(self.stored)} pieces", [("key", "width"), *rows])
 
     def _take(self, rows: BatchedDataDict[Any]) -> RemoteBatch:
         """Return the handle to these rows, without the pieces that it does not need any more."""

@@ -5,14 +5,14 @@ import copy
 import copyreg
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 import numpy as np
 
 from ._args import as_int
 from ._leaves import joining, operations, transport
 from ._leaves.operations import BoolArray, is_registered
-from ._plan import Cuts, Lengths, PartPlan, table_html
+from ._plan import Cuts, Lengths, PartPlan
 
 if TYPE_CHECKING:
     # TypeVars have a default only from Python 3.13 on. The default spares users the annotation of every batch.
@@ -76,15 +76,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         # That of UserDict empties this batch while it copies, which another thread would see.
         return copy.copy(self)
 
-    def __or__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        return self._replace({**self.data, **type(self)(other).data})
+    def __or__(self, other: object) -> NoReturn:
+        # That of UserDict loses the plan, the padding and ``meta``.
+        raise TypeError(f"A {type(self).__name__} has no operator |: use union(), or update() to replace leaves.")
 
-    def __ror__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        return self._replace({**type(self)(other).data, **self.data})
-
-    def __ior__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        self.update(other)
-        return self
+    __ror__ = __ior__ = __or__
 
     def __copy__(self) -> Self:
         new = super().__copy__()
@@ -120,14 +116,6 @@ class Samples(UserDict[str, Any], Generic[Content]):
             size = "inconsistent"
         leaves = [f"{key}: {operations.describe(leaf)}" for key, leaf in self.data.items()]
         return f"{type(self).__name__}({', '.join([f'size={size}', *leaves])})"
-
-    def _repr_html_(self) -> str:
-        try:
-            caption = f"{type(self).__name__} of {self.size} samples"
-        except (TypeError, ValueError) as error:
-            caption = f"{type(self).__name__}: {error}"
-        rows = [(key, operations.describe(leaf)) for key, leaf in self.data.items()]
-        return table_html(caption, [("key", "leaf"), *rows])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # The default is a pickle, which refuses tensors on other devices.

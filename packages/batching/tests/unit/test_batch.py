@@ -4,6 +4,7 @@
 import copy
 import sys
 import threading
+from operator import ior
 
 import numpy as np
 import pytest
@@ -335,23 +336,11 @@ def test_copies_on_threads():
     assert (batch.size, len(handle)) == (4, 4)
 
 
-def test_operators():
-    """`|` and `|=` set leaves as `update` does, so what else belongs to the batch stays."""
-    padded = example().pad_to_multiple(3)
-    padded.meta["step"] = 3
-    joined = padded | {"y": {"z": [1] * 6}, "name": list("ABCDEF")}
-    assert list(joined) == ["x", "flag", "name", "sample_mask", "y.z"]
-    assert joined["name"] == list("ABCDEF")
-    assert joined.drop_padding().size == 4
-    assert joined.meta == {"step": 3}
-    assert "y.z" not in padded
-    reverse = {"y": {"z": [1] * 6}, "name": list("ABCDEF")} | padded
-    assert reverse["name"] == padded["name"]
-    assert reverse.drop_padding().size == 4
-    same = padded
-    same |= {"y": {"z": [1] * 6}}
-    assert same is padded
-    assert padded["y.z"] == [1] * 6
+def test_operators_are_refused():
+    """`|` and `|=` are refused with the methods that keep what else belongs to the batch."""
+    for change in (lambda batch: batch | {"y": [1]}, lambda batch: {"y": [1]} | batch, lambda batch: ior(batch, {})):
+        with pytest.raises(TypeError, match=r"has no operator \|: use union\(\), or update\(\)"):
+            change(example())
 
 
 def test_arrays_are_not_moved():

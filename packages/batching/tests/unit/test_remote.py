@@ -225,11 +225,9 @@ def test_fetched_ragged_rows_are_private(store, library, rows):
 
 
 def test_a_handle_shows_itself(store):
-    """As text and in a notebook a handle shows its size, keys and pieces, and reads nothing."""
+    """As text a handle shows its size, keys and pieces, and reads nothing."""
     handle = RemoteBatch.put(make([3, 1, 2]), rows_per_object=2)
     assert repr(handle) == "RemoteBatch(size=3, keys=['tokens', 'length', 'name', 'image.patches'], pieces=2)"
-    assert "<p>RemoteBatch of 3 samples in 2 pieces</p>" in handle._repr_html_()
-    assert "<td>tokens</td><td>12</td>" in handle._repr_html_()
     assert store.gets == 0
 
 
