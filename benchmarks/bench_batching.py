@@ -130,8 +130,7 @@ def _packing_rows() -> Iterator[Row]:
                 lambda: packer.pack(lengths[2 * SEQUENCES]),  # noqa: B023
                 repeats=21,
             )
-            metrics = packer.metrics(lengths[SEQUENCES], packer.pack(lengths[SEQUENCES]))
-            bins = metrics.bins / metrics.bound
+            bins = len(packer.pack(lengths[SEQUENCES])) / math.ceil(lengths[SEQUENCES].sum() / CAPACITY)
             growth = twice.median / once.median
             bounded = algorithm == "first_fit_decreasing"
             yield Row(

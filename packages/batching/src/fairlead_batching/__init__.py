@@ -24,7 +24,7 @@ from ._batch import BatchedDataDict, Order, SlicedDataDict
 from ._leaves.operations import Leaf, register_leaf
 from ._leaves.ragged import RaggedLeaf
 from ._packed import PackedBatch
-from ._packing.packer import Packer, PackingMetrics, get_packer
+from ._packing.packer import Packer, get_packer
 from ._plan import ShardPlan
 from ._planner import plan_shards
 from ._remote import BatchLostError, RemoteBatch
@@ -39,7 +39,6 @@ __all__ = [
     "Order",
     "PackedBatch",
     "Packer",
-    "PackingMetrics",
     "RaggedLeaf",
     "RemoteBatch",
     "SequencePackingArgs",
