@@ -139,8 +139,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     parts of the batch have a copy of it, and batches with different values are not joined. ``padding`` says for each
     sample whether it is a dummy row (None: never padded), and follows the samples.
 
-    Pickling is by protocol 5, with one copy of the memory: see `read_only`.
-    Gradients are not transferred.
+    Pickling is by protocol 5, with one copy of the memory. A reader gets a private copy of each torch tensor. Gradients
+    are not transferred.
     """
 
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:

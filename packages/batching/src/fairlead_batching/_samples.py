@@ -324,15 +324,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """Return a copy of the batch, including its plan, with torch tensors on ``device``."""
         return self._replace(self.data).to(device)
 
-    def read_only(self) -> Self:
-        """Promise that no reader writes to torch tensors, and return the batch itself.
+    def _read_only(self) -> Self:
+        """Promise that no reader of this object writes to torch tensors, and return the batch itself.
 
-        A process that unpickles the batch then gets tensors over the memory it was read from, without a copy. That
-        memory is Ray's store, mapped read-only: **a write to such a tensor, in place or through `out=`, ends the
-        process.** Without the promise readers get their own copies. Numpy arrays are read-only views in both cases.
-
-        The promise applies to this object only: not to shards and slices made from it, and not to the batch that a
-        reader gets and sends on.
+        A process that unpickles the batch then gets tensors over the memory it was read from, which is Ray's store,
+        mapped read-only: a write to such a tensor ends the process. Without the promise readers get their own copies.
         """
         self._views = True
         return self

@@ -69,7 +69,7 @@ def test_pickled_by_value(key, view, protocol):
     """Every kind of CPU tensor keeps its values, dtype and shape; gradients are not transferred."""
     batch = BatchedDataDict({key: {**TENSORS, **OTHERS}[key]})
     if view:
-        batch.read_only()
+        batch._read_only()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         received = pickle.loads(pickle.dumps(batch, protocol))
@@ -94,7 +94,7 @@ def test_out_of_band(view):
     buffers = []
     batch = BatchedDataDict({key: TENSORS[key] for key in ("float32", "transposed", "bfloat16", "large")})
     if view:
-        batch.read_only()
+        batch._read_only()
     data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     assert len(data) < 1500
     for tensor, buffer in zip(batch.values(), buffers, strict=True):
@@ -114,11 +114,11 @@ def test_out_of_band(view):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_ragged_rows_are_views(view):
-    """The promise of read_only() holds for ragged rows too: without it, a reader gets a copy."""
+    """The promise of _read_only() holds for ragged rows too: without it, a reader gets a copy."""
     rows = RaggedLeaf([torch.full((length, 64), 1.0) for length in (3, 1, 2)])
     batch = BatchedDataDict(rows=rows, same=rows, part=rows.take(np.array([2, 2, 2])), inside=[{"rows": rows}] * 3)
     buffers = []
-    data = pickle.dumps(batch.read_only() if view else batch, protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(batch._read_only() if view else batch, protocol=5, buffer_callback=buffers.append)
     sent = [bytes(buffer.raw()) for buffer in buffers]
     received = pickle.loads(data, buffers=sent)
     assert received.data == batch.data
@@ -132,7 +132,7 @@ def test_ragged_rows_are_views(view):
 def test_views_keep_the_memory_alive():
     """The memory under a reader's tensors lives as long as they do."""
     buffers = []
-    data = pickle.dumps(BatchedDataDict(x=BASE).read_only(), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(BatchedDataDict(x=BASE)._read_only(), protocol=5, buffer_callback=buffers.append)
     sent = [np.frombuffer(bytes(buffer.raw()), np.uint8) for buffer in buffers]
     received = pickle.loads(data, buffers=sent)["x"]
     del sent, buffers
@@ -147,7 +147,7 @@ def test_memory_is_aligned(key, view):
     """A reader's tensor is aligned and has the right values for any alignment of the buffers."""
     batch = BatchedDataDict({key: TENSORS[key]})
     if view:
-        batch.read_only()
+        batch._read_only()
     buffers = []
     data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     for offset in (0, 8, 1):
@@ -163,8 +163,8 @@ def test_memory_is_aligned(key, view):
 
 
 def test_read_only_is_not_inherited():
-    """The promise of read_only() applies neither to parts of the batch nor to a batch that a reader sends on."""
-    batch = BatchedDataDict(x=BASE).read_only()
+    """The promise of _read_only() applies neither to parts of the batch nor to a batch that a reader sends on."""
+    batch = BatchedDataDict(x=BASE)._read_only()
     reader = pickle.loads(pickle.dumps(batch))
     for sent in (batch.slice(0, 4), reader, batch.to_device("cpu")):
         buffers = []
