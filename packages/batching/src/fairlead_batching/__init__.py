@@ -21,7 +21,6 @@ Both ranks run two microbatches of the same shapes. Their results are restored t
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, Order, SlicedDataDict
-from ._leaves.operations import Leaf, register_leaf
 from ._leaves.ragged import RaggedLeaf
 from ._packed import PackedBatch
 from ._packing.packer import Packer, get_packer
@@ -35,7 +34,6 @@ __all__ = [
     "BatchLostError",
     "BatchedDataDict",
     "DynamicBatchingArgs",
-    "Leaf",
     "Order",
     "PackedBatch",
     "Packer",
@@ -47,5 +45,4 @@ __all__ = [
     "__version__",
     "get_packer",
     "plan_shards",
-    "register_leaf",
 ]

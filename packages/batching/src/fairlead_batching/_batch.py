@@ -12,7 +12,7 @@ import numpy as np
 from . import _gathering, _packed
 from ._args import DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import interop, operations
-from ._leaves.operations import is_registered
+from ._leaves.ragged import RaggedLeaf
 from ._packed import PackedBatch
 from ._plan import PartPlan, ShardPlan, Sizes, Span
 from ._planner import plan_shards
@@ -116,7 +116,7 @@ class Shardable(Generic[Part]):
 
 
 class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
-    """A dictionary of *leaves*: numpy arrays, torch tensors or lists, whose first dim is the sample; or `Leaf` types.
+    """A dictionary of *leaves*: arrays, tensors, lists and `RaggedLeaf`, whose first dim is the sample.
 
     It is an ordinary mutable dictionary; leaves are checked when they are used together. ``BatchedDataDict[T]`` tells
     people and type checkers what the keys are.
@@ -373,7 +373,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             tensor = next(filter(interop.is_tensor, self.data.values()), None)
             ones = np.ones(size + extra, dtype=np.float32)
             padded[mask_key] = ones if tensor is None else interop.from_numpy(ones, like=tensor)
-        if is_registered(padded[mask_key]):
+        if isinstance(padded[mask_key], RaggedLeaf):
             raise ValueError(f"The mask {mask_key!r} must be a list, an array or a tensor: choose another mask_key.")
         padded[mask_key][size:] = [0] * extra if isinstance(padded[mask_key], list) else 0
         padded.padding = np.arange(size + extra) >= size

@@ -9,7 +9,7 @@ import numpy as np
 
 from ._args import SequencePackingArgs, as_int
 from ._leaves import interop, joining, operations
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._plan import check_lengths, round_up
 from ._samples import Samples
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ._args import MicrobatchArgs, SequencePackingArgs, as_int
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._packing.algorithms import Costs
 
 Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's part of the shard

@@ -11,7 +11,7 @@ import numpy as np
 
 from ._args import DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import operations
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._packing import algorithms
 from ._packing.algorithms import Costs, exchange_shards, fill_evenly, put_at, split_evenly
 from ._packing.packer import get_packer

@@ -13,7 +13,7 @@ import numpy as np
 from ._args import MicrobatchArgs, as_int
 from ._batch import BatchedDataDict, Shardable, SlicedDataDict
 from ._leaves import interop, joining, operations
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._leaves.ragged import RaggedLeaf
 from ._plan import ShardPlan, Sizes
 from ._samples import find_keys

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 import numpy as np
 
 from ._args import as_int
-from ._leaves import joining, operations, transport
-from ._leaves.operations import BoolArray, is_registered
+from ._leaves import interop, joining, operations, transport
+from ._leaves.interop import BoolArray
 from ._plan import Cuts, Lengths, PartPlan
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _is_named(name: str, key: str) -> bool:
 
 def _flatten(key: str, item: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an item with their keys, dotted if it is a mapping; ValueError for an empty mapping."""
-    if not isinstance(item, Mapping) or is_registered(item):
+    if not isinstance(item, Mapping):
         yield key, item
     elif not item:
         raise ValueError(f"Leaf {key!r} is an empty mapping, which has no leaves: leave it out.")
@@ -151,7 +151,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """Return all samples of all batches, one batch after the other; of no batches, an empty batch.
 
         Where arrays or tensors of two or more dims differ in dim 1, the shorter ones are padded on the right. A batch
-        without samples may lack keys that others have. A masked array keeps its mask. ``meta`` is that of all batches.
+        without samples may lack keys that others have. ``meta`` is that of all batches.
 
         Args:
             batches: the batches, or mappings of leaves.
@@ -231,7 +231,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if self.data and added.data and self.size != added.size:
             raise ValueError(f"Batches of {self.size} and {added.size} samples have no union: their samples differ.")
         shared = self.data.keys() & added.data.keys()
-        if conflicts := sorted(key for key in shared if not operations.is_same(self.data[key], added.data[key])):
+        if conflicts := sorted(key for key in shared if not interop.is_same(self.data[key], added.data[key])):
             raise ValueError(f"Both batches have {conflicts}, with different leaves: drop or rename them in one batch.")
         if self.padding is not None and added.padding is not None and not np.array_equal(self.padding, added.padding):
             row = int(np.flatnonzero(self.padding != added.padding)[0])

@@ -256,15 +256,6 @@ def test_strings_of_several_lengths(strings):
     assert joined["x"].tolist() == [[strings[0]] * 2, [strings[1]] * 2]
 
 
-@pytest.mark.parametrize("width", [2, 3])
-def test_masks_are_kept(width):
-    """A masked array keeps its mask, also when it is joined with a plain array or padded."""
-    masked = np.ma.array([[1, 2]], mask=[[False, True]])
-    joined = BatchedDataDict.from_batches([{"x": masked}, {"x": np.ones((1, width), int)}])["x"]
-    assert np.ma.getmaskarray(joined).tolist() == [[False, True] + [False] * (width - 2), [False] * width]
-    assert joined.compressed().tolist() == [1] + [0] * (width - 2) + [1] * width
-
-
 @given(st.permutations(range(6)))
 def test_reorder_undoes_a_selection(order):
     """reorder_data puts sample i at position indices[i], in place."""
