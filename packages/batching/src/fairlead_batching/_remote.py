@@ -234,7 +234,7 @@ def _copy_rows(leaf: Any, rows: IntArray) -> Any:
     taken = operations.take(leaf, rows)
     if isinstance(taken, RaggedLeaf):
         return taken.compact(copy=True)
-    # The objects in a list may be or hold arrays and tensors over the store's memory.
+    # The objects in a list may be or hold arrays over the store's memory.
     return copy.deepcopy(taken) if isinstance(taken, list) else taken
 
 
