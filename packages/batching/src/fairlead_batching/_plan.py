@@ -107,9 +107,7 @@ class ShardPlan:
         all_sizes = sizes if len(set(sizes)) > 1 else None
         if self.args is None or self.micro_batch_indices is None or self.micro_batch_lengths is None:
             return PartPlan(shard_sizes=all_sizes)
-        # A shard can be sent, even if the function of the cost cannot.
-        args = replace(self.args, cost=None) if callable(self.args.cost) else self.args
-        return PartPlan(args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
+        return PartPlan(self.args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
 
     def _table(self) -> list[list[str]]:
         columns: dict[str, Iterable[Any]] = {"shard": range(len(self.samples)), "samples": map(len, self.samples)}
