@@ -150,10 +150,13 @@ class PartPlan:
         sizes = self.shard_sizes if len(cuts) == 1 else None
         return start, start + cuts[number][-1][1], PartPlan(self.args, [cuts[number]], [lengths[number]], sizes)
 
-    def find_spans(self, size: int, planned_by: PlannedBy) -> list[Span]:
-        """Return all planned microbatches of a shard of ``size`` samples, over all groups."""
-        cuts, lengths = self.micro_batch_indices, self.micro_batch_lengths
-        if cuts is None or lengths is None:
+    def find_spans(self, size: int, planned_by: PlannedBy, lengths: IntArray | None) -> list[Span]:
+        """Return all planned microbatches of a shard of ``size`` samples, over all groups.
+
+        The lengths are checked unless they are None, which means unknown.
+        """
+        cuts, planned = self.micro_batch_indices, self.micro_batch_lengths
+        if self.args is None or cuts is None or planned is None:
             raise ValueError(
                 f"The batch has no planned microbatches: get it by shard_by_batch_size(..., {planned_by}=...)."
             )
@@ -162,12 +165,30 @@ class PartPlan:
             raise ValueError(f"The microbatches of this batch were planned by {actual}, not by {planned_by}.")
         spans: list[Span] = []
         first = 0
-        for own_cuts, own_lengths in zip(cuts, lengths, strict=True):
+        for own_cuts, own_lengths in zip(cuts, planned, strict=True):
             spans += [(first + start, first + end, n) for (start, end), n in zip(own_cuts, own_lengths, strict=True)]
             first = spans[-1][1]
         if first != size:
             raise ValueError(f"Microbatches were planned for {first} samples, and the batch has {size}.")
+        if lengths is not None:
+            self._check_spans(spans, lengths, self.args)
         return spans
+
+    def _check_spans(self, spans: list[Span], lengths: IntArray, args: MicrobatchArgs) -> None:
+        """Refuse lengths of which a microbatch would lose tokens, or which fill a bin otherwise than planned."""
+        starts, planned = [start for start, _, _ in spans], np.array([tokens for _, _, tokens in spans])
+        if isinstance(args, SequencePackingArgs):
+            found = np.add.reduceat(round_up(lengths, args.sequence_length_pad_multiple), starts)
+            wrong = found != planned
+        else:
+            found = np.maximum.reduceat(lengths, starts)
+            wrong = found > planned
+        if wrong.any():
+            number = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"Microbatches were planned for other lengths: microbatch {number} for {planned[number]} tokens, and "
+                f"it has {found[number]} by {args.input_lengths_key!r}. Shard the batch again after such a change."
+            )
 
     def find_equal_spans(self, size: int, samples: int, name: str = "microbatch_size") -> list[Span]:
         """Return parts of ``samples`` samples each, after checking that every shard has as many."""
