@@ -269,12 +269,12 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Args:
             sequence_dim: the dim of the leaves that is the sequence, and is truncated.
             sequence_keys: the leaves that are truncated. By default these are the arrays and tensors whose
-                ``sequence_dim`` is as wide as dim 1 of the leaf ``input_key`` of the plan. Name them if a leaf of
-                another dtype is as wide, because it may be an embedding, or if sequences have different widths.
+                ``sequence_dim`` is as wide as dim 1 of the leaf ``input_key`` of the plan. Name them if sequences have
+                different widths. Name them too if a leaf of another dtype is as wide: it may be an embedding.
 
         Raises:
-            ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since; a leaf in
-                ``sequence_keys`` does not exist or has no such dim; or ``sequence_keys`` is missing, and the leaf
+            ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since. Or a leaf
+                in ``sequence_keys`` does not exist or has no such dim. Or ``sequence_keys`` is missing, and the leaf
                 ``input_key`` is too, or a leaf of another dtype is as wide.
         """
         as_int("sequence_dim", sequence_dim, at_least=1)
