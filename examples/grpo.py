@@ -155,7 +155,8 @@ class Policy(Worker):
             dist.all_reduce(tokens, group=self.dp)
             self.optimizer.zero_grad()
             # Every backward() is a collective. All ranks have the same number of microbatches, so no rank hangs.
-            for batch in group.make_microbatch_iterator_with_dynamic_shapes():
+            sequences = [key for key in ("tokens", "mask", "log_probs") if key in group]
+            for batch in group.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=sequences):
                 loss = (loss_of(log_probs_of(self.model, batch["tokens"]), batch) * batch["mask"]).sum() / tokens
                 # FSDP2 averages over the ranks, but the gradient of the mean over all tokens is a sum over the ranks.
                 (loss * dist.get_world_size(self.dp)).backward()
@@ -167,7 +168,8 @@ class Policy(Worker):
     def log_probs(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return the log-probabilities of the shard's tokens under the current weights."""
         with torch.no_grad():
-            batches = [batch["tokens"] for batch in shard.make_microbatch_iterator_with_dynamic_shapes()]
+            parts = shard.make_microbatch_iterator_with_dynamic_shapes(sequence_keys="tokens")
+            batches = [batch["tokens"] for batch in parts]
             return BatchedDataDict.from_batches({"log_probs": log_probs_of(self.model, tokens)} for tokens in batches)
 
     def disconnect(self) -> None:

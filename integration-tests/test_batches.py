@@ -147,7 +147,7 @@ def test_a_batch_by_reference(groups, puts):
     assert [type(result) for result in results] == [RemoteBatch] * 2
     assert len(puts) == 2, "a handle for each dp coordinate"
     assert sum(puts) < 20_000 < tokens.nbytes
-    scored = RemoteBatch.concat(results).reorder_data(order)
+    scored = RemoteBatch.concat(results).select_indices(np.argsort(order))
     assert policy.call("count", scored, timeout=60).result() == [batch["name"]]
     back = scored.fetch()
     assert back["name"] == batch["name"]

@@ -5,14 +5,14 @@ A comment that ignores an error marks a use that type checkers must reject: an i
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Self, TypedDict, assert_type
+from collections.abc import Iterator
+from typing import Any, TypedDict, assert_type
 
 import numpy as np
 import numpy.typing as npt
 
 import fairlead_batching as batching
-from fairlead_batching import BatchedDataDict, Leaf, RaggedLeaf, RemoteBatch, SlicedDataDict
+from fairlead_batching import BatchedDataDict, RaggedLeaf, RemoteBatch, SlicedDataDict
 
 
 class Content(TypedDict):
@@ -24,33 +24,14 @@ Batch = BatchedDataDict[Content]
 Part = SlicedDataDict[Content]
 
 
-@batching.register_leaf
-class Words:
-    def __len__(self) -> int:
-        return 0
-
-    def take(self, indices: npt.NDArray[np.int64], /) -> Self:
-        return self
-
-    @classmethod
-    def concat(cls, leaves: Sequence[Self], /) -> Self:
-        return leaves[0]
-
-    def to(self, device: Any, /) -> Self:
-        return self
-
-
-def make(batch: Batch, leaf: Leaf) -> None:
+def make(batch: Batch) -> None:
     assert_type(BatchedDataDict(x=[1], y=[2]), BatchedDataDict[Any])
     assert_type(Batch.from_batches([batch, {"tokens": [2]}], {"tokens": -1}), Batch)
     assert_type(batch["tokens"], Any)
-    assert_type(batch | {"length": [2]}, Batch)
     assert_type((batch.slice(0, 2), batch.select_indices([3, 1])), tuple[Part, Part])
     assert_type((batch.select("tokens"), batch.shuffle(0), batch.to("cpu")), tuple[Batch, Batch, Batch])
     assert_type(batch.minibatches(4, epochs=2, seed=0), Iterator[Part])
     assert_type(batch.pad_to_multiple(8).drop_padding(), Batch)
-    make(batch, Words())
-    assert_type(leaf.to("cpu"), Leaf)
     assert_type(RaggedLeaf([np.ones((2, 3)), np.ones((1, 3))]).take(np.array([0])), RaggedLeaf)
     batch.slice(0)  # type: ignore[call-arg]
     batch.select_indices(["a"])  # type: ignore[list-item]
@@ -89,7 +70,5 @@ def store(batch: Batch, plan: batching.ShardPlan, error: batching.BatchLostError
 def pack() -> None:
     packer = batching.get_packer("first_fit_shuffle", 10, min_bin_count=2, seed=1)
     assert_type(packer, batching.Packer)
-    bins = packer.pack([7, 2, 6])
-    assert_type(bins, list[list[int]])
-    assert_type(packer.metrics([7, 2, 6], bins), batching.PackingMetrics)
+    assert_type(packer.pack([7, 2, 6]), list[list[int]])
     batching.get_packer("best_fit", 10)  # type: ignore[arg-type]

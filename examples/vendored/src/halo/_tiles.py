@@ -32,14 +32,19 @@ def cut(height: int, width: int, *, down: int, across: int) -> list[Tile]:
 
     def tile(rank: int) -> Tile:
         at = ranks.get_worker_coords(rank)
+
+        def beside(down: int, across: int) -> int | None:
+            found = ranks.get_ranks_by_coord(down=at["down"] + down, across=at["across"] + across)
+            return found[0] if found else None
+
         return Tile(
             rank,
             slice(at["down"] * rows, (at["down"] + 1) * rows),
             slice(at["across"] * columns, (at["across"] + 1) * columns),
-            above=ranks.neighbor(rank, "down", -1, wrap=False),
-            below=ranks.neighbor(rank, "down", +1, wrap=False),
-            left=ranks.neighbor(rank, "across", -1, wrap=False),
-            right=ranks.neighbor(rank, "across", +1, wrap=False),
+            above=beside(-1, 0),
+            below=beside(+1, 0),
+            left=beside(0, -1),
+            right=beside(0, +1),
         )
 
     return [tile(rank) for rank in range(ranks.size)]

@@ -21,10 +21,9 @@ Both ranks run two microbatches of the same shapes. Their results are restored t
 
 from ._args import DynamicBatchingArgs, SequencePackingArgs
 from ._batch import BatchedDataDict, Order, SlicedDataDict
-from ._leaves.operations import Leaf, register_leaf
 from ._leaves.ragged import RaggedLeaf
 from ._packed import PackedBatch
-from ._packing.packer import Packer, PackingMetrics, get_packer
+from ._packing.packer import Packer, get_packer
 from ._plan import ShardPlan
 from ._planner import plan_shards
 from ._remote import BatchLostError, RemoteBatch
@@ -35,11 +34,9 @@ __all__ = [
     "BatchLostError",
     "BatchedDataDict",
     "DynamicBatchingArgs",
-    "Leaf",
     "Order",
     "PackedBatch",
     "Packer",
-    "PackingMetrics",
     "RaggedLeaf",
     "RemoteBatch",
     "SequencePackingArgs",
@@ -48,5 +45,4 @@ __all__ = [
     "__version__",
     "get_packer",
     "plan_shards",
-    "register_leaf",
 ]

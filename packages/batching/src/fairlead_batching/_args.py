@@ -3,7 +3,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -15,8 +15,7 @@ Algorithm = Literal[
     "modified_first_fit_decreasing",
 ]
 MicrobatchOrder = Literal["packer", "largest_first"]
-# a and b of a * length + b * length**2, or a function of an array of lengths.
-Cost = tuple[float, float] | Callable[[Any], Any]
+Cost = tuple[float, float]  # a and b of a * length + b * length**2
 
 
 def as_int(name: str, value: Any, *, at_least: int) -> int:
@@ -37,8 +36,8 @@ def convert_fields(frozen: Any, *names: str, at_least: int = 1) -> None:
 
 
 def check_cost(cost: Cost | None) -> None:
-    """Refuse anything but None, a function, or two finite coefficients of at least 0 of which one is positive."""
-    if cost is None or callable(cost):
+    """Refuse anything but None, or two finite coefficients of at least 0 of which one is positive."""
+    if cost is None:
         return
     try:
         usable = len(cost) == 2 and all(math.isfinite(part) and part >= 0 for part in cost) and any(cost)
@@ -47,7 +46,7 @@ def check_cost(cost: Cost | None) -> None:
     if not usable:
         raise ValueError(
             f"cost must be two finite numbers (a, b) of at least 0, for a * length + b * length**2, of which one is "
-            f"positive, or a function of an array of lengths; got {cost!r}."
+            f"positive; got {cost!r}."
         )
 
 
@@ -71,13 +70,12 @@ class DynamicBatchingArgs:
     - sequence_length_round: padded lengths are multiples of it, but never exceed the width of the tensor;
     - input_key: the leaf with the sequences, (samples, width, ...);
     - input_lengths_key: the leaf with their lengths, (samples,), whole numbers;
-    - cost: the cost of a sequence: ``(a, b)`` for ``a * length + b * length**2``, or a function that returns the
-      costs of an array of lengths. Samples of similar length are then dealt so that all ranks cost the same. The
-      microbatches have the same shapes as without.
+    - cost: ``(a, b)`` for a cost of ``a * length + b * length**2`` of a sequence. Samples of similar length are then
+      dealt, the most expensive to the cheapest rank so far. The microbatches have the same shapes as without.
 
     Raises:
         TypeError: a number is not whole.
-        ValueError: a number is less than 1, or ``cost`` is neither a function nor two numbers of at least 0.
+        ValueError: a number is less than 1, or ``cost`` is not two numbers of at least 0.
     """
 
     max_tokens_per_microbatch: int
@@ -102,9 +100,9 @@ class SequencePackingArgs:
     - microbatch_order: ``packer`` or None, the order of the algorithm, or ``largest_first``: bins are dealt to the
       shards from the fullest to the emptiest. Then all shards run their largest bin at the same time, so a bin that is
       too large for the memory fails in the first microbatch;
-    - cost: as in `DynamicBatchingArgs`. Samples are then split over the shards so that all cost the same, each shard
-      packs its own, and runs its most expensive bin first. ``balanced`` also makes the bins of a shard cost the same.
-      Where this needs more bins than without a cost, or a more expensive shard, the bins are those without a cost.
+    - cost: as in `DynamicBatchingArgs`. Samples are then dealt, the most expensive to the cheapest shard so far, each
+      shard packs its own, and runs its most expensive bin first. Where this needs more bins than without a cost, or a
+      more expensive shard, the bins are those without a cost.
 
     Raises:
         TypeError, ValueError: as in `DynamicBatchingArgs`; or the algorithm or the order is unknown.

@@ -12,9 +12,9 @@ import numpy as np
 from . import _gathering, _packed
 from ._args import DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import interop, operations
-from ._leaves.operations import is_registered
+from ._leaves.ragged import RaggedLeaf
 from ._packed import PackedBatch
-from ._plan import PartPlan, ShardPlan, Sizes, Span
+from ._plan import PartPlan, PlannedBy, ShardPlan, Sizes, Span
 from ._planner import plan_shards
 from ._samples import Content, Samples
 
@@ -116,7 +116,7 @@ class Shardable(Generic[Part]):
 
 
 class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
-    """A dictionary of *leaves*: numpy arrays, torch tensors or lists, whose first dim is the sample; or `Leaf` types.
+    """A dictionary of *leaves*: arrays, tensors, lists and `RaggedLeaf`, whose first dim is the sample.
 
     It is an ordinary mutable dictionary; leaves are checked when they are used together. ``BatchedDataDict[T]`` tells
     people and type checkers what the keys are.
@@ -139,8 +139,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
     parts of the batch have a copy of it, and batches with different values are not joined. ``padding`` says for each
     sample whether it is a dummy row (None: never padded), and follows the samples.
 
-    Pickling is by protocol 5, with one copy of the memory: see `read_only`.
-    Gradients are not transferred.
+    Pickling is by protocol 5, with one copy of the memory. A reader gets a private copy of each torch tensor. Gradients
+    are not transferred.
     """
 
     def slice(self, start: int, end: int) -> SlicedDataDict[Content]:
@@ -269,16 +269,16 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Args:
             sequence_dim: the dim of the leaves that is the sequence, and is truncated.
             sequence_keys: the leaves that are truncated. By default these are the arrays and tensors whose
-                ``sequence_dim`` is as wide as dim 1 of the leaf ``input_key`` of the plan. Name them if another leaf,
-                such as an embedding, happens to be as wide, or if sequences have different widths.
+                ``sequence_dim`` is as wide as dim 1 of the leaf ``input_key`` of the plan. Name them if sequences have
+                different widths. Name them too if a leaf of another dtype is as wide: it may be an embedding.
 
         Raises:
-            ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since; a leaf in
-                ``sequence_keys`` does not exist or has no such dim; or the leaf ``input_key`` is missing and
-                ``sequence_keys`` is too.
+            ValueError: at once, if the batch was not planned by dynamic batching, or has been changed since. Or a leaf
+                in ``sequence_keys`` does not exist or has no such dim. Or ``sequence_keys`` is missing, and the leaf
+                ``input_key`` is too, or a leaf of another dtype is as wide.
         """
         as_int("sequence_dim", sequence_dim, at_least=1)
-        spans = self.plan.find_spans(self.size, "dynamic_batching_args")
+        spans = self._find_spans("dynamic_batching_args")
         return self._microbatches(spans, sequence_dim, _packed.find_sequence_keys(self, sequence_dim, sequence_keys))
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
@@ -287,7 +287,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: the batch was not planned by dynamic batching, or has been changed since.
         """
-        return len(self.plan.find_spans(self.size, "dynamic_batching_args"))
+        return len(self._find_spans("dynamic_batching_args"))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[Content]]:
         """Return the microbatches of packing, as views: the samples of one bin each, for `to_packed`.
@@ -297,7 +297,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: at once, if the batch was not planned by packing, or has been changed since.
         """
-        return self._microbatches(self.plan.find_spans(self.size, "sequence_packing_args"))
+        return self._microbatches(self._find_spans("sequence_packing_args"))
 
     def to_packed(
         self,
@@ -337,8 +337,14 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         Raises:
             ValueError: the batch was not planned by packing, or has been changed since.
         """
-        spans = self.plan.find_spans(self.size, "sequence_packing_args")
+        spans = self._find_spans("sequence_packing_args")
         return len(spans), max(tokens for _, _, tokens in spans)
+
+    def _find_spans(self, planned_by: PlannedBy) -> list[Span]:
+        """Return the planned microbatches, after checking that the samples and their lengths are those of the plan."""
+        key = self.plan.args.input_lengths_key if self.plan.args else None
+        lengths = None if key is None or key not in self else operations.to_integers(key, self[key])
+        return self.plan.find_spans(self.size, planned_by, lengths)
 
     def _microbatches(
         self, spans: Iterable[Span], dim: int = 1, keys: Iterable[str] = ()
@@ -373,7 +379,7 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
             tensor = next(filter(interop.is_tensor, self.data.values()), None)
             ones = np.ones(size + extra, dtype=np.float32)
             padded[mask_key] = ones if tensor is None else interop.from_numpy(ones, like=tensor)
-        if is_registered(padded[mask_key]):
+        if isinstance(padded[mask_key], RaggedLeaf):
             raise ValueError(f"The mask {mask_key!r} must be a list, an array or a tensor: choose another mask_key.")
         padded[mask_key][size:] = [0] * extra if isinstance(padded[mask_key], list) else 0
         padded.padding = np.arange(size + extra) >= size

@@ -9,7 +9,7 @@ import numpy as np
 
 from ._args import SequencePackingArgs, as_int
 from ._leaves import interop, joining, operations
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._plan import check_lengths, round_up
 from ._samples import Samples
 
@@ -162,7 +162,7 @@ def pack(
 
 
 def find_sequence_keys(batch: Samples[Any], dim: int, named: Iterable[str] | None) -> list[str]:
-    """Return the keys of the leaves whose ``dim`` is the sequence: those named, else those as wide as ``input_key``."""
+    """Return the keys of the leaves whose ``dim`` is the sequence: the named, else those as wide as ``input_key``."""
     dims = {key: getattr(leaf, "ndim", 0) for key, leaf in batch.data.items()}
     if named is not None:
         keys = [named] if isinstance(named, str) else list(named)
@@ -177,8 +177,14 @@ def find_sequence_keys(batch: Samples[Any], dim: int, named: Iterable[str] | Non
             f"The width of sequences is unknown: the batch has no array or tensor of (samples, width, ...) at the "
             f"plan's input_key, {input_key!r}. Name the leaves to truncate: sequence_keys=[...]."
         )
-    width = batch[input_key].shape[1]
-    return [name for name, leaf in batch.data.items() if dims[name] > dim and leaf.shape[dim] == width]
+    width, dtype = batch[input_key].shape[1], interop.dtype_name(batch[input_key])
+    keys = [name for name, leaf in batch.data.items() if dims[name] > dim and leaf.shape[dim] == width]
+    if others := [name for name in keys if interop.dtype_name(batch[name]) != dtype]:
+        raise ValueError(
+            f"Leaves {others} are as wide as {input_key!r}, but of another dtype: they may be embeddings, or have a "
+            f"value for each token. Name the leaves of sequences: sequence_keys=[{input_key!r}, ...]."
+        )
+    return keys
 
 
 def _gather(key: str, flat: Any, index: IntArray, value: Any) -> Any:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of all shards: which samples each has, in which order and in which microbatches."""
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ._args import MicrobatchArgs, SequencePackingArgs, as_int
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._packing.algorithms import Costs
 
 Cuts = list[list[list[int]]]  # per group, per microbatch: [start, end] within the group's part of the shard
@@ -108,9 +107,7 @@ class ShardPlan:
         all_sizes = sizes if len(set(sizes)) > 1 else None
         if self.args is None or self.micro_batch_indices is None or self.micro_batch_lengths is None:
             return PartPlan(shard_sizes=all_sizes)
-        # A shard can be sent, even if the function of the cost cannot.
-        args = replace(self.args, cost=None) if callable(self.args.cost) else self.args
-        return PartPlan(args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
+        return PartPlan(self.args, self.micro_batch_indices[shard], self.micro_batch_lengths[shard], all_sizes)
 
     def _table(self) -> list[list[str]]:
         columns: dict[str, Iterable[Any]] = {"shard": range(len(self.samples)), "samples": map(len, self.samples)}
@@ -123,15 +120,11 @@ class ShardPlan:
         return [[name, *map(str, values)] for name, values in columns.items()]
 
     def __str__(self) -> str:
+        caption = f"{self.size} samples over {len(self.samples)} shards"
+        if self.costs is not None:
+            caption += f", the most expensive {self.imbalance:.4f}x the mean"
         columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in self._table()]
-        return "\n".join([self._caption(), *map("  ".join, zip(*columns, strict=True))])
-
-    def _caption(self) -> str:
-        text = f"{self.size} samples over {len(self.samples)} shards"
-        return text if self.costs is None else f"{text}, the most expensive {self.imbalance:.4f}x the mean"
-
-    def _repr_html_(self) -> str:
-        return table_html(f"ShardPlan: {self._caption()}", zip(*self._table(), strict=True))
+        return "\n".join([caption, *map("  ".join, zip(*columns, strict=True))])
 
 
 @dataclass(frozen=True)
@@ -157,10 +150,13 @@ class PartPlan:
         sizes = self.shard_sizes if len(cuts) == 1 else None
         return start, start + cuts[number][-1][1], PartPlan(self.args, [cuts[number]], [lengths[number]], sizes)
 
-    def find_spans(self, size: int, planned_by: PlannedBy) -> list[Span]:
-        """Return all planned microbatches of a shard of ``size`` samples, over all groups."""
-        cuts, lengths = self.micro_batch_indices, self.micro_batch_lengths
-        if cuts is None or lengths is None:
+    def find_spans(self, size: int, planned_by: PlannedBy, lengths: IntArray | None) -> list[Span]:
+        """Return all planned microbatches of a shard of ``size`` samples, over all groups.
+
+        The lengths are checked unless they are None, which means unknown.
+        """
+        cuts, planned = self.micro_batch_indices, self.micro_batch_lengths
+        if self.args is None or cuts is None or planned is None:
             raise ValueError(
                 f"The batch has no planned microbatches: get it by shard_by_batch_size(..., {planned_by}=...)."
             )
@@ -169,12 +165,30 @@ class PartPlan:
             raise ValueError(f"The microbatches of this batch were planned by {actual}, not by {planned_by}.")
         spans: list[Span] = []
         first = 0
-        for own_cuts, own_lengths in zip(cuts, lengths, strict=True):
+        for own_cuts, own_lengths in zip(cuts, planned, strict=True):
             spans += [(first + start, first + end, n) for (start, end), n in zip(own_cuts, own_lengths, strict=True)]
             first = spans[-1][1]
         if first != size:
             raise ValueError(f"Microbatches were planned for {first} samples, and the batch has {size}.")
+        if lengths is not None:
+            self._check_spans(spans, lengths, self.args)
         return spans
+
+    def _check_spans(self, spans: list[Span], lengths: IntArray, args: MicrobatchArgs) -> None:
+        """Refuse lengths of which a microbatch would lose tokens, or which fill a bin otherwise than planned."""
+        starts, planned = [start for start, _, _ in spans], np.array([tokens for _, _, tokens in spans])
+        if isinstance(args, SequencePackingArgs):
+            found = np.add.reduceat(round_up(lengths, args.sequence_length_pad_multiple), starts)
+            wrong = found != planned
+        else:
+            found = np.maximum.reduceat(lengths, starts)
+            wrong = found > planned
+        if wrong.any():
+            number = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"Microbatches were planned for other lengths: microbatch {number} for {planned[number]} tokens, and "
+                f"it has {found[number]} by {args.input_lengths_key!r}. Shard the batch again after such a change."
+            )
 
     def find_equal_spans(self, size: int, samples: int, name: str = "microbatch_size") -> list[Span]:
         """Return parts of ``samples`` samples each, after checking that every shard has as many."""
@@ -225,13 +239,3 @@ def round_up(lengths: IntArray, multiple: int) -> IntArray:
     if -(-longest // multiple) * multiple > np.iinfo(np.int64).max:
         raise ValueError(f"{longest} tokens cannot be padded to a multiple of {multiple}: that is beyond int64.")
     return -(-lengths // multiple) * multiple
-
-
-def table_html(caption: str, rows: Iterable[Sequence[object]]) -> str:
-    """Return a table for a notebook. The first row is its head."""
-
-    def draw(row: Sequence[object], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>"
-
-    head, *body = rows
-    return f"<p>{html.escape(caption)}</p><table>{draw(head, 'th')}{''.join(draw(row, 'td') for row in body)}</table>"

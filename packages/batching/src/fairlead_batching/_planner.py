@@ -9,18 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ._args import DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
+from ._args import Algorithm, DynamicBatchingArgs, MicrobatchArgs, SequencePackingArgs, as_int, read_args
 from ._leaves import operations
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._packing import algorithms
-from ._packing.algorithms import Costs, exchange_shards, fill_evenly, put_at, split_evenly
+from ._packing.algorithms import Costs
 from ._packing.packer import get_packer
 from ._plan import Cuts, Lengths, ShardPlan, check_lengths, round_up
 
-# Beyond this number of samples x bins, the bins of a shard are not evened out.
-_MOST_WORK = 1 << 29
-# Splits are equally good if their most expensive shard costs at most this many means.
-_BALANCED = 1.01
 ShardBins = list[algorithms.Bins]  # for each shard, its bins of samples
 Parts = tuple[tuple[IntArray, ...], list[Cuts], list[Lengths]]  # for each shard, its samples and microbatches
 
@@ -109,25 +105,8 @@ def _compute_costs(lengths: IntArray, args: MicrobatchArgs) -> Costs | None:
     """Return the cost of each sample; None if the arguments have no cost."""
     if args.cost is None:
         return None
-    if not callable(args.cost):
-        linear, quadratic = args.cost
-        return linear * lengths + quadratic * lengths.astype(np.float64) ** 2
-    try:
-        costs = np.asarray(args.cost(lengths.copy()), dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"cost must return a number for each length of {args.input_lengths_key!r}: {error}") from error
-    if costs.shape != lengths.shape:
-        raise ValueError(
-            f"cost must return one number for each of the {lengths.size} lengths of {args.input_lengths_key!r}, found "
-            f"shape {costs.shape}: it is called once, with all lengths in an array."
-        )
-    if not (usable := np.isfinite(costs) & (costs >= 0)).all():
-        index = int(np.flatnonzero(~usable)[0])
-        raise ValueError(
-            f"The cost of sample {index}, {lengths[index]} tokens by {args.input_lengths_key!r}, is {costs[index]}: "
-            f"cost must return finite numbers of at least 0."
-        )
-    return costs
+    linear, quadratic = args.cost
+    return linear * lengths + quadratic * lengths.astype(np.float64) ** 2
 
 
 def _plan_dynamic(
@@ -146,7 +125,7 @@ def _plan_dynamic(
     last = np.minimum(np.arange(shards - 1, group + shards - 1, shards), group - 1)
     longest_at = padded[ranked[:, last]].tolist()
     if costs is not None:
-        deals = (_exchange_in_rows(ranked, costs, shards), ranked)
+        deals = (_deal_rows(ranked, costs, shards), ranked)
         ranked = min(deals, key=lambda deal: max(math.fsum(costs[deal[:, n::shards].ravel()]) for n in range(shards)))
     dealt = [ranked[:, shard::shards] for shard in range(shards)]
     starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
@@ -159,14 +138,18 @@ def _plan_dynamic(
     )
 
 
-def _exchange_in_rows(ranked: IntArray, costs: Costs, shards: int) -> IntArray:
-    """Return the samples of each group with those of a row in another order, so that all shards cost the same."""
-    groups, group = ranked.shape
-    samples = np.pad(ranked, ((0, 0), (0, -group % shards)), constant_values=-1).reshape(groups, -1, shards)
-    of_shard = split_evenly(np.where(samples < 0, 0.0, costs[samples]))
-    exchanged = put_at(of_shard, samples)
-    # The last row may be incomplete: the leading shards have its samples.
-    return exchanged[..., np.argsort(exchanged[0, -1] < 0, kind="stable")].reshape(groups, -1)[:, :group]
+def _deal_rows(ranked: IntArray, costs: Costs, shards: int) -> IntArray:
+    """Return the samples with those of a row in another order: the most expensive to the cheapest shard so far."""
+    dealt = ranked.copy()
+    totals = np.zeros(shards)
+    starts = range(0, ranked.shape[1], shards)
+    rows = [row[start : start + shards] for row in dealt for start in starts]
+    # The most expensive row of all groups comes first. One may be incomplete: the leading shards have its samples.
+    for row in sorted(rows, key=lambda row: float(costs[row].max()), reverse=True):
+        cheapest = np.argsort(totals[: len(row)], kind="stable")
+        row[cheapest] = row[np.argsort(-costs[row], kind="stable")]
+        totals[: len(row)] += costs[row]
+    return dealt
 
 
 def _pair(ends: Iterable[int]) -> list[list[int]]:
@@ -222,37 +205,22 @@ def _deal_bins(padded: IntArray, shards: int, args: SequencePackingArgs) -> Shar
 
 def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> list[ShardBins]:
     """Return the bins of each shard, for each group: shards cost the same, and no more than without a cost."""
-    groups, group = costs.shape
-    if group < shards:
-        raise ValueError(f"{group} sequences cannot fill {shards} bins without leaving one empty: fewer shards.")
-    ranked = np.argsort(-costs, axis=1, kind="stable")
-    descending = np.pad(np.take_along_axis(costs, ranked, 1), ((0, 0), (0, -group % shards)))
-    of_place = split_evenly(descending.reshape(groups, -1, shards)).reshape(groups, -1)[:, :group]
-    plain: list[ShardBins] = []
-    with contextlib.suppress(ValueError):  # without a cost there is no plan
-        plain = [_sort_bins(_deal_bins(own, shards, args), each) for own, each in zip(padded, costs, strict=True)]
-    chosen: list[tuple[ShardBins, Costs]] = []
-    for number, own in enumerate(costs):
-        candidates: list[ShardBins] = []
-        _, dealt = algorithms.deal_longest_first(descending[number, :group].tolist(), shards)
-        for places in (of_place[number], np.array(dealt)):
-            with contextlib.suppress(*[ValueError] * bool(plain or candidates)):
-                of_sample = put_at(ranked[number], places)
-                candidates.append(_fill_bins(of_sample, padded[number], own, shards, args))
-        if plain:
-            candidates += [_exchange_bins(plain[number], own), plain[number]]
-        measured = [(bins, _sum_costs(bins, own)) for bins in candidates]
-        if plain:
-            # The plain bins are among them, so no shard gets more bins than without a cost.
-            measured = [one for one in measured if one[1].max() <= measured[-1][1].max()]
-        chosen.append(min(measured, key=lambda one: (len(one[0][0]), max(one[1].max(), _BALANCED * one[1].mean()))))
-    sums: Costs = np.stack([each for _, each in chosen])
-    orders = np.argsort(exchange_shards(sums), axis=1)
-    if plain:
-        without: Costs = np.stack([_sum_costs(bins, own) for bins, own in zip(plain, costs, strict=True)])
-        if np.take_along_axis(sums, orders, 1).sum(axis=0).max() > without.sum(axis=0).max():
-            return plain
-    return [[bins[shard] for shard in order] for (bins, _), order in zip(chosen, orders.tolist(), strict=True)]
+    plain = [_sort_bins(_deal_bins(own, shards, args), each) for own, each in zip(padded, costs, strict=True)]
+    totals, plain_totals = np.zeros(shards), np.zeros(shards)
+    groups: list[ShardBins] = []
+    for own, each, of_group in zip(padded, costs, plain, strict=True):
+        bins = of_group
+        with contextlib.suppress(ValueError):  # too few sequences for as many bins on all shards
+            dealt = _fill_bins(own, each, shards, args)
+            bins = dealt if len(dealt[0]) <= len(of_group[0]) else of_group
+        sums = _sum_costs(bins, each)
+        # The most expensive part of this group goes to the shard that is the cheapest so far.
+        order = np.empty(shards, dtype=np.int64)
+        order[np.argsort(totals, kind="stable")] = np.argsort(-sums, kind="stable")
+        groups.append([bins[part] for part in order.tolist()])
+        totals += sums[order]
+        plain_totals += _sum_costs(of_group, each)
+    return groups if totals.max() <= plain_totals.max() else plain
 
 
 def _sum_costs(dealt: ShardBins, costs: Costs) -> Costs:
@@ -265,50 +233,15 @@ def _sort_bins(dealt: ShardBins, costs: Costs) -> ShardBins:
     return [sorted(bins, key=lambda bin_: float(costs[bin_].sum()), reverse=True) for bins in dealt]
 
 
-def _exchange_bins(dealt: ShardBins, costs: Costs) -> ShardBins:
-    """Return the same bins, dealt so that all shards cost about the same."""
-    (bins,) = _sort_bins([[bin_ for own in dealt for bin_ in own]], costs)
-    of_bin = split_evenly(np.array([costs[bin_].sum() for bin_ in bins]).reshape(1, -1, len(dealt))).ravel()
-    return [[bins[at] for at in np.flatnonzero(of_bin == shard)] for shard in range(len(dealt))]
-
-
-def _fill_bins(
-    of_sample: IntArray, padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs
-) -> ShardBins:
-    """Return the bins of each shard, given the shard of each sample: as many for all, the most expensive first."""
-    limit = args.max_tokens_per_microbatch
-    balanced = args.algorithm == "balanced"
-    packer = get_packer("first_fit_decreasing" if balanced else args.algorithm, limit)
-    counts = np.bincount(of_sample, minlength=shards)
-    samples = np.split(np.lexsort((-costs, of_sample)), np.cumsum(counts)[:-1])
-    packed = [packer.pack(padded[mine]) for mine in samples]
-    count = max(map(len, packed))
-    if counts.min() < count:
-        raise ValueError(
-            f"{counts.min()} sequences cannot fill {count} bins without leaving one empty, and another shard needs as "
-            f"many: use pad_to_multiple({shards}), or more tokens."
-        )
-    if balanced and of_sample.size * count <= _MOST_WORK:
-        _even_out(packed, [padded[mine] for mine in samples], [costs[mine] for mine in samples], limit, count)
-    filled = []
-    for mine, bins in zip(samples, packed, strict=True):
-        split = algorithms.split_to(bins, padded[mine].tolist(), count)
-        filled.append([mine[bin_].tolist() for bin_ in split])
+def _fill_bins(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> ShardBins:
+    """Deal the samples to the shards, the most expensive first to the cheapest, and return the bins of each shard."""
+    ranked = np.argsort(-costs, kind="stable")
+    _, dealt = algorithms.deal_longest_first(costs[ranked].tolist(), shards)
+    samples = [ranked[np.array(dealt) == shard] for shard in range(shards)]
+    # Balanced bins are as few, but it would take long to search for their number.
+    counted_by: Algorithm = "first_fit_decreasing" if args.algorithm == "balanced" else args.algorithm
+    counter = get_packer(counted_by, args.max_tokens_per_microbatch)
+    count = max(len(counter.pack(padded[mine])) for mine in samples)
+    packer = get_packer(args.algorithm, args.max_tokens_per_microbatch, count, count)
+    filled = [[mine[bin_].tolist() for bin_ in packer.pack(padded[mine])] for mine in samples]
     return _sort_bins(filled, costs)
-
-
-def _even_out(
-    packed: list[algorithms.Bins], lengths: list[IntArray], costs: list[Costs], limit: int, count: int
-) -> None:
-    """Replace the bins of each shard by ``count`` bins that cost the same, where all sequences find room in them."""
-    most = max(map(len, lengths))
-    # Shards may differ by a sample. One without length or cost is put anywhere, and left out again.
-    all_lengths = np.stack([np.pad(mine, (0, most - len(mine))) for mine in lengths])
-    all_costs = np.stack([np.pad(mine, (0, most - len(mine))) for mine in costs])
-    of_sequence, fits = fill_evenly(all_costs, all_lengths, limit, count)
-    for number, mine in enumerate(lengths):
-        own = of_sequence[number, : len(mine)]
-        sizes = np.bincount(own, minlength=count)
-        if fits[number] and sizes.all():
-            bins = np.split(np.argsort(own, kind="stable"), np.cumsum(sizes)[:-1])
-            packed[number] = [bin_.tolist() for bin_ in bins]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 from ._args import MicrobatchArgs, as_int
 from ._batch import BatchedDataDict, Shardable, SlicedDataDict
 from ._leaves import interop, joining, operations
-from ._leaves.operations import IntArray
+from ._leaves.interop import IntArray
 from ._leaves.ragged import RaggedLeaf
-from ._plan import ShardPlan, Sizes, table_html
+from ._plan import ShardPlan, Sizes
+from ._samples import find_keys
 
 
 class BatchLostError(RuntimeError):
@@ -38,7 +39,7 @@ class BatchLostError(RuntimeError):
 class RemoteBatch(Shardable["RemoteBatch"]):
     """A handle to a batch whose leaves are in Ray's object store, in one or several pieces.
 
-    The handle holds indices, so sharding, selecting, shuffling and joining move no leaf, and a handle is small enough
+    The handle holds indices, so sharding, selecting and joining move no leaf, and a handle is small enough
     to be an argument or a result. `fetch` gathers its rows where it is called. The leaves live as long as a handle to
     them does, and as the process that stored them.
 
@@ -85,7 +86,8 @@ class RemoteBatch(Shardable["RemoteBatch"]):
         for start in range(0, max(size, 1), step):
             piece = given if step >= size else given.slice(start, min(start + step, size))
             # Readers copy their rows out of the views.
-            stored.append({key: ray.put(BatchedDataDict({key: leaf}).read_only()) for key, leaf in piece.data.items()})
+            batches = {key: BatchedDataDict({key: leaf})._read_only() for key, leaf in piece.data.items()}  # noqa: SLF001
+            stored.append({key: ray.put(batch) for key, batch in batches.items()})
         widths = {key: int(leaf.shape[1]) for key, leaf in given.data.items() if getattr(leaf, "ndim", 0) > 1}
         rows.meta, rows.padding, rows.plan = dict(given.meta), given.padding, given.plan
         return cls(tuple(stored), rows, lengths_key, widths)
@@ -110,10 +112,6 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     def __repr__(self) -> str:
         return f"RemoteBatch(size={self.size}, keys={self.keys()}, pieces={len(self.stored)})"
 
-    def _repr_html_(self) -> str:
-        rows = [(key, self.widths.get(key, "")) for key in self.keys()]
-        return table_html(f"RemoteBatch of {self.size} samples in {len(self.stored)} pieces", [("key", "width"), *rows])
-
     def _take(self, rows: BatchedDataDict[Any]) -> RemoteBatch:
         """Return the handle to these rows, without the pieces that it does not need any more."""
         used, pieces = np.unique(rows["piece"], return_inverse=True)
@@ -127,40 +125,6 @@ class RemoteBatch(Shardable["RemoteBatch"]):
     def slice(self, start: int, end: int) -> RemoteBatch:
         """Return the handle to the samples from ``start`` up to ``end``; ValueError if there are no such samples."""
         return self._take(self.rows.slice(start, end))
-
-    def shuffle(self, seed: int) -> RemoteBatch:
-        """Return the handle to the samples in the order of `BatchedDataDict.shuffle`. A plan is dropped."""
-        return self._take(self.rows.shuffle(seed))
-
-    def reorder_data(self, reorded_indices: Iterable[int]) -> RemoteBatch:
-        """Return the handle with samples moved as by `BatchedDataDict.reorder_data`, and with its errors."""
-        return self._take(self.rows.copy().reorder_data(reorded_indices))
-
-    def select(self, keys: str | Iterable[str]) -> RemoteBatch:
-        """Return the handle to the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        return self._change_names(lambda names: names.select(keys))
-
-    def drop(self, keys: str | Iterable[str]) -> RemoteBatch:
-        """Return the handle without the named leaves; ValueError if there is no such leaf. A plan is kept."""
-        return self._change_names(lambda names: names.drop(keys))
-
-    def rename(self, names: Mapping[str, str]) -> RemoteBatch:
-        """Return the handle to leaves with new names, as `BatchedDataDict.rename` does, and with its errors."""
-        return self._change_names(lambda present: present.rename(names))
-
-    def _change_names(self, change: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]]) -> RemoteBatch:
-        """Return the handle after a change of a batch with its plan, in which each leaf is its own name."""
-        names: BatchedDataDict[Any] = BatchedDataDict({key: [key] for key in self.keys()})
-        names.plan = self.rows.plan
-        names, rows = change(names), self.rows.copy()
-        rows.plan = names.plan
-        present = {new: old for new, (old,) in names.items()}
-        return RemoteBatch(
-            tuple({new: piece[old] for new, old in present.items()} for piece in self.stored),
-            rows,
-            next((new for new, old in present.items() if old == self.lengths_key), self.lengths_key),
-            {new: self.widths[old] for new, old in present.items() if old in self.widths},
-        )
 
     def _read_sizes(self, args: MicrobatchArgs | None, needed: bool = False) -> Sizes:
         if args is None:
@@ -226,11 +190,11 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             TimeoutError: the leaves did not arrive in time.
             ValueError: there is no such leaf.
         """
-        wanted = self if keys is None else self.select(keys)
-        refs = [(number, key, ref) for number, piece in enumerate(wanted.stored) for key, ref in piece.items()]
-        read: list[dict[str, Any]] = [{} for _ in wanted.stored]
+        wanted = self.keys() if keys is None else find_keys(self.keys(), keys)
+        refs = [(number, key, piece[key]) for number, piece in enumerate(self.stored) for key in wanted]
+        read: list[dict[str, Any]] = [{} for _ in self.stored]
         for (number, key, _), batch in zip(refs, self._get(refs, timeout_s), strict=True):
-            (read[number][key],) = batch.values()  # under the name that it had when it was stored
+            read[number][key] = batch[key]
         where = [np.flatnonzero(self.rows["piece"] == number) for number in range(len(read))]
         parts = [
             SlicedDataDict({key: _copy_rows(leaf, self.rows["row"][mine]) for key, leaf in leaves.items()})
@@ -270,7 +234,7 @@ def _copy_rows(leaf: Any, rows: IntArray) -> Any:
     taken = operations.take(leaf, rows)
     if isinstance(taken, RaggedLeaf):
         return taken.compact(copy=True)
-    # The objects in a list may be or hold arrays and tensors over the store's memory.
+    # The objects in a list may be or hold arrays over the store's memory.
     return copy.deepcopy(taken) if isinstance(taken, list) else taken
 
 

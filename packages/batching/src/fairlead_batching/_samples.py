@@ -5,14 +5,14 @@ import copy
 import copyreg
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 import numpy as np
 
 from ._args import as_int
-from ._leaves import joining, operations, transport
-from ._leaves.operations import BoolArray, is_registered
-from ._plan import Cuts, Lengths, PartPlan, table_html
+from ._leaves import interop, joining, operations, transport
+from ._leaves.interop import BoolArray
+from ._plan import Cuts, Lengths, PartPlan
 
 if TYPE_CHECKING:
     # TypeVars have a default only from Python 3.13 on. The default spares users the annotation of every batch.
@@ -44,7 +44,7 @@ def _is_named(name: str, key: str) -> bool:
 
 def _flatten(key: str, item: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an item with their keys, dotted if it is a mapping; ValueError for an empty mapping."""
-    if not isinstance(item, Mapping) or is_registered(item):
+    if not isinstance(item, Mapping):
         yield key, item
     elif not item:
         raise ValueError(f"Leaf {key!r} is an empty mapping, which has no leaves: leave it out.")
@@ -76,15 +76,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         # That of UserDict empties this batch while it copies, which another thread would see.
         return copy.copy(self)
 
-    def __or__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        return self._replace({**self.data, **type(self)(other).data})
+    def __or__(self, other: object) -> NoReturn:
+        # That of UserDict loses the plan, the padding and ``meta``.
+        raise TypeError(f"A {type(self).__name__} has no operator |: use union(), or update() to replace leaves.")
 
-    def __ror__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        return self._replace({**type(self)(other).data, **self.data})
-
-    def __ior__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        self.update(other)
-        return self
+    __ror__ = __ior__ = __or__
 
     def __copy__(self) -> Self:
         new = super().__copy__()
@@ -121,14 +117,6 @@ class Samples(UserDict[str, Any], Generic[Content]):
         leaves = [f"{key}: {operations.describe(leaf)}" for key, leaf in self.data.items()]
         return f"{type(self).__name__}({', '.join([f'size={size}', *leaves])})"
 
-    def _repr_html_(self) -> str:
-        try:
-            caption = f"{type(self).__name__} of {self.size} samples"
-        except (TypeError, ValueError) as error:
-            caption = f"{type(self).__name__}: {error}"
-        rows = [(key, operations.describe(leaf)) for key, leaf in self.data.items()]
-        return table_html(caption, [("key", "leaf"), *rows])
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # The default is a pickle, which refuses tensors on other devices.
         new = type(self).__new__(type(self))
@@ -163,7 +151,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """Return all samples of all batches, one batch after the other; of no batches, an empty batch.
 
         Where arrays or tensors of two or more dims differ in dim 1, the shorter ones are padded on the right. A batch
-        without samples may lack keys that others have. A masked array keeps its mask. ``meta`` is that of all batches.
+        without samples may lack keys that others have. ``meta`` is that of all batches.
 
         Args:
             batches: the batches, or mappings of leaves.
@@ -243,7 +231,7 @@ class Samples(UserDict[str, Any], Generic[Content]):
         if self.data and added.data and self.size != added.size:
             raise ValueError(f"Batches of {self.size} and {added.size} samples have no union: their samples differ.")
         shared = self.data.keys() & added.data.keys()
-        if conflicts := sorted(key for key in shared if not operations.is_same(self.data[key], added.data[key])):
+        if conflicts := sorted(key for key in shared if not interop.is_same(self.data[key], added.data[key])):
             raise ValueError(f"Both batches have {conflicts}, with different leaves: drop or rename them in one batch.")
         if self.padding is not None and added.padding is not None and not np.array_equal(self.padding, added.padding):
             row = int(np.flatnonzero(self.padding != added.padding)[0])
@@ -336,15 +324,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         """Return a copy of the batch, including its plan, with torch tensors on ``device``."""
         return self._replace(self.data).to(device)
 
-    def read_only(self) -> Self:
-        """Promise that no reader writes to torch tensors, and return the batch itself.
+    def _read_only(self) -> Self:
+        """Promise that no reader of this object writes to torch tensors, and return the batch itself.
 
-        A process that unpickles the batch then gets tensors over the memory it was read from, without a copy. That
-        memory is Ray's store, mapped read-only: **a write to such a tensor, in place or through `out=`, ends the
-        process.** Without the promise readers get their own copies. Numpy arrays are read-only views in both cases.
-
-        The promise applies to this object only: not to shards and slices made from it, and not to the batch that a
-        reader gets and sends on.
+        A process that unpickles the batch then gets tensors over the memory it was read from, which is Ray's store,
+        mapped read-only: a write to such a tensor ends the process. Without the promise readers get their own copies.
         """
         self._views = True
         return self

@@ -14,7 +14,7 @@ from fairlead_batching import BatchedDataDict, DynamicBatchingArgs, SequencePack
 
 KEYS = {"input_key": "tokens", "input_lengths_key": "length"}
 LENGTHS = [2, 8, 4, 6, 1, 7, 3, 5]
-COSTS = [(1.0, 0.0), (0.0, 1.0), (1.0, 0.25), np.sqrt, lambda lengths: np.where(lengths > 6, 50, 1)]
+COSTS = [(1.0, 0.0), (0.0, 1.0), (1.0, 0.25)]
 
 
 def dynamic(tokens, multiple=1, **more):
@@ -75,7 +75,7 @@ def test_microbatches_of_a_plan(make_batch):
 
 
 def test_a_plan_is_frozen_and_shows_its_ranks():
-    """A plan cannot be changed; as text and in a notebook it is a table of samples, tokens and cost per shard."""
+    """A plan cannot be changed; as text it is a table of samples, tokens and cost per shard."""
     plan = plan_shards(LENGTHS, 2, sequence_packing_args=packing(12, cost=(0, 1)))
     with pytest.raises(FrozenInstanceError):
         plan.samples = ()
@@ -83,9 +83,6 @@ def test_a_plan_is_frozen_and_shows_its_ranks():
     assert lines[0] == "8 samples over 2 shards, the most expensive 1.0000x the mean"
     assert lines[1].split() == ["shard", "samples", "microbatches", "tokens", "cost"]
     assert lines[2].split() == ["0", "4", "2", "18", "102"]
-    shown = plan._repr_html_()
-    assert "<th>tokens</th>" in shown
-    assert "<td>102</td>" in shown
     assert str(plan_shards(4, 2)).splitlines()[1].split() == ["shard", "samples"]
     assert plan_shards(4, 2).imbalance == 1.0
 
@@ -152,30 +149,13 @@ def test_a_plan_of_another_batch(make_batch):
 
 
 @pytest.mark.parametrize(
-    "cost", [(-1, 0), (0, 0), (1, math.nan), (math.inf, 1), (1,), (1, 2, 3), 5, "ab", ("1", "2")], ids=repr
+    "cost", [(-1, 0), (0, 0), (1, math.nan), (math.inf, 1), (1,), (1, 2, 3), 5, "ab", ("1", "2"), np.sqrt], ids=repr
 )
 @pytest.mark.parametrize("make", [dynamic, packing])
 def test_bad_coefficients(make, cost):
-    """A cost is two finite numbers of at least 0 or a function; anything else is refused with the arguments."""
+    """A cost is two finite numbers of at least 0; anything else is refused with the arguments."""
     with pytest.raises(ValueError, match=r"cost must be two finite numbers \(a, b\) of at least 0"):
         make(8, cost=cost)
-
-
-@pytest.mark.parametrize(
-    ("cost", "message"),
-    [
-        (lambda lengths: lengths - 3.0, "cost of sample 0, 2 tokens by 'length', is -1.0: cost must return finite"),
-        (lambda lengths: np.where(lengths == 7, np.nan, 1), "cost of sample 5, 7 tokens by 'length', is nan"),
-        (lambda lengths: 1.0 * lengths.sum(), r"one number for each of the 8 lengths of 'length', found shape \(\)"),
-        (lambda lengths: ["a"] * len(lengths), "cost must return a number for each length of 'length': could not"),
-    ],
-)
-@pytest.mark.parametrize("make", [dynamic, packing])
-def test_bad_costs(make_batch, make, cost, message):
-    """Costs that are negative, not finite or of another shape are refused with the leaf, the sample and the length."""
-    how = {"dynamic_batching_args" if make is dynamic else "sequence_packing_args": make(8, cost=cost)}
-    with pytest.raises(ValueError, match=message):
-        make_batch(LENGTHS).shard_by_batch_size(2, **how)
 
 
 @st.composite
@@ -223,15 +203,13 @@ def lognormal(count=65_536, most=8192):
     return np.clip(drawn.astype(np.int64), 1, most)
 
 
-@pytest.mark.parametrize("cost", [(0.0, 1.0), lambda lengths: lengths**1.5], ids=["quadratic", "function"])
 @pytest.mark.parametrize("make", [dynamic, lambda tokens, **more: packing(tokens, "balanced", **more)])
-def test_ranks_cost_the_same(make, cost):
+def test_ranks_cost_the_same(make):
     """On 65,536 lengths over 64 ranks the most expensive rank is within 2 % of the mean, and the cap holds."""
     lengths = lognormal()
     name = "dynamic_batching_args" if make is dynamic else "sequence_packing_args"
-    plan = plan_shards(lengths, 64, **{name: make(16_384, cost=cost)})
-    of_rank = [sum(cost(lengths[part]) if callable(cost) else cost[0] * lengths[part] + cost[1] * lengths[part] ** 2)
-               for part in plan.samples]  # fmt: skip
+    plan = plan_shards(lengths, 64, **{name: make(16_384, cost=(0.0, 1.0))})
+    of_rank = [sum(lengths[part] ** 2) for part in plan.samples]
     assert max(of_rank) / np.mean(of_rank) <= 1.02
     assert plan.imbalance == pytest.approx(max(of_rank) / np.mean(of_rank))
     counts = [list(map(len, parts)) for parts in plan.microbatches]

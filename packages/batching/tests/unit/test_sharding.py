@@ -148,9 +148,9 @@ def test_only_sequences_are_truncated(make_batch):
     batch.update(
         image=np.ones((8, 768)),
         short=np.ones((8, 3)),
-        heads=np.ones((8, 5, 8)),
-        mask=np.ones((8, 8, 2)),
-        wide=np.ones((8, 8)),
+        heads=np.ones((8, 5, 8), dtype=int),
+        mask=np.ones((8, 8, 2), dtype=int),
+        wide=np.ones((8, 8), dtype=int),
     )
     (shard,), _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(8, 2))
     for part in (shard, shard.get_batch(0), pickle.loads(pickle.dumps(shard))):
@@ -162,6 +162,21 @@ def test_only_sequences_are_truncated(make_batch):
     first = next(shard.make_microbatch_iterator_with_dynamic_shapes(sequence_dim=2))
     assert [first[key].shape[1:] for key in ("tokens", "heads", "mask")] == [(8,), (5, 2), (8, 2)]
     assert shard["tokens"].shape == (8, 8)
+
+
+def test_a_leaf_that_is_as_wide_by_chance(make_batch):
+    """Where a leaf of another dtype is as wide as the sequences, they have to be named: it may be an embedding."""
+    embedding = np.arange(64.0).reshape(8, 8)
+    batch = make_batch(LENGTHS).union({"embedding": embedding})
+    (shard,), order = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(8, 2))
+    message = r"\['embedding'\] are as wide as 'tokens', but of another dtype: .* sequence_keys=\['tokens', ...\]"
+    with pytest.raises(ValueError, match=message):
+        shard.make_microbatch_iterator_with_dynamic_shapes()
+    parts = list(shard.make_microbatch_iterator_with_dynamic_shapes(sequence_keys=["tokens"]))
+    assert np.concatenate([part["embedding"] for part in parts]).tolist() == embedding[order].tolist()
+    (packed,), _ = batch.shard_by_batch_size(1, sequence_packing_args=packing(8))
+    with pytest.raises(ValueError, match=message):
+        next(packed.make_microbatch_iterator_for_packable_sequences()).to_packed()
 
 
 def test_sequences_that_are_unknown(make_batch):
@@ -451,3 +466,33 @@ def test_iterators_need_their_plan(make_batch):
     shard.data = batch.slice(0, 3).data
     with pytest.raises(ValueError, match="planned for 8 samples, and the batch has 3"):
         shard.make_microbatch_iterator_for_packable_sequences()
+
+
+def test_lengths_that_changed_after_planning(make_batch):
+    """Iterators refuse lengths that the microbatches were not planned for: sequences would lose tokens."""
+    batch = make_batch(LENGTHS)
+    dynamic_shards, _ = batch.shard_by_batch_size(2, dynamic_batching_args=dynamic(8, 2))
+    packed_shards, _ = batch.shard_by_batch_size(2, sequence_packing_args=packing(8))
+    for shard, uses in (
+        (
+            dynamic_shards[0],
+            ("make_microbatch_iterator_with_dynamic_shapes", "get_microbatch_iterator_dynamic_shapes_len"),
+        ),
+        (
+            packed_shards[0],
+            (
+                "make_microbatch_iterator_for_packable_sequences",
+                "get_microbatch_iterator_for_packable_sequences_len",
+            ),
+        ),
+    ):
+        shard["length"] = shard["length"].copy()
+        for use in uses:
+            getattr(shard, use)()
+        shard["length"][0] = 7
+        for use in uses:
+            with pytest.raises(ValueError, match=r"planned for other lengths: microbatch 0 .* by 'length'\. Shard the"):
+                getattr(shard, use)()
+        del shard["length"]
+        for use in uses:
+            getattr(shard, use)()

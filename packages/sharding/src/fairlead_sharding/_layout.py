@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The array of ranks and its axes, as pure functions: validation, lookup, flattening, splitting, indexing, numbering.
-
-Flattening, splitting and indexing return the new layout and its names. They never look at a rank, so distinct ranks
-stay distinct.
-"""
+"""The array of ranks and its axes, as pure functions: validation, lookup, indexing, numbering, text."""
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +11,12 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-Named = tuple[IntArray, tuple[str, ...]]
 
 _LARGEST = int(np.iinfo(np.int64).max)
 # The most ranks of a layout that is given as a shape: a short input must not exhaust the memory of the process.
 _MOST = 1 << 26
 _NOT_INTEGERS = "Layout must contain only integer rank IDs"
+_MAX_LINES = 16  # of a grid of ranks in text
 
 
 def as_names(names: object) -> tuple[str, ...]:
@@ -138,23 +134,11 @@ def _as_array(layout: object) -> npt.NDArray[Any]:
 
 
 def _as_int64(array: npt.NDArray[Any]) -> IntArray:
-    kind = array.dtype.kind
-    if kind == "O":
-        return np.array([_as_rank(value) for value in array.flat], dtype=np.int64).reshape(array.shape)
-    if kind == "f":
-        # The widest float holds every int64, so the comparisons are exact.
-        wide = array.astype(np.longdouble)
-        whole = np.isfinite(wide) & (np.trunc(wide) == wide)
-        if not whole.all():
-            raise ValueError(f"{_NOT_INTEGERS}, got {array[~whole][0]}.")
-        too_large = array[np.abs(wide) >= 2.0**63]
-    elif kind in "iu":
-        too_large = array[array > _LARGEST]
-    else:
+    if array.dtype.kind not in "iufO":
         raise ValueError(f"{_NOT_INTEGERS}, got an array of {array.dtype}.")
-    if too_large.size:
-        raise _overflow(too_large[0])
-    return np.array(array, dtype=np.int64, order="C")
+    if array.dtype.kind in "iu" and array.max() <= _LARGEST:
+        return np.array(array, dtype=np.int64, order="C")
+    return np.array([_as_rank(value) for value in array.ravel().tolist()], dtype=np.int64).reshape(array.shape)
 
 
 def _as_rank(value: object) -> int:
@@ -180,35 +164,9 @@ def _check_distinct(ranks: IntArray) -> None:
         raise ValueError(f"Duplicate ranks found in layout: {shown}. Each rank must appear exactly once.")
 
 
-def flatten(layout: IntArray, names: Sequence[str], into: str, axes: Sequence[str]) -> Named:
-    """Merge ``axes``, row-major in the order given, into one axis at the position of the outermost of them."""
-    merged = find_axes(names, axes)
-    before = range(min(merged))
-    after = [dim for dim in range(min(merged), layout.ndim) if dim not in merged]
-    new_names = as_names([*(names[dim] for dim in before), into, *(names[dim] for dim in after)])
-    shape = [*(layout.shape[dim] for dim in before), -1, *(layout.shape[dim] for dim in after)]
-    return layout.transpose(*before, *merged, *after).reshape(shape), new_names
-
-
-def split(layout: IntArray, names: Sequence[str], axis: str, sizes: Mapping[str, int]) -> Named:
-    """Replace ``axis`` by several axes, row-major; one size may be -1 and is then computed from the others."""
-    dim = find_axis(names, axis)
-    found = layout.shape[dim]
-    if not sizes:
-        raise ValueError(f"Splitting axis {axis!r} needs at least one new axis and its size.")
-    what = "The size of axis {!r} (or -1 for what remains)"
-    given = [size if size == -1 else as_int(size, what.format(name), 1) for name, size in sizes.items()]
-    if given.count(-1) > 1:
-        raise ValueError(f"Only one size may be -1 when splitting axis {axis!r}, got {dict(sizes)}.")
-    remaining = found // math.prod(size for size in given if size != -1)
-    new_sizes = [remaining if size == -1 else size for size in given]
-    if math.prod(new_sizes) != found:
-        raise ValueError(f"Axis {axis!r} of size {found} cannot be split into {dict(sizes)}.")
-    new_names = as_names([*names[:dim], *sizes, *names[dim + 1 :]])
-    return layout.reshape(*layout.shape[:dim], *new_sizes, *layout.shape[dim + 1 :]), new_names
-
-
-def select(layout: IntArray, names: Sequence[str], coords: Mapping[str, int | slice]) -> Named:
+def select(
+    layout: IntArray, names: Sequence[str], coords: Mapping[str, int | slice]
+) -> tuple[IntArray, tuple[str, ...]]:
     """Index by axis name as numpy's basic indexing does: an integer drops its axis, a slice keeps it."""
     index: list[int | slice] = [slice(None)] * layout.ndim
     for dim, (axis, wanted) in zip(find_axes(names, coords), coords.items(), strict=True):
@@ -270,3 +228,46 @@ def _length(value: Any) -> int | None:
         return len(value) if hasattr(value, "__getitem__") else None
     except TypeError:  # an array or tensor without dims
         return None
+
+
+def render_table(header: list[str], row: Callable[[int], list[str]], size: int, limit: int) -> str:
+    """Return a table of at most ``limit`` of ``size`` rows."""
+    return _align([header, *(["..."] * len(header) if i is None else row(i) for i in _choose(size, limit))])
+
+
+def _choose(size: int, limit: int) -> list[int | None]:
+    """Return at most ``limit`` of ``size`` indices to show; None stands for the ones left out of the middle."""
+    if size <= limit:
+        return list(range(size))
+    tail = limit // 2
+    return [*range(limit - tail), None, *range(size - tail, size)]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Return ``rows`` as text in right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.rjust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def render_grids(layout: IntArray, names: Sequence[str]) -> Iterator[str]:
+    """Yield one grid of the last two axes, with its title, for each coordinate along the leading axes."""
+    *leading, row_axis, column_axis = ["", *names] if layout.ndim == 1 else names
+    shape = layout.shape[: len(leading)]
+    for number in _choose(math.prod(shape), 8):
+        if number is None:
+            yield "...\n..."
+            continue
+        at = np.unravel_index(number, shape) if shape else ()
+        title = ", ".join(f"{name}={coordinate}" for name, coordinate in zip(leading, at, strict=True))
+        cells = _cells(np.atleast_2d(layout[at]), row_axis, column_axis)
+        yield f"{title}\n{_align(cells)}".lstrip("\n")
+
+
+def _cells(grid: IntArray, row_axis: str, column_axis: str) -> list[list[str]]:
+    columns = _choose(grid.shape[1], _MAX_LINES)
+    cells = [["", *("..." if c is None else f"{column_axis}={c}" for c in columns)]]
+    for r in _choose(grid.shape[0], _MAX_LINES):
+        label = "..." if r is None else f"{row_axis}={r}" if row_axis else ""
+        cells.append([label, *("..." if r is None or c is None else str(grid[r, c]) for c in columns)])
+    return cells

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import _convert, _layout
+from . import _layout
 from ._layout import BoolArray, IntArray, as_axes, as_coords, as_int, as_names, find_axes, find_axis, read_only
 
 _MOST_CACHED = 16  # a bound for programs that make up new axes; most request the same few plans again and again
@@ -122,7 +123,7 @@ class DispatchPlan:
             return [str(self.called[i]), *map(str, coords), piece, "yes" if self.answers[i] else "no"]
 
         header = ["rank", *self.sharding.names, "piece", "answers"]
-        return f"{self._summary()}\n{_convert.render_table(header, row, len(self.called), max_rows)}"
+        return f"{self._summary()}\n{_layout.render_table(header, row, len(self.called), max_rows)}"
 
 
 class NamedSharding:
@@ -280,21 +281,6 @@ class NamedSharding:
         ranks, names = _layout.select(self._layout, self._names, fixed)
         return list(ranks.transpose([names.index(axis) for axis in axes]).ravel().tolist())
 
-    def neighbor(self, rank: int, axis: str, offset: int = 1, wrap: bool = True) -> int | None:
-        """Return the rank ``offset`` coordinates further along ``axis``, around its ends; without ``wrap``, None.
-
-        >>> sharding = NamedSharding.from_shape(pp=3, tp=2)
-        >>> sharding.neighbor(0, "pp"), sharding.neighbor(0, "pp", -1), sharding.neighbor(4, "pp", wrap=False)
-        (2, 4, None)
-        """
-        size = self.get_axis_size(axis)
-        coords = self.get_worker_coords(rank)
-        target = coords[axis] + as_int(offset, "The offset")
-        if not wrap and not 0 <= target < size:
-            return None
-        coords[axis] = target % size
-        return int(self._layout[tuple(coords.values())])
-
     def at(self, /, **coords: int | slice) -> NamedSharding | int:
         """Index by name as numpy does: an integer drops the axis, a slice keeps it, -1 is the last coordinate.
 
@@ -311,42 +297,6 @@ class NamedSharding:
         """
         layout, names = _layout.select(self._layout, self._names, coords)
         return self._from_valid(layout, names) if names else int(layout)
-
-    def flatten(self, into: str, /, *axes: str) -> NamedSharding:
-        """Merge ``axes`` (by default all), row-major in the order given, at the position of the outermost of them.
-
-        >>> NamedSharding.from_shape(dp=2, pp=3, tp=4).flatten("model", "pp", "tp").shape
-        {'dp': 2, 'model': 12}
-        """
-        return self._from_valid(*_layout.flatten(self._layout, self._names, into, axes or self._names))
-
-    def split(self, axis: str, /, **sizes: int) -> NamedSharding:
-        """Replace one axis by several, row-major; one size may be -1 and is then computed from the others.
-
-        >>> NamedSharding.from_shape(dp=6, tp=4).split("dp", replica=-1, fsdp=3).shape
-        {'replica': 2, 'fsdp': 3, 'tp': 4}
-        """
-        return self._from_valid(*_layout.split(self._layout, self._names, axis, sizes))
-
-    def rename(self, /, **old_to_new: str) -> NamedSharding:
-        """Give axes other names, all at once, so that two axes can swap their names.
-
-        >>> NamedSharding.from_shape(dp=2, tp=4).rename(dp="data").names
-        ['data', 'tp']
-        """
-        find_axes(self._names, old_to_new)
-        return self._from_valid(self._layout, as_names([old_to_new.get(name, name) for name in self._names]))
-
-    def transpose(self, /, *names: str) -> NamedSharding:
-        """Put the axes in another order; each must be named once.
-
-        >>> NamedSharding.from_shape(dp=2, tp=4).transpose("tp", "dp").shape
-        {'tp': 4, 'dp': 2}
-        """
-        dims = find_axes(self._names, names)
-        if len(dims) != self.ndim:
-            raise ValueError(f"transpose() needs every axis of {self.names} once, got {list(names)}.")
-        return self._from_valid(self._layout.transpose(dims), names)
 
     def piece_index(self, /, *axes: str) -> IntArray:
         """Return, for every rank in layout order, the row-major index of its coordinate along ``axes`` (read-only).
@@ -394,16 +344,20 @@ class NamedSharding:
 
     def to_device_mesh(self, device_type: str) -> Any:
         """Return a torch ``DeviceMesh`` of "cuda", "cpu", ...; every process has to call this. It needs torch."""
-        return _convert.to_device_mesh(self._layout, self._names, device_type)
+        try:
+            torch = importlib.import_module("torch")
+            mesh = importlib.import_module("torch.distributed.device_mesh")
+        except ImportError as error:
+            message = f"to_device_mesh() needs torch, which cannot be imported ({error}): pip install torch"
+            raise ImportError(message, name="torch") from error
+        return mesh.DeviceMesh(device_type, torch.tensor(self._layout.tolist()), mesh_dim_names=self._names)
 
     @classmethod
     def from_device_mesh(cls, mesh: Any) -> NamedSharding:
         """Return the sharding of a torch ``DeviceMesh``; ValueError if its dimensions have no names."""
-        return cls(*_convert.from_device_mesh(mesh))
-
-    def to_jax_mesh(self, devices: Sequence[Any]) -> Any:
-        """Return a `jax.sharding.Mesh` where rank r is ``devices[r]``; ValueError if a rank has none. It needs jax."""
-        return _convert.to_jax_mesh(self._layout, self._names, devices)
+        if not mesh.mesh_dim_names:
+            raise ValueError(f"The mesh has no dimension names; make it with mesh_dim_names=(...): {mesh}")
+        return cls(mesh.mesh.tolist(), mesh.mesh_dim_names)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, which `from_dict` of any copy of this code reads.
@@ -411,7 +365,8 @@ class NamedSharding:
         >>> NamedSharding.from_shape(dp=2, tp=4).to_dict()
         {'names': ['dp', 'tp'], 'shape': [2, 4], 'start': 0}
         """
-        return _convert.to_dict(self._layout, self._names, self._start)
+        ranks = {"ranks": self._layout.ravel().tolist()} if self._start is None else {"start": self._start}
+        return {"names": self.names, "shape": list(self._layout.shape), **ranks}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NamedSharding:
@@ -420,7 +375,17 @@ class NamedSharding:
         >>> NamedSharding.from_dict({"names": ["dp"], "shape": [3], "ranks": [3, 1, 2]}).layout
         array([3, 1, 2])
         """
-        return cls(*_convert.from_dict(data))
+        try:
+            shape = tuple(as_int(size, "A size in the shape", 1) for size in data["shape"])
+            if "start" in data and "ranks" in data:
+                raise ValueError("The dict of a sharding has start and ranks: give one of them.")
+            if "start" in data:
+                return cls(_layout.make_layout(shape, as_int(data["start"], "The first rank", 0)), data["names"])
+            return cls(_layout.as_layout(data["ranks"]).reshape(shape), data["names"])
+        except KeyError as missing:
+            raise ValueError(f"The dict of a sharding lacks {missing}; it has {list(data)}.") from None
+        except TypeError as error:
+            raise ValueError(f"This is not the dict of a sharding ({error}): {data!r}") from None
 
     def render(self) -> str:
         """Return the ranks as plain text, one grid of the last two axes for each coordinate along the others.
@@ -432,10 +397,9 @@ class NamedSharding:
         dp=0     0     1     2
         dp=1     3     4     5
         """
-        return _convert.render_text(self._layout, self._names)
-
-    def _repr_html_(self) -> str:
-        return _convert.render_html(self._layout, self._names)
+        sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
+        headline = f"{sizes} ({self.size} rank{'s' if self.size > 1 else ''})"
+        return "\n\n".join([headline, *_layout.render_grids(self._layout, self._names)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self._layout.shape}, names={self.names}, layout={self._layout})"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions to the meshes of torch and jax, and torch tensors as input, with the real libraries if installed."""
+"""Conversions to and from the meshes of torch, and torch tensors as input, with the real torch if installed."""
 
 import pytest
 
-import fairlead_sharding
 from fairlead_sharding import NamedSharding
 
 PERMUTED = NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])
@@ -56,19 +55,3 @@ def test_torch_tensors():
         plan.pieces(torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"at depth 1, axis 'tp' \(pieces\[0\]\), found a Tensor"):
         plan.pieces(torch.zeros(2))
-
-
-def test_jax_mesh(run_python):
-    """Rank r is device r, here on four devices that jax simulates on one processor."""
-    pytest.importorskip("jax", reason="needs jax")
-    script = f"""
-        import importlib, jax
-        sharding = importlib.import_module({fairlead_sharding.__name__!r})
-        grid = sharding.NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])
-        mesh = grid.to_jax_mesh(jax.devices())
-        assert isinstance(mesh, jax.sharding.Mesh)
-        print(dict(mesh.shape), [device.id for device in mesh.devices.flat])
-    """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-
-    assert run_python(script, **flags).strip() == "{'dp': 2, 'tp': 2} [3, 1, 2, 0]"

@@ -25,11 +25,6 @@ INVALID_AXIS = r"Invalid axis name: 'x'\. Valid names are: \['dp', 'tp'\]"
         lambda: SHARDING.groups("x"),
         lambda: SHARDING.groups("dp", "x"),
         lambda: SHARDING.peers(0, "x"),
-        lambda: SHARDING.neighbor(0, "x"),
-        lambda: SHARDING.flatten("new", "x"),
-        lambda: SHARDING.split("x", a=1),
-        lambda: SHARDING.rename(x="y"),
-        lambda: SHARDING.transpose("dp", "x"),
         lambda: SHARDING.piece_index("x"),
         lambda: SHARDING.leaders("x"),
         lambda: SHARDING.plan("x"),
@@ -68,8 +63,6 @@ def test_axes_are_a_name_or_several(axes):
     [
         lambda: SHARDING.groups("dp", "dp"),
         lambda: SHARDING.peers(0, "dp", "dp"),
-        lambda: SHARDING.flatten("x", "dp", "dp"),
-        lambda: SHARDING.transpose("dp", "dp"),
         lambda: SHARDING.piece_index("dp", "dp"),
         lambda: SHARDING.plan(["dp", "dp"]),
     ],
@@ -86,7 +79,7 @@ def test_an_axis_named_twice(call):
 )
 def test_unknown_rank(sharding, rank):
     """An unknown or invalid rank is a ValueError that names it."""
-    for call in (sharding.get_worker_coords, lambda r: sharding.peers(r, "dp"), lambda r: sharding.neighbor(r, "dp")):
+    for call in (sharding.get_worker_coords, lambda r: sharding.peers(r, "dp")):
         with pytest.raises(ValueError) as caught:
             call(rank)
         assert str(caught.value) == f"Worker ID {rank} not found in sharding layout."
@@ -162,16 +155,3 @@ def test_groups():
     assert SHARDING.groups("tp", "dp") == [[0, 4, 1, 5, 2, 6, 3, 7]]
     assert SHARDING.groups() == [[0], [1], [2], [3], [4], [5], [6], [7]]
     assert all(type(rank) is int for group in SHARDING.groups("dp") for rank in group)
-
-
-def test_neighbor():
-    """Neighbors form a ring by default and a pipeline without wrap."""
-    ring = NamedSharding.from_shape(pp=4)
-
-    assert [ring.neighbor(rank, "pp") for rank in range(4)] == [1, 2, 3, 0]
-    assert [ring.neighbor(rank, "pp", wrap=False) for rank in range(4)] == [1, 2, 3, None]
-    assert [ring.neighbor(rank, "pp", -1, wrap=False) for rank in range(4)] == [None, 0, 1, 2]
-    assert ring.neighbor(1, "pp", offset=-6) == 3
-    assert ring.neighbor(1, "pp", offset=0, wrap=False) == 1
-    with pytest.raises(ValueError, match=r"The offset must be an integer, got 0\.5"):
-        ring.neighbor(0, "pp", 0.5)

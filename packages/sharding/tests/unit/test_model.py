@@ -123,19 +123,6 @@ def test_groups_and_peers(model_and_axes):
             assert sharding.peers(rank, *axes) == group
 
 
-@given(models(), st.data(), st.integers(-9, 9))
-def test_neighbor(model, data, offset):
-    """The rank whose coordinates differ by the offset, along this axis only."""
-    axis = data.draw(st.sampled_from(model.names))
-    where = {tuple(coords.values()): rank for rank, coords in model.coords()}
-    for rank, coords in model.coords():
-        moved = coords[axis] + offset
-        wrapped = where[tuple({**coords, axis: moved % model.size(axis)}.values())]
-        assert model.sharding.neighbor(rank, axis, offset) == wrapped
-        inside = 0 <= moved < model.size(axis)
-        assert model.sharding.neighbor(rank, axis, offset, wrap=False) == (wrapped if inside else None)
-
-
 @given(models_and_axes())
 def test_piece_index_and_leaders(model_and_axes):
     """The coordinates along the axes, counted row-major in the order given; leaders are those at 0."""
@@ -145,48 +132,6 @@ def test_piece_index_and_leaders(model_and_axes):
 
     assert model.sharding.piece_index(*axes).tolist() == [order[at] for at in along]
     assert model.sharding.leaders(*axes).tolist() == [not any(at) for at in along]
-
-
-@given(models(), st.data())
-def test_transpose_and_rename(model, data):
-    """The same ranks under other names in another order."""
-    names = data.draw(st.permutations(model.names))
-    new = {name: data.draw(st.sampled_from([name, name.upper()])) for name in names}
-
-    cells = {tuple(coords[name] for name in names): rank for rank, coords in model.coords()}
-    same_cells(model.sharding.transpose(*names).rename(**new), [new[name] for name in names], cells)
-
-
-@given(models_and_axes())
-def test_flatten(model_and_axes):
-    """Along the new axis each rank has the index of its old coordinates."""
-    model, axes = model_and_axes
-    merged = axes or model.names
-    flat = model.sharding.flatten("new", *axes)
-    index = dict(zip(model.cells.values(), model.sharding.piece_index(*merged).tolist(), strict=True))
-    kept = [name for name in model.names if name not in merged]
-    outermost = next(name for name in model.names if name in merged)
-
-    places = ["new" if name == outermost else name for name in model.names]
-    assert flat.names == [name for name in places if name == "new" or name in kept]
-    for rank, coords in model.coords():
-        assert flat.get_worker_coords(rank) == {"new": index[rank], **{name: coords[name] for name in kept}}
-
-
-@given(models(), st.data())
-def test_split(model, data):
-    """Flattening the new axes undoes a split; either size can be -1."""
-    axis = data.draw(st.sampled_from(model.names))
-    size = model.size(axis)
-    outer = data.draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-    split = model.sharding.split(axis, outer=outer, inner=size // outer)
-
-    assert split == model.sharding.split(axis, outer=-1, inner=size // outer)
-    assert split == model.sharding.split(axis, outer=outer, inner=-1)
-    assert split.flatten(axis, "outer", "inner") == model.sharding
-    for rank, coords in model.coords():
-        at = split.get_worker_coords(rank)
-        assert (at["outer"], at["inner"]) == divmod(coords[axis], size // outer)
 
 
 @given(models(), st.data())

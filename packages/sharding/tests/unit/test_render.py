@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repr, the text and the HTML of a sharding."""
-
-import xml.etree.ElementTree as ElementTree
-
-import pytest
+"""The repr and the text of a sharding."""
 
 from fairlead_sharding import NamedSharding
 
@@ -53,26 +49,3 @@ def test_a_large_layout_is_shortened():
     for part in ("dp=0", "dp=63", "pp=63", "tp=63", str(64**3 - 1), "..."):
         assert part in text
     assert "dp=32" not in text
-
-
-def parsed(sharding):
-    return ElementTree.fromstring(f"<div>{sharding._repr_html_()}</div>")
-
-
-def test_html():
-    """The HTML has a table for each leading coordinate."""
-    html = parsed(NamedSharding.from_shape(dp=2, pp=2, tp=2))
-
-    assert [caption.text for caption in html.iter("caption")] == ["dp=0", "dp=1"]
-    cells = [[cell.text or "" for cell in row] for row in html.iter("tr")]
-    assert cells[:3] == [["", "tp=0", "tp=1"], ["pp=0", "0", "1"], ["pp=1", "2", "3"]]
-
-
-@pytest.mark.parametrize("shape", [(3,), (1, 2), (2, 2, 2)])
-def test_html_is_escaped(shape):
-    """Names are escaped."""
-    names = ["<script>alert(1)</script>", "a&b", '"'][: len(shape)]
-    sharding = NamedSharding.from_shape(**dict(zip(names, shape, strict=True)))
-
-    assert "<script>" not in sharding._repr_html_()
-    assert names[0] in "".join(parsed(sharding).itertext())

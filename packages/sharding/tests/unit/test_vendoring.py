@@ -53,28 +53,28 @@ def test_licence(module):
 
 
 def test_size():
-    """Small enough to be copied: under 1,000 lines, with no file of 500 or more."""
+    """Small enough to be copied: three files of under 1,000 lines, with no file of 500 or more."""
     lengths = [len(module.read_text(encoding="utf-8").splitlines()) for module in MODULES]
 
+    assert len(lengths) == 3
     assert sum(lengths) < 1000
     assert max(lengths) < 500
 
 
 def test_works_without_ray_torch_and_jax(run_python):
-    """The package, except for the conversions, works without ray, torch and jax, and imports none of them."""
+    """The package, except for the conversion to torch, works without ray, torch and jax, and imports none of them."""
     script = f"""
         import importlib, pickle, sys
         sharding = importlib.import_module({fairlead_sharding.__name__!r})
         grid = sharding.NamedSharding.from_shape(dp=2, tp=4)
         plan = pickle.loads(pickle.dumps(grid)).plan("dp", "tp", "tp")
-        plan.pieces([1, 2]), plan.explain(), grid.render(), grid._repr_html_(), grid.groups("dp")
-        for convert in (lambda: grid.to_device_mesh("cpu"), lambda: grid.to_jax_mesh([0] * 8)):
-            try:
-                convert()
-            except ImportError as error:
-                assert "pip install" in str(error), error
-            else:
-                raise AssertionError("the library was not blocked")
+        plan.pieces([1, 2]), plan.explain(), grid.render(), grid.groups("dp")
+        try:
+            grid.to_device_mesh("cpu")
+        except ImportError as error:
+            assert "pip install" in str(error), error
+        else:
+            raise AssertionError("the library was not blocked")
         print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"ray", "torch", "jax"}}))
     """
     assert run_python(script, block=["ray", "torch", "jax"]).strip() == "[]"

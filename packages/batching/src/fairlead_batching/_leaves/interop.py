@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on torch tensors. torch is imported only for a tensor that exists already or comes out of a pickle."""
+"""Operations on torch tensors, and comparisons of arrays and tensors.
+
+torch is imported only for a tensor that exists already or comes out of a pickle.
+"""
 
 import importlib
 import sys
@@ -10,21 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 # torch cannot gather these dtypes, so their bits are gathered. Autograd does not support them in any case.
 _NOT_GATHERED = ("float4", "float8", "uint16", "uint32", "uint64")
-# Integers of the same size carry the bits of dtypes that numpy lacks (bfloat16, float8_*, complex32).
+# Integers of the same size carry the bits of dtypes that numpy lacks (bfloat16, float8_*).
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def is_tensor(value: Any) -> bool:
     """Return whether this is a torch tensor; False if torch is not imported."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
-
-
-def is_tensor_type(kind: type[Any]) -> bool:
-    """Return whether this is a class of torch tensors; False if torch is not imported."""
-    return issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def require(library: str, need: str, install: str) -> Any:
@@ -76,15 +76,35 @@ def take(tensor: Any, indices: Array) -> Any:
     return from_carrier(_bits(tensor).index_select(0, where), dtype_name(tensor))
 
 
+def check_kind(key: str, leaf: Any) -> None:
+    """Refuse arrays and tensors that cannot be leaves."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"Leaf {key!r} is a masked array: make a leaf of its data, and a leaf of its mask.")
+    if is_tensor(leaf) and leaf.is_nested:
+        raise TypeError(f"Leaf {key!r} is a nested tensor: pad it, or make a RaggedLeaf of its parts.")
+    if is_tensor(leaf) and dtype_name(leaf) == "complex32":
+        raise TypeError(f"Leaf {key!r} is a tensor of complex32: convert it to complex64.")
+
+
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two tensors have the same dtype, device, shape and values; nested ones only if they are one."""
-    if (
-        one.is_nested
-        or other.is_nested
-        or (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape)
-    ):
+    """Return whether two leaves or other values are of one kind and equal, bit for bit in arrays except for NaN."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
         return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
+    if is_tensor(one):
+        if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    return bool(one == other)
 
 
 def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from . import interop, operations
-from .operations import BoolArray, is_registered
+from .interop import BoolArray
+from .ragged import RaggedLeaf
 
 
 def join(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int], pad_values: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for number, meta in enumerate(metas):
         for key, value in meta.items():
             earlier, known = first.setdefault(key, (number, value))
-            if not operations.is_same(known, value):
+            if not interop.is_same(known, value):
                 raise ValueError(
                     f"Batches {earlier} and {number} have different meta[{key!r}]: {known!r:.100} and "
                     f"{value!r:.100}. Set it to one value, or delete it, before joining."
@@ -63,25 +64,17 @@ def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
         raise TypeError(f"Leaf {key!r} is of several kinds in the batches to join: {sorted(kinds)}.")
     if kinds == {"list"}:
         return [value for leaf in leaves for value in leaf]
-    if is_registered(leaves[0]):
-        joined: Any = type(leaves[0]).concat(leaves)
-        if len(joined) != sum(map(len, leaves)):
-            raise ValueError(f"Leaf {key!r}: concat() of {kinds.pop()} returned {len(joined)} samples for all of them.")
-        return joined
+    if kinds == {"RaggedLeaf"}:
+        return RaggedLeaf.concat(leaves)
     shapes = [tuple(leaf.shape) for leaf in leaves]
     if len({(len(shape), shape[2:]) for shape in shapes}) > 1:
         raise ValueError(f"Leaf {key!r} cannot be joined: only dims 0 and 1 may differ, found shapes {shapes}.")
     arrays = kinds == {"numpy"}
     dtype = _common_dtype(key, leaves)
-    masked = any(isinstance(leaf, np.ma.MaskedArray) for leaf in leaves)
     if len({shape[1:] for shape in shapes}) == 1:
-        if masked:
-            return np.ma.concatenate(leaves)  # type: ignore[no-untyped-call]
         return np.concatenate(leaves) if arrays else interop.require_torch().cat(leaves)
     total = (sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes), *shapes[0][2:])
     joined = _fill(key, total, pad_value, dtype, leaves[0])
-    if masked:
-        joined = np.ma.array(joined)
     start = 0
     for leaf, shape in zip(leaves, shapes, strict=True):
         joined[start : start + shape[0], : shape[1]] = leaf

@@ -7,11 +7,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from . import interop, operations, transport
-from .operations import IntArray, register_leaf
+from . import interop, transport
+from .interop import IntArray
 
 
-@register_leaf
 class RaggedLeaf:
     """A leaf whose rows have different shapes, such as image patches or audio: one buffer, cut by offsets.
 
@@ -85,7 +84,7 @@ class RaggedLeaf:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RaggedLeaf):
             return NotImplemented
-        return len(self) == len(other) and all(map(operations.is_same, self, other))
+        return len(self) == len(other) and all(map(interop.is_same, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._pack_leaf("rows", views=False).__reduce__()
@@ -133,7 +132,8 @@ class RaggedLeaf:
 
     def to(self, device: Any, /) -> Self:
         """Return the leaf with its tensors on ``device``; arrays are not moved."""
-        return self._make(operations.move(self.buffer, device), self.shapes, self.rows)
+        buffer = self.buffer.to(device) if interop.is_tensor(self.buffer) else self.buffer
+        return self._make(buffer, self.shapes, self.rows)
 
     def compact(self, *, copy: bool = False) -> Self:
         """Return a leaf whose buffer holds only the rows that occur in it: itself if it does, unless ``copy``."""

@@ -13,57 +13,58 @@ import numpy as np
 from . import interop
 from .interop import Array
 
-_ATOMS = frozenset({bool, bytes, complex, float, int, str, type(None)})
+_CONTAINERS = frozenset({dict, list, tuple})
 # torch assumes that memory is aligned to 16 bytes: reading a complex128 at another address ends the process.
 _ALIGNMENT = 16
 
 
-def pack(data: dict[Any, Any], views: bool) -> dict[Any, Any]:
-    """Replace each tensor in a copy of ``data``, at any depth, by its bytes; with ``views`` no reader copies it."""
-    memo: dict[int, Any] = {}  # keeps shared objects shared, and objects that contain themselves finite
-    return {key: _pack(key, value, views, memo) for key, value in data.items()}
+def pack(leaves: dict[str, Any], views: bool) -> dict[str, Any]:
+    """Replace each tensor in a copy of ``leaves`` by its bytes; with ``views`` no reader copies it."""
+    memo: dict[int, Any] = {}  # keeps shared leaves shared
+    return {key: _pack(key, leaf, views, memo) for key, leaf in leaves.items()}
 
 
-def _pack(key: Any, value: Any, views: bool, memo: dict[int, Any]) -> Any:
-    kind = type(value)
-    if kind is np.ndarray:
+def _pack(key: str, leaf: Any, views: bool, memo: dict[int, Any]) -> Any:
+    interop.check_kind(key, leaf)
+    if type(leaf) is np.ndarray:
         # Only contiguous memory is transferred out of band.
-        return value if value.flags.forc else value.copy()
-    if id(value) in memo:
-        return memo[id(value)]
-    if kind is list:
-        items: list[Any] = []
-        memo[id(value)] = items
-        items.extend(item if type(item) in _ATOMS else _pack(key, item, views, memo) for item in value)
-        return items
-    if kind is dict:
-        entries: dict[Any, Any] = {}
-        memo[id(value)] = entries
-        entries.update((name, _pack(key, item, views, memo)) for name, item in value.items())
-        return entries
-    if kind is tuple:
-        return tuple(_pack(key, item, views, memo) for item in value)
-    if interop.is_tensor(value):
-        memo[id(value)] = sent = _pack_tensor(key, value, views)
+        return leaf if leaf.flags.forc else leaf.copy()
+    if type(leaf) in _CONTAINERS:
+        _refuse_tensors(key, leaf, set())
+    elif id(leaf) in memo:
+        return memo[id(leaf)]
+    elif interop.is_tensor(leaf):
+        memo[id(leaf)] = sent = _pack_tensor(key, leaf, views)
         return sent
-    if pack_leaf := getattr(kind, "_pack_leaf", None):
-        memo[id(value)] = sent = pack_leaf(value, key, views)
+    elif pack_leaf := getattr(type(leaf), "_pack_leaf", None):
+        memo[id(leaf)] = sent = pack_leaf(leaf, key, views)
         return sent
-    return value
+    return leaf
+
+
+def _refuse_tensors(key: str, container: Any, seen: set[int]) -> None:
+    """Refuse a list, tuple or dictionary that holds a tensor at any depth."""
+    seen.add(id(container))
+    for item in container.values() if isinstance(container, dict) else container:
+        if type(item) in _CONTAINERS and id(item) not in seen:
+            _refuse_tensors(key, item, seen)
+        elif interop.is_tensor(item):
+            raise TypeError(
+                f"Leaf {key!r} is a {type(container).__name__} or holds one with a tensor in it, and only leaves of "
+                f"tensors are sent: make a leaf or a RaggedLeaf of them, or convert them to numpy arrays."
+            )
 
 
 def _pack_tensor(key: Any, tensor: Any, views: bool) -> Any:
     if tensor.device.type != "cpu":
         raise ValueError(
             f"Leaf {key!r} is or holds a tensor on {tensor.device}; only CPU tensors can be pickled. Move it first: "
-            f"batch.to_device('cpu') moves leaves; move tensors in lists yourself."
+            f"batch.to_device('cpu')."
         )
     torch = interop.require_torch()
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not is_plain or tensor.is_quantized:  # memory, strides and a dtype do not describe it: torch pickles it
-        return tensor.detach() if tensor.is_nested else tensor
-    if tensor.is_nested:  # of the strided layout, which torch cannot pickle
-        return Sent(torch.nested.nested_tensor, [_pack_tensor(key, part, views) for part in tensor.unbind()])
+        return tensor
     return Sent(_read, interop.memory(tensor), interop.dtype_name(tensor), views)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing into the first bin that has room, next-fit, and bins that are as equal as possible; and even splits of costs.
+"""Packing into the first bin that has room, next-fit, and and bins that are as equal as possible.
 
 Lengths are whole numbers up to the capacity, and bins are lists of indices into ``lengths``.
 """
@@ -9,15 +9,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from random import Random
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Bins = list[list[int]]
 Costs = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 # Differencing with many bins can merge long lists for every item: beyond this number of items x bins it is not tried.
 _MOST_WORK = 1 << 21
@@ -204,74 +201,3 @@ def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
         heapq.heappush(heap, entry(bin_[:cut]))
         heapq.heappush(heap, entry(bin_[cut:]))
     return [bin_ for *_, bin_ in sorted(heap, key=lambda item: item[2])]
-
-
-def split_evenly(costs: Costs) -> Integers:
-    """Return the shard of each sample, so that all shards cost about the same, in each group and in total.
-
-    Every row of samples becomes a partial solution, which gives each shard one of them (Karmarkar and Karp 1982, in the
-    balanced form of Michiels, Korst and Aarts 2003). Costs are (groups, rows, shards), 0 where there is no sample; rows
-    of similar costs give the best result.
-    """
-    groups, rows, shards = costs.shape
-    first = np.argsort(-costs, axis=-1, kind="stable")
-    within = _merge_all(np.take_along_axis(costs, first, -1))
-    result = put_at(first, within.reshape(groups, rows, shards)).reshape(groups, -1)
-    sums: Costs = np.stack([np.bincount(own, each.ravel(), shards) for own, each in zip(result, costs, strict=True)])
-    exchanged = exchange_shards(sums)
-    return np.take_along_axis(exchanged, result, 1).reshape(costs.shape)
-
-
-def exchange_shards(sums: Costs) -> Integers:
-    """Return the new number of each shard of each group, so that all shards cost about the same in total."""
-    first = np.argsort(-sums, axis=1, kind="stable")
-    # Each group is a partial solution, too.
-    return put_at(first, _merge_all(np.take_along_axis(sums, first, 1)[None]).reshape(first.shape))
-
-
-def put_at(places: Integers, values: Integers) -> Integers:
-    """Return an array with each value at its place in the last axis, the reverse of `np.take_along_axis`."""
-    result = np.empty_like(values)
-    np.put_along_axis(result, places, values, -1)
-    return result
-
-
-def _merge_all(sums: Costs) -> Integers:
-    """Merge all rows of each group, given with descending costs; return the column of the result for each cost."""
-    # Rows with the largest spreads are merged in pairs, the most expensive of one with the cheapest of the other.
-    steps: list[tuple[Any, int, Any]] = []
-    while (rows := sums.shape[1]) > 1:
-        widest = np.argsort(sums[..., -1] - sums[..., 0], axis=1, kind="stable")[..., None]
-        sums = np.take_along_axis(sums, widest, 1)
-        if odd := rows % 2:
-            sums = np.concatenate([sums, np.zeros_like(sums[:, :1])], axis=1)
-        merged = sums[:, 0::2] + sums[:, 1::2, ::-1]
-        descending = np.argsort(-merged, axis=-1, kind="stable")
-        sums = np.take_along_axis(merged, descending, -1)
-        steps.append((widest, odd, descending))
-    groups, _, shards = sums.shape
-    columns = np.broadcast_to(np.arange(shards), sums.shape)
-    for widest, odd, descending in reversed(steps):
-        merged_columns = put_at(descending, columns)
-        pairs = np.stack([merged_columns, merged_columns[..., ::-1]], axis=2).reshape(groups, -1, shards)
-        columns = np.empty((groups, pairs.shape[1] - odd, shards), dtype=np.int64)
-        np.put_along_axis(columns, np.broadcast_to(widest, columns.shape), pairs[:, : columns.shape[1]], 1)
-    return columns
-
-
-def fill_evenly(costs: Costs, lengths: Integers, capacity: int, count: int) -> tuple[Integers, Flags]:
-    """Put each sequence of each shard into its cheapest bin with room; return the bins, and which shards had room."""
-    shards, sequences = costs.shape
-    everyone = np.arange(shards)
-    loads, room = np.zeros((shards, count)), np.full((shards, count), capacity)
-    fits = np.ones(shards, dtype=np.bool_)
-    bins = np.empty((sequences, shards), dtype=np.int64)
-    # Without a cost of their own, sequences would all go to the same bin.
-    costs = np.maximum(costs, costs.max() * 1e-12 or 1.0)
-    for number, (cost, length) in enumerate(zip(costs.T, lengths.T, strict=True)):
-        open_loads = np.where(room >= length[:, None], loads, np.inf)
-        cheapest = bins[number] = open_loads.argmin(axis=1)
-        fits &= np.isfinite(open_loads[everyone, cheapest])
-        loads[everyone, cheapest] += cost
-        room[everyone, cheapest] -= length
-    return bins.T, fits

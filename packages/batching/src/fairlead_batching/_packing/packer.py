@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public packer, and the quality of its bins."""
+"""The public packer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 from .._args import Algorithm, convert_algorithm, convert_fields
 from .._leaves.operations import to_integers
@@ -70,8 +68,7 @@ class Packer:
         convert_algorithm(self)
         if isinstance(self.min_bin_count, bool):  # which NeMo RL's get_packer has in this place
             raise TypeError(
-                f"min_bin_count must be a whole number, got {self.min_bin_count}. There is no collect_metrics: use "
-                "Packer.metrics(lengths, bins)."
+                f"min_bin_count must be a whole number, got {self.min_bin_count}. There is no collect_metrics."
             )
         convert_fields(self, "bin_capacity")
         for name, least in (("min_bin_count", 0), ("bin_count_multiple", 1)):
@@ -108,15 +105,6 @@ class Packer:
         bins = getattr(algorithms, self.algorithm)(given, self.bin_capacity, *seed)
         return algorithms.split_to(bins, given, self._round_up(len(bins), len(given)))
 
-    def metrics(self, lengths: Iterable[int], bins: Sequence[Sequence[int]]) -> "PackingMetrics":
-        """Return the quality of ``bins``, given the packed lengths; ValueError unless every index is in one bin.
-
-        >>> packer = get_packer("concatenative", bin_capacity=10)
-        >>> print(packer.metrics([7, 2, 6, 4, 3], packer.pack([7, 2, 6, 4, 3])))
-        5 sequences of 22 tokens in 3 bins of 10 (at least 3): 26.7% unused, the fullest 1.364x the mean
-        """
-        return PackingMetrics.of(lengths, bins, self.bin_capacity)
-
     def _round_up(self, needed: int, available: int) -> int:
         """Return the least number of bins that is at least ``needed`` and fulfils the arguments."""
         multiple = self.bin_count_multiple or 1
@@ -127,60 +115,3 @@ class Packer:
                 f"{needed}, min_bin_count={self.min_bin_count}, bin_count_multiple={self.bin_count_multiple})."
             )
         return count
-
-
-@dataclass(frozen=True)
-class PackingMetrics:
-    """The quality of a packing.
-
-    - sequences, tokens, capacity: the number of sequences, of their tokens, and of tokens that a bin holds;
-    - bins: the number of bins;
-    - bound: a lower bound of the number of bins, ceil(tokens / capacity);
-    - efficiency: bound / bins; 1 is perfect;
-    - waste: the unused share of the tokens of all bins, 1 - tokens / (bins x capacity);
-    - largest: the tokens of the fullest bin;
-    - imbalance: the tokens of the fullest bin divided by the mean; 1 is perfect.
-
-    >>> PackingMetrics.of([7, 2, 6, 4, 3], [[0, 4], [2, 3], [1]], capacity=10).efficiency
-    1.0
-    """
-
-    sequences: int
-    tokens: int
-    capacity: int
-    bins: int
-    bound: int
-    efficiency: float
-    waste: float
-    largest: int
-    imbalance: float
-
-    @classmethod
-    def of(cls, lengths: Iterable[int], bins: Sequence[Sequence[int]], capacity: int) -> "PackingMetrics":
-        """Measure bins of indices into ``lengths``; ValueError unless every index is in one bin."""
-        numbers = to_integers("lengths", lengths)
-        indices = np.array([index for bin_ in bins for index in bin_], dtype=np.int64)
-        if not len(bins) or not np.array_equal(np.sort(indices), np.arange(numbers.size)):
-            raise ValueError(
-                f"The bins must hold each of the {numbers.size} sequences once, found {indices.size} indices."
-            )
-        tokens = int(numbers.sum())
-        largest = algorithms.find_largest(bins, numbers.tolist())
-        bound = max(1, -(-tokens // capacity))
-        return cls(
-            sequences=numbers.size,
-            tokens=tokens,
-            capacity=capacity,
-            bins=len(bins),
-            bound=bound,
-            efficiency=bound / len(bins),
-            waste=1 - tokens / (len(bins) * capacity),
-            largest=largest,
-            imbalance=largest * len(bins) / tokens if tokens else 1.0,
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.sequences} sequences of {self.tokens} tokens in {self.bins} bins of {self.capacity} "
-            f"(at least {self.bound}): {self.waste:.1%} unused, the fullest {self.imbalance:.3f}x the mean"
-        )
