@@ -8,13 +8,13 @@ from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import spi
 from fairlead_workergroup._membership.model import Started, make_process
 from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._observe.observer import Observer
 from fairlead_workergroup._start.layout import lay_out
 
 
-def make_observer(count: int) -> spi.Observer:
+def make_observer(count: int) -> Observer:
     """Return an observer of workers that do not exist."""
     slots = [
         Slot(
@@ -35,4 +35,4 @@ def make_observer(count: int) -> spi.Observer:
         process = replace(make_process(place, {"worker": place.rank}), pid=1, actor_id=f"{place.rank:032}")
         started.append(Started(SimpleNamespace(_actor_id=bytes.fromhex(process.actor_id)), place, process))
     roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
-    return spi.Observer(roster)
+    return Observer(roster)

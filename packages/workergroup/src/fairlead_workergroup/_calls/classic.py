@@ -59,7 +59,8 @@ class ClassicCalls(AddressedWorkers):
         Raises:
             IndexError: there is no such rank.
             AttributeError, TypeError: there is no such method, or it does not take these arguments.
-            WorkerFailureError: the worker is known to be dead, and the group does not restart it.
+            WorkerFailureError: the worker is known to be dead, also if only `ray.get` of an earlier call has met its
+                death, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         target = self._target
