@@ -32,7 +32,6 @@ def save(name: str, drawn: RenderableType, width: int) -> None:
 def main() -> None:
     init_ray(address="local", num_cpus=28)
     with RayVirtualCluster([4, 8, 2], use_gpus=False, enable_colocation=True) as cluster:
-        save("grid", cluster.grid(), 84)
         tied = [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3])]
         with (
             RayWorkerGroup(cluster, Worker, name_prefix="policy") as policy,
