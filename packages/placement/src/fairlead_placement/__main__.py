@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fairlead_placement`: show the nodes of a cluster, explain a request, and find faults."""
+"""`python -m fairlead_placement`: show the nodes of a cluster, and explain a request."""
 
 import sys
 

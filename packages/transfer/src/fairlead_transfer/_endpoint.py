@@ -26,6 +26,10 @@ from .exceptions import LayoutMismatchError, Phase, RankFailure, State, Transfer
 
 Side = Literal["source", "target"]
 AGAIN = "Stage the version again."
+NO_SHARED_MEMORY = (
+    "These processes cannot share memory: run them on one node, in one pid namespace and as one user, or use the "
+    "engine of the framework."
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Endpoint:
         self._orders = orders
         channels = reply["staged"]["channels"]
         if blocked := [one["blocked"] for one in channels if "blocked" in one]:
-            raise self._error(orders, version, "stage", blocked[0], AGAIN)
+            raise self._error(orders, version, "stage", blocked[0], NO_SHARED_MEMORY)
         return StagedPieces(orders.rank, version, channels, _prove_staged(orders, orders.rank, version, channels))
 
     def fetch(self, orders: EndpointOrders, staged: Iterable[StagedPieces], *, timeout: float) -> None:
@@ -194,7 +198,9 @@ class Endpoint:
         self._refuse("target", reply.get("refused", ()))
         if "blocked" in reply:
             source, (kind, why) = next(iter(reply["blocked"].items()))
-            raise self._error(orders, version, "move", f"it cannot read from source {source} by {kind}: {why}", AGAIN)
+            raise self._error(
+                orders, version, "move", f"it cannot read from source {source} by {kind}: {why}", NO_SHARED_MEMORY
+            )
         if "bytes" not in reply:
             raise self._error(orders, version, "move", explain_failure(reply), AGAIN)
         self._fetched = orders, version

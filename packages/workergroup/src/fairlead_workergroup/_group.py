@@ -65,7 +65,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
         env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`, of
-            the same names for all. The driver's environment is not copied to them.
+            the same names for all. The driver's environment is not copied to them. The variables of ranks, `RAY_*` and
+            those that choose devices are left out, with a warning.
         python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and

@@ -234,7 +234,7 @@ class ClassicCalls(AddressedWorkers):
 
     def _note_deaths(self, sender: Sender, ranks: Sequence[int]) -> None:
         """Note the deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them."""
-        members = sender.roster.now.members
+        members = sender.roster.check_alive().members
         dead = find_known_dead(members[rank] for rank in ranks if rank < len(members))
         if dead := [worker for worker in dead if self._classic_futures.has_any_of(worker.actor_id)]:
             sender.roster.note(judge_known_dead(sender.roster.judge, dead))

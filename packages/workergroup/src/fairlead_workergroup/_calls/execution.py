@@ -18,7 +18,7 @@ from fairlead_placement import PlacementError
 from .. import _world
 from .._observe.calls import Outcome
 from .._start.worker_class import Method
-from .._transport.futures import ON_THREAD, REPORT_EVERY_S, Waiter, block, end_of, is_stream
+from .._transport.futures import ON_THREAD, REPORT_EVERY_S, Waiter, block, end_of, is_not_ready, is_stream
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError
 from .errors import explain_failure, is_cancellation, refused_epochs, refused_error
@@ -382,7 +382,10 @@ class Execution:
         return failure
 
     def _find_errors(self) -> dict[int, BaseException | None]:
-        """Return the error of each worker that has finished, by position; None if it has none, or had items before."""
+        """Return the error of each worker that has finished, by position; None if it has none, or had items before.
+
+        Errors are here as soon as a worker has finished. The values of others stay where they are.
+        """
         errors: dict[int, BaseException | None] = {}
         for at in set(self.completions).difference(self.pending()):
             items, errors[at] = self.items.setdefault(at, []), None
@@ -390,9 +393,9 @@ class Execution:
                 items.extend(itertools.islice(self.futures[at], 1))
             try:
                 for ref in (*items[:1], self.completions[at]):
-                    _world.current.get([ref], timeout=None)
+                    _world.current.get([ref], timeout=0)
             except Exception as error:  # noqa: BLE001  any exception of the worker
-                errors[at] = error
+                errors[at] = None if is_not_ready(error) else error
         return errors
 
     def _find_refusals(self) -> list[tuple[int, int]]:

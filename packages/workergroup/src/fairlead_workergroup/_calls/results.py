@@ -120,7 +120,7 @@ class ClassicFutures:
 
     def has_any_of(self, actor_id: str) -> bool:
         """Return whether an actor has futures that the group has not fetched: then its user fetches them."""
-        return any(task.hex().endswith(actor_id) for task in self._made)
+        return any(task.hex().endswith(actor_id) for task in list(self._made))  # other threads make calls
 
     def first_deadline(self, futures: Sequence[Any], otherwise: float) -> Deadline:
         """Return the first deadline of some futures; the time of unknown futures is `otherwise`."""

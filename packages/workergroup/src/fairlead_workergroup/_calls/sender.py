@@ -273,7 +273,7 @@ def find_sender(group: object) -> Sender:
     try:
         return _senders[group]
     except KeyError:
-        raise TypeError(f"This needs a group with processes, as `launch` starts one, got {group!r}") from None
+        raise TypeError(f"This needs a RayWorkerGroup, got {group!r}") from None
 
 
 def check_ranks(order: Order, now: Snapshot) -> None:

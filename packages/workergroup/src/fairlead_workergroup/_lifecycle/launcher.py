@@ -18,7 +18,7 @@ from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.devices import WorkerOptions, device_facts
-from .._start.environment import EnvVars, WorkerPython, prepare_python, start_variables, variables_at
+from .._start.environment import EnvVars, WorkerPython, check_env_vars, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.options import recursive_merge_options
 from .._start.worker_class import Described, WorkerClass, describe_class
@@ -67,6 +67,8 @@ class Launcher(Described):
     def prepare(self, places: Sequence[Place], *, deadline: Deadline = NEVER) -> None:
         """Describe the class where the workers will run, and plan each worker; nothing changes if that fails."""
         self.adopt(self.plan(places, self._roster.now.sharding, deadline=deadline))
+        if callable(given := self.spec.env_vars):
+            check_env_vars(given(places[0]))  # this logs what workers do not get
 
     def plan(self, places: Sequence[Place], sharding: NamedSharding, *, deadline: Deadline = NEVER) -> "LaunchPlan":
         """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""

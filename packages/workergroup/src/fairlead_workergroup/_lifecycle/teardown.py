@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a group, which several threads may ask for at once."""
 
-import logging
 import threading
 from collections import deque
 
@@ -11,8 +10,6 @@ from .._observe.head import REQUEST_S
 from .._world import Deadline, wait_for_event
 from .launcher import Launcher
 from .shutdown import wait_for_cleanup
-
-logger = logging.getLogger(__name__)
 
 # After Ctrl-C in a shutdown, the rest has this time.
 INTERRUPTED_S = 10.0

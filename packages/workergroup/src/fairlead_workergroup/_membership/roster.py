@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one owner of the members of a group: each change is one transition to another snapshot; and the gate to them."""
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,8 +15,6 @@ from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
 from .model import Member, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -62,7 +59,7 @@ class Roster:
 
     @property
     def is_over(self) -> bool:
-        """Whether the group or its Ray has ended or is about to: then background threads end, and report nothing."""
+        """Whether the group or its Ray has ended or is about to: then nothing more is started or published."""
         return self.ending or not self.connected
 
     def check_connected(self) -> None:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outcome of a call at one worker."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-logger = logging.getLogger("fairlead_workergroup")
 
 
 @dataclass(frozen=True)

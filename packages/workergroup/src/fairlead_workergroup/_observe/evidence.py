@@ -102,12 +102,16 @@ def judge_errors(judge: Judge, errors: Mapping[WorkerProcess, BaseException]) ->
 def find_known_dead(members: Iterable[Member]) -> list[WorkerProcess]:
     """Return the workers that this process knows to be dead and the group does not, without a request.
 
-    So it is when a user's `ray.get` has met a death: nobody has told the group.
+    So it is when a user's `ray.get` has met a death: nobody has told the group. A restart that is under way ends
+    workers itself.
     """
     return [
         member.process
         for member in members
-        if member.failure is None and member.handle is not None and is_known_dead(member.handle)
+        if member.failure is None
+        and not member.restarting
+        and member.handle is not None
+        and is_known_dead(member.handle)
     ]
 
 

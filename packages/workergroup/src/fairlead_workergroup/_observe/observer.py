@@ -7,11 +7,11 @@ from typing import Any
 
 from fairlead_placement.spi import choose_alive, group_pairs, usage_on_nodes
 
-from .._membership.model import Snapshot, WorkerProcess
+from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
 from ..exceptions import WorkerFailure
-from .evidence import weigh_answers
+from .evidence import LOOK_S, weigh_answers
 from .query import ANSWER_S, HEAD_S, ask_nodes, logger
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
@@ -27,21 +27,6 @@ class Observer:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-
-    @property
-    def name(self) -> str:
-        """The name of the group."""
-        return self._roster.name_prefix
-
-    @property
-    def members(self) -> Snapshot:
-        """The members as they are now."""
-        return self._roster.now
-
-    @property
-    def connected(self) -> bool:
-        """Whether the Ray that the group was made on is still the one of this process."""
-        return self._roster.connected
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -87,8 +72,13 @@ class Observer:
         verdicts = {worker: judge.tell(worker, *found) for worker, found in weigh_answers(asked, ended).items()}
         silent = [worker for worker, verdict in verdicts.items() if verdict.state == "unknown"]
         verdicts.update(judge.ask(silent, look="head", within_s=HEAD_S))
-        # The next call raises these losses, or restarts the workers, even if no call of the group has met them.
-        dead |= {failure.rank for failure in self._roster.note(verdicts.values())}
+        lost = [worker for worker, verdict in verdicts.items() if verdict.is_lost]
+        dead |= {worker.rank for worker in lost}
+        # The next call raises these losses, or restarts the workers, even if no call of the group has met them. A
+        # change that is under way ends workers itself.
+        members = self._roster.now
+        if unexpected := [worker for worker in lost if not members[worker.rank].restarting]:
+            self.find_causes(unexpected, within_s=LOOK_S)
         rows: dict[int, Mapping[str, Any]] = {
             worker.rank: row
             for worker, row in zip(asked, answers, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of workers as values: status, resource usage, stuck workers, events."""
+"""The state of workers as values: status, resource usage, stuck workers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

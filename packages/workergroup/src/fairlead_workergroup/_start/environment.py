@@ -65,7 +65,7 @@ def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
         return env_vars
     if not isinstance(given := env_vars(place), Mapping):
         raise TypeError(f"env_vars must return a mapping from names to strings for each place, got {given!r}")
-    return check_env_vars(given, is_logged=place.rank == 0)
+    return check_env_vars(given, is_logged=False)  # it is asked for each place, and again when the group changes
 
 
 def check_env_vars(env_vars: Mapping[str, str], *, is_logged: bool = True) -> dict[str, str]:

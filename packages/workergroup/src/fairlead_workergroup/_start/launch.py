@@ -168,7 +168,7 @@ def wait_started(
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, in the order of `plans`.
 
-    The actors are those that the answers come from; workers on threads have none.
+    The actors are those that the answers come from; without them only the nodes are asked.
     """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
