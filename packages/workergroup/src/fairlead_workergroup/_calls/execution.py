@@ -392,8 +392,9 @@ class Execution:
             if self.yields_items and at in self.answering and not items:
                 items.extend(itertools.islice(self.futures[at], 1))
             try:
-                for ref in (*items[:1], self.completions[at]):
-                    _world.current.get([ref], timeout=0)
+                if items:  # an item may still be on its way
+                    _world.current.get(items[:1], timeout=REFUSED_S)
+                _world.current.get([self.completions[at]], timeout=0)
             except Exception as error:  # noqa: BLE001  any exception of the worker
                 errors[at] = None if is_not_ready(error) else error
         return errors
