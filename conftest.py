@@ -391,21 +391,29 @@ def joining(only_head: Any, eventually: Callable[..., bool]) -> Iterator[Any]:
     assert eventually(lambda: sum(row["Alive"] for row in ray.nodes()) == 1, 60)
 
 
-@pytest.fixture(scope="session")
-def unused_port() -> int:
-    """Return a port that nobody uses, and that no other process gets by chance."""
+def find_unused_port() -> int:
+    """Return a port that nobody uses or has just used, and that no other process gets by chance."""
     for port in random.sample(range(20000, 30000), 100):  # The system and Ray choose theirs elsewhere.
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
+        # A plain bind, which a connection of a server that has just ended refuses for a minute.
+        with contextlib.suppress(OSError), socket.socket() as bound:
+            bound.bind(("", port))
             return port
     pytest.fail("100 ports of 20000-29999 are in use")
 
 
+@pytest.fixture(scope="module")
+def unused_port() -> int:
+    """Return `find_unused_port()`, another one for each module: the last one's connections may linger."""
+    return find_unused_port()
+
+
 @pytest.fixture(scope="session")
-def coordinator_port(unused_port: int) -> Iterator[str]:
-    """Set `COORD_PORT`, the port of the coordinator of several TPU slices, to one that no other test run uses."""
+def coordinator_port() -> Iterator[str]:
+    """Set `COORD_PORT`, the port of the coordinator of several TPU slices, to one that no other test uses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COORD_PORT", str(unused_port))
-        yield str(unused_port)
+        port = str(find_unused_port())
+        patch.setenv("COORD_PORT", port)
+        yield port
 
 
 @pytest.fixture(scope="session")
