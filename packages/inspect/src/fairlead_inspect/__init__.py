@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._look import label, look
-    from ._model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Waiting
+    from ._model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
     from ._report import write_report
     from ._show import fold_stacks
     from ._verdict.rules import diagnose
@@ -24,6 +24,7 @@ __all__ = [
     "Named",
     "Snapshot",
     "StackClass",
+    "Suspect",
     "Waiting",
     "diagnose",
     "fold_stacks",
@@ -33,7 +34,9 @@ __all__ = [
 ]
 # Loaded when they are used: they need Ray.
 _MODULES = {
-    **dict.fromkeys(("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Waiting"), "._model"),
+    **dict.fromkeys(
+        ("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Suspect", "Waiting"), "._model"
+    ),
     **dict.fromkeys(("label", "look"), "._look"),
     "diagnose": "._verdict.rules",
     "fold_stacks": "._show",

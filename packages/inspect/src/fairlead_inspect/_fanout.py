@@ -74,6 +74,7 @@ def look_at_cluster(
         calls += events[0]
         finished |= events[1]
     groups = _try(notes, "placement groups", list[Reservation](), _ray_private.read_reservations, timeout_s=head_s)
+    launches = _try(notes, "nodes that an autoscaler starts", 0, _ray_private.read_launches, timeout_s=head_s)
     chosen = {one.job_id for one in jobs}
     reservations = tuple(one for one in groups if one.job_id in chosen)
     wanted = _choose(jobs, actors, calls)
@@ -91,6 +92,7 @@ def look_at_cluster(
     return Snapshot(
         time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
         took_s=time.monotonic() - began, notes=tuple(dict.fromkeys(notes)), reservations=reservations,
+        launches=launches,
     )  # fmt: skip
 
 
@@ -172,24 +174,32 @@ def _describe_node(row: Mapping[str, Any], wanted: Iterable[str], answers: Mappi
     node, address = row["NodeID"], row["NodeManagerAddress"]
     if not row["Alive"]:
         return Node(node, address, False, "lost", "Ray calls it dead")
+    known = Node(node, address, resources=dict(row.get("Resources", {})))
     if node not in wanted:
-        return Node(node, address, True, "unasked")
+        return dataclasses.replace(known, answer="unasked")
     answer = answers.get(node, "not asked")
-    return Node(node, address, True, "silent", answer) if isinstance(answer, str) else Node(node, address)
+    return dataclasses.replace(known, answer="silent", note=answer) if isinstance(answer, str) else known
 
 
 def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
     """Return the processes in the answer of a node."""
     stacks: list[Stack] = [tuple(Frame(*frame) for frame in stack) for stack in answer["stacks"]]
     found = []
-    for pid, title, states, ticks, window_s, threads, environ, references, children, *rest in answer["processes"]:
+    for pid, title, states, ticks, window_s, threads, environ, children, *rest in answer["processes"]:
         seen = tuple(
-            Thread(tid, name, stacks[at], stacks[before] if before >= 0 else None, *counts)
-            for tid, name, at, before, *counts in threads
+            Thread(
+                tid, name, stacks[at], stacks[before] if before >= 0 else None, states, ticks, switches, last_ran_s,
+                inside, tuple(Reference(*one) for one in references), unread, waits_on,
+            )
+            for tid, name, at, before, states, ticks, switches, last_ran_s, inside, references, unread, waits_on
+            in threads
+        )  # fmt: skip
+        below = tuple(
+            Child(child, name, states_, ticks_, tuple(Frame(*frame) for frame in stack), waits_on)
+            for child, name, states_, ticks_, stack, waits_on in children
         )
-        waits, below = tuple(Reference(*one) for one in references), tuple(Child(*one) for one in children)
         rest[-1] = tuple(Record(*one) for one in rest[-1])
-        found.append(Process(node, pid, title, states, ticks, window_s, seen, environ, waits, below, *rest))
+        found.append(Process(node, pid, title, states, ticks, window_s, seen, environ, below, *rest))
     return found
 
 
@@ -210,5 +220,6 @@ def look_here(*, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Sn
     )
     return Snapshot(
         time.time(), (Job("here", "workers of Ray on this machine"),), actors, tuple(workers),
-        (Node("here", socket.gethostname()),), took_s=time.monotonic() - began,
+        (Node("here", socket.gethostname()),), took_s=time.monotonic() - began, partial=True,
+        notes=("Only this machine was looked at: ranks on others, the driver's waits and deaths are not known.",),
     )  # fmt: skip

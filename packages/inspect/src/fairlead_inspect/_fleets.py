@@ -13,8 +13,9 @@ from ._model import Actor, Confidence, Fleet, Member, Process, Snapshot
 LABEL = "FAIRLEAD_INSPECT_LABEL"
 # What tells the fleets of one job apart, beside the address of their rendezvous.
 _GROUPS = ("NRL_WORKER_GROUP", "WG_PREFIX")
-# verl's `<prefix><Class>_<pg>:<local>`, NeMo RL's `<prefix>-<pg>-<bundle>` and `<prefix>-grp<g>-<local>`; `<text>-<n>`.
-_NAME = re.compile(r"^(?P<prefix>.*?)[-_:.]?(?:grp)?(?P<first>\d+)(?:[-_:.](?P<second>\d+))?$")
+# verl's `<prefix><Class>_<pg>:<local>`, NeMo RL's `<prefix>-grp<g>-<local>`; `<text>-<n>`. Of a name such as "exp-0-1"
+# the last number is the rank, because experiments of one driver are numbered like that.
+_NAME = re.compile(r"^(?P<prefix>.*?)[-_:.]?(?:(?P<first>\d+):|grp(?P<group>\d+)-)?(?P<last>\d+)$")
 _LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 
 
@@ -124,20 +125,25 @@ def _by_name(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]) 
     def key(actor: Actor) -> Any:
         if (match := parts.get(actor.actor_id)) is None:
             return None
-        return actor.job_id, actor.namespace, match["prefix"], actor.class_name, match["second"] is not None
+        return actor.job_id, actor.namespace, match["prefix"], actor.class_name, _first(match) is not None
 
     found = []
     for (*_, pairs), named in _group(actors, key).items():
         there = _without_former(named)
         if len(there) > 1:
             number = {
-                one.actor_id: (int(parts[one.actor_id]["first"]), int(parts[one.actor_id]["second"] or 0))
+                one.actor_id: (int(_first(match) or 0), int(match["last"]))
                 for one in there
+                if (match := parts[one.actor_id])
             }
-            numbers = _from_pairs(number) if pairs else {one: first for one, (first, _) in number.items()}
+            numbers = _from_pairs(number) if pairs else {one: last for one, (_, last) in number.items()}
             ranks = {one: (rank, "name") for one, rank in numbers.items()}
             found.append(_make(_common_class(there), "names", "likely", there, ranks))
     return found
+
+
+def _first(match: re.Match[str]) -> str | None:
+    return match["first"] or match["group"]
 
 
 def _without_former(actors: Sequence[Actor]) -> list[Actor]:

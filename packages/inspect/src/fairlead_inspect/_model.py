@@ -42,11 +42,25 @@ Stack = tuple[Frame, ...]
 
 
 @dataclass(frozen=True)
+class Reference:
+    """An object that a thread waits for, in `ray.get`, or with others in `ray.wait` until `any` of them is there.
+
+    Who `polls` has a short timeout, and soon goes on without it.
+    """
+
+    object_id: str
+    any: bool = False
+    polls: bool = False
+
+
+@dataclass(frozen=True)
 class Thread:
     """A thread of a process in two looks: counts are between them, and None if unknown, as is when it ran last.
 
     `stack` is of the later look, innermost frame first, and `before` of the earlier one, None if it was not read then.
-    `waits_inside` says whether the innermost line waits for a device or another rank in native code.
+    `waits_inside` says whether the innermost line waits for a device or another rank in native code, and `waits_on`
+    what it waits for in the kernel, such as "time.sleep" or "10.0.0.9:443". It waits for the `references`, and for
+    further objects, as many as `unread`, whose ids could not be read.
     """
 
     tid: int
@@ -58,28 +72,24 @@ class Thread:
     switches: int | None = None
     last_ran_s: float | None = None
     waits_inside: bool = False
-
-
-@dataclass(frozen=True)
-class Reference:
-    """An object that a process waits for, in `ray.get`, or with others in `ray.wait` until `any` of them is there.
-
-    Who `polls` has a short timeout, and soon goes on without it.
-    """
-
-    object_id: str
-    any: bool = False
-    polls: bool = False
+    references: tuple[Reference, ...] = ()
+    unread: int = 0
+    waits_on: str = ""
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process that a worker has started: states in both looks, and the CPU ticks between them."""
+    """A process that a worker has started: states in both looks, the CPU ticks between them, and where it stands.
+
+    Stacks of children are read only where the worker stands in code that waits for a child.
+    """
 
     pid: int
     title: str
     states: tuple[str, str] = ("S", "S")
     ticks: int = 0
+    stack: Stack = ()
+    waits_on: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,16 @@ class Process:
     window_s: float = 1.0
     threads: tuple[Thread, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict, hash=False)
-    references: tuple[Reference, ...] = ()
     children: tuple[Child, ...] = ()
     memory_bytes: int = 0
     note: str = ""
     file: str = ""
     records: tuple[Record, ...] = ()
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """The objects that its threads wait for."""
+        return tuple(one for thread in self.threads for one in thread.references)
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,11 @@ class Death:
 
 @dataclass(frozen=True)
 class Call:
-    """A call or task that has not finished, from Ray's task events: when it was submitted and began, or 0."""
+    """A call or task that has not finished, from Ray's task events: when it began or was submitted, or 0.
+
+    `parent` is the task that has submitted it. A task requests `resources`, and `environment` lists what its runtime
+    environment installs.
+    """
 
     task_id: str
     name: str
@@ -147,6 +165,9 @@ class Call:
     began: float = 0.0
     pid: int = 0
     node_id: str = ""
+    parent: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict, hash=False)
+    environment: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,7 +186,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Actor:
-    """An actor in the tables of Ray's head. `owner` is the worker id of its creator."""
+    """An actor in the tables of Ray's head: `owner` is the worker id of its creator, `module` that of its class.
+
+    `environment` lists what its runtime environment installs.
+    """
 
     actor_id: str
     class_name: str
@@ -180,6 +204,8 @@ class Actor:
     created: float = 0.0
     death: Death | None = None
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)
+    environment: tuple[str, ...] = ()
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,13 +231,17 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Node:
-    """A node, and how it answered: "answered", "silent", "lost", or "unasked" if it holds no process of the job."""
+    """A node, how it answered, and all resources that it has, free or not.
+
+    The answer is "unasked" if it holds no process of the job.
+    """
 
     node_id: str
     address: str = ""
     alive: bool = True
     answer: Literal["answered", "silent", "lost", "unasked"] = "answered"
     note: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -269,6 +299,8 @@ class Snapshot:
         nodes: the nodes, and how they answered.
         calls: the calls and tasks that had not finished.
         reservations: the placement groups that Ray had not placed.
+        launches: how many nodes an autoscaler was starting.
+        partial: whether only one machine was looked at, so that others may have more processes.
         finished: the ids of tasks that are over.
         claimed: the ids of actors that another source judges, which `diagnose` does not blame.
         took_s: how long the look took.
@@ -286,6 +318,8 @@ class Snapshot:
     took_s: float = 0.0
     notes: tuple[str, ...] = ()
     reservations: tuple[Reservation, ...] = ()
+    launches: int = 0
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -341,6 +375,27 @@ class StackClass:
     where: Stack
 
 
+@dataclass(frozen=True)
+class Suspect:
+    """A process that may be what a job waits for, if none is known to be.
+
+    Attributes:
+        name: how people call it.
+        pid: its process id, or 0.
+        node: the address of its node.
+        where: the frames at which it stands, innermost first.
+        since_s: for how long, in seconds; None if that is not known.
+        text: why it is not called the cause.
+    """
+
+    name: str
+    pid: int = 0
+    node: str = ""
+    where: Stack = ()
+    since_s: float | None = None
+    text: str = ""
+
+
 Kind = Literal[
     "dead", "stopped", "node-lost", "node-silent", "pending", "missing", "deadlock",
     "late", "disk", "working", "mismatch", "together", "undecided", "driver",
@@ -354,7 +409,8 @@ class Finding:
     Attributes:
         kind: what was found, such as "late" or "dead"; the reference of the command line lists all.
         job_id: the job.
-        confidence: "certain", "likely" or "guess".
+        confidence: how sure the statement is: "certain", "likely" or "guess".
+        rank_confidence: how sure the ranks are; None if it names none.
         blames: whether it names the cause of a wait.
         text: the statement in words.
         subject: what it is about, if that is not a process, such as a placement group.
@@ -362,6 +418,7 @@ class Finding:
         ranks: the ranks that it is about.
         ordinals: whom it is about without a rank, by their creation.
         actors: the actors that it is about.
+        task: the task that it is about, if it is one.
         pid: the process, if it is one.
         node: the address of its node.
         where: the frames at which that stands, innermost first.
@@ -372,6 +429,7 @@ class Finding:
         evidence: the facts behind it.
         remedy: what to do; empty if that depends on the job.
         moves: whether it may still make progress.
+        suspects: if nobody is blamed, the processes that stand still, those that have for longest first.
     """
 
     kind: Kind
@@ -394,3 +452,6 @@ class Finding:
     remedy: str = ""
     moves: bool = False
     subject: str = ""
+    rank_confidence: Confidence | None = None
+    task: str = ""
+    suspects: tuple[Suspect, ...] = ()

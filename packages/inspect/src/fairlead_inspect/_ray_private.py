@@ -2,6 +2,7 @@
 """Wraps every use of a Ray API that is not public, each with its reason, and its fallback if it has one."""
 
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,8 @@ FINISHED, FAILED, RUNNING = 11, 12, 8
 _CREATION = 1
 # The states of placement groups for which no process waits.
 _PLACED = ("CREATED", "REMOVED")
+# Parts of a runtime environment that take time.
+_INSTALLED = ("pip", "uv", "conda", "container", "image_uri", "working_dir", "py_modules", "java_jars")
 # The argument of a raylet with the id of its node.
 _NODE_ID = b"--node_id="
 
@@ -64,7 +67,18 @@ def _parse_actor(kind: Any, row: Any) -> Actor:
         (row.start_time or row.timestamp) / 1e3,
         _parse_death(row) if row.state == kind.DEAD else None,
         dict(row.required_resources),
+        _find_installs(row.serialized_runtime_env),
+        row.function_descriptor.python_function_descriptor.module_name,
     )
+
+
+def _find_installs(environment: str) -> tuple[str, ...]:
+    """Return the parts of a runtime environment that are installed or downloaded before a worker starts."""
+    try:
+        parts = json.loads(environment or "{}")
+    except ValueError:
+        return ()
+    return tuple(name for name in _INSTALLED if isinstance(parts, dict) and parts.get(name))
 
 
 def _parse_death(row: Any) -> Death:
@@ -149,6 +163,9 @@ def _parse_events(job_id: str, events: Iterable[Any]) -> tuple[list[Call], froze
                     times.get(RUNNING, min(times.values())) / 1e9,
                     one.state_updates.worker_pid,
                     one.state_updates.node_id.hex(),
+                    info.parent_task_id.hex(),
+                    dict(info.required_resources),
+                    _find_installs(info.runtime_env_info.serialized_runtime_env),
                 )
             )
     return calls, frozenset(finished), created
@@ -186,6 +203,21 @@ def read_reservations() -> list[Reservation]:
             for group_id, row in placement_group_table().items()
             if row["state"] not in _PLACED
         ]
+
+
+def read_launches() -> int:
+    """Return how many nodes an autoscaler requests or starts; 0 if none runs.
+
+    Reason: the public command `ray status` prints text, and counts nodes without saying which are on the way.
+    Fallback: none, so that who waits for a node is late.
+    """
+    try:
+        from ray.autoscaler.v2.sdk import get_cluster_status
+
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    except (ImportError, AttributeError, TypeError):
+        return 0
+    return len(status.pending_nodes) + sum(int(one.count) for one in status.pending_launches)
 
 
 def find_raylets() -> set[str]:

@@ -14,7 +14,7 @@ from rich.text import Text
 from fairlead_placement.spi import group_pairs
 
 from ._fleets import find_fleets
-from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, StackClass, Waiting
+from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, StackClass, Suspect, Waiting
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import exit_status
 
@@ -123,8 +123,18 @@ def _name(finding: Finding) -> str:
     who = _who(finding.ranks, finding.ordinals)
     if who and finding.fleet:
         return f"{who} of {finding.fleet}"
+    if finding.task:
+        return f"task {finding.task}"
     actors = ", ".join(f"{one.class_name} {one.name}".strip() for one in finding.actors[:4])
     return actors or finding.fleet or "the driver"
+
+
+def _confidence(finding: Finding) -> str:
+    """Return how sure a finding is, and of what."""
+    if not finding.blames:
+        return finding.confidence
+    blame = f"blame: {finding.confidence}"
+    return f"rank: {finding.rank_confidence}, {blame}" if finding.ranks and finding.rank_confidence else blame
 
 
 def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: bool = False) -> RenderableType:
@@ -163,20 +173,31 @@ def draw_gaps(snapshot: Snapshot) -> RenderableType:
 
 def _draw_finding(one: Finding, verbose: bool) -> RenderableType:
     since = "" if one.since_s is None else f", for {write_seconds(one.since_s)}"
-    at = f" on {one.node}, pid {one.pid}" if one.pid and one.node else ""
-    rows = [("at", write_stack(one.where)), ("others", _describe(one.waiting)), ("chain", "  ->  ".join(one.chain))]
+    at = f" on {one.node}, pid {one.pid}" if one.pid and one.node and not one.suspects else ""
+    rows = [
+        ("at", "" if one.suspects else write_stack(one.where)),
+        ("others", _describe(one.waiting)),
+        ("chain", "  ->  ".join(one.chain)),
+    ]
     proof = one.evidence if verbose else one.evidence[:3]
-    rows += [("proof", "; ".join(f"{fact.source}: {fact.text}" for fact in proof)), ("remedy", one.remedy)]
+    rows += [("suspect", _describe_suspect(suspect)) for suspect in one.suspects]
+    rows += [("proof", "; ".join(f"{fact.source}: {fact.text}" for fact in proof)), ("next", one.remedy)]
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()
     head = "HANGS" if one.blames else _HEADS.get(one.kind, one.kind.upper())
-    said = f"{_name(one)}{at}{since}: {one.text} ({one.kind}, {one.confidence})"
+    said = f"{_name(one)}{at}{since}: {one.text} ({one.kind}; {_confidence(one)})"
     grid.add_row(Text(head, style="bold red" if one.blames else "bold"), Text(clean(said), style="bold"))
     for label, text in rows:
         if text:
             grid.add_row(Text(f"  {label}"), Text(clean(text)))
     return grid
+
+
+def _describe_suspect(one: Suspect) -> str:
+    since = "" if one.since_s is None else f", for {write_seconds(one.since_s)}"
+    at = f" on {one.node}, pid {one.pid}" if one.pid and one.node else ""
+    return f"{one.name}{at}{since}: {write_stack(one.where)} ({one.text})"
 
 
 def _describe(waiting: Waiting) -> str:

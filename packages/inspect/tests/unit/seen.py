@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks at pretended clusters, for tests of fleets and of the verdict."""
 
+from dataclasses import replace
+
 from fairlead_inspect._model import Actor, Call, Frame, Job, Node, Process, Reference, Snapshot, Thread
 
 NOW, NODE, JOB = 10_000.0, "n1", "01000000"
@@ -34,12 +36,13 @@ def thread(pid, stack, *, age=100.0, ticks=0, switches=0, before=None, states=("
     return Thread(pid, "MainThread", (*stack, *base), earlier, states, ticks, switches, age, inside)
 
 
-def process(pid, stack, *, refs=(), env=None, state="S", driver=False, title="ray::Worker.train", **how):
+def process(pid, stack, *, refs=(), env=None, state="S", driver=False, title="ray::Worker.train", polls=False, **how):
     if stack is IDLE:
         threads = (Thread(pid, "MainThread", RAY[1:], None, ("S", "S"), 0, 0, 1.0),)
         title = "ray::Worker"
     else:
-        threads = (thread(pid, stack, driver=driver, states=how.pop("states", (state, state)), **how),)
+        one = thread(pid, stack, driver=driver, states=how.pop("states", (state, state)), **how)
+        threads = (replace(one, references=tuple(Reference(ref, any_, polls) for ref, any_ in refs)),)
     return Process(
         NODE,
         pid,
@@ -49,7 +52,6 @@ def process(pid, stack, *, refs=(), env=None, state="S", driver=False, title="ra
         1.0,
         threads,
         env or {},
-        tuple(Reference(one, any_) for one, any_ in refs),
     )
 
 

@@ -29,7 +29,7 @@ from seen import (
     thread,
 )
 
-from fairlead_inspect._model import Call, Child, Death, Frame, Job, Reference
+from fairlead_inspect._model import Call, Child, Death, Frame, Job
 from fairlead_inspect._node.references import read_references
 from fairlead_inspect._verdict.rules import diagnose, exit_status
 
@@ -147,7 +147,7 @@ def test_threads_that_wait():
         both = beside(process(1000, GET, refs=[ref(b.actor_id)]), stack, **how)
         snapshot = look([a, b], [driver_of(ref(a.actor_id)), both, process(1001, QUEUE)])
         assert blamed(snapshot) == []
-        asks = change(snapshot, 1001, references=(Reference(*ref(a.actor_id, 2)),), threads=process(1001, GET).threads)
+        asks = change(snapshot, 1001, threads=process(1001, GET, refs=[ref(a.actor_id, 2)]).threads)
         assert blamed(asks) == []
     # The driver computes, and a thread of it waits for messages.
     works = driver_of(ref(a.actor_id), stack=LOOP, **MOVES)
@@ -187,17 +187,14 @@ def test_coroutine():
 
 @pytest.mark.parametrize("timeout", [None, "None", "5400.0", "0.5", "0"])
 def test_timeout_of_a_wait(monkeypatch, timeout):
-    """Who waits with a short timeout polls, and is not held up."""
+    """Who waits with a short timeout polls, which is one wait if what it waits for does not move."""
     (id_, _), a = ref(actor_id(0)), actor(0, "A")
-    monkeypatch.setattr("fairlead_inspect._node.references._read_list", lambda *_: [id_])
+    monkeypatch.setattr("fairlead_inspect._node.references._read_list", lambda *_: ([id_], 0))
     held = [{"name": "timeout", "repr": timeout}] if timeout else []
     frame = {"filename": GET[0].file, "name": "wait", "locals": [*held, {"name": "ray_waitables", "addr": 64}]}
-    (found,) = read_references(1, [frame], 16)
-    polls = timeout in ("0.5", "0")
-    assert found == (id_, True, polls)
-    snapshot = look([a], [driver_of(found[:2]), process(1000, QUEUE)])
-    snapshot = change(snapshot, 811, references=(Reference(*found),))
-    assert blamed(snapshot) == ([] if polls else [("late", ("A",))])
+    (found,), unread = read_references(1, [frame], 16)
+    assert (found, unread) == ((id_, True, timeout in ("0.5", "0")), 0)
+    assert blamed(look([a], [driver_of(found[:2], polls=found[2]), process(1000, QUEUE)])) == [("late", ("A",))]
 
 
 def test_alone_in_a_collective():
@@ -233,7 +230,9 @@ def test_idle_for_a_reason():
     calls = tuple(replace(one, state=states.get(one.actor_id, one.state)) for one in idle.calls)
     assert of(replace(idle, calls=calls)) == []
     before = replace(idle, calls=tuple(one for one in idle.calls if one.actor_id != actor_id(1)))
-    assert of(change(before, 811, references=(Reference(*ref(loader.actor_id)),))) == [("late", ("Loader",))]
+    assert of(change(before, 811, threads=process(811, GET, refs=[ref(loader.actor_id)], driver=True).threads)) == [
+        ("late", ("Loader",))
+    ]
 
 
 def tasks_of(running, pending, age=90.0, job=JOB):

@@ -30,8 +30,21 @@ def answer(numbers):
     rows = []
     for number in numbers:
         fleet, rank = divmod(number, 500)
-        thread = (1000 + number, "MainThread", int((fleet, rank) == (0, 37)), -1, ("S", "S"), 0, 0, 100.0, False)
-        fields = environ(rank, 500, fleet), [], [], 2**30, "", ""
+        thread = (
+            1000 + number,
+            "MainThread",
+            int((fleet, rank) == (0, 37)),
+            -1,
+            ("S", "S"),
+            0,
+            0,
+            100.0,
+            False,
+            [],
+            0,
+            "",
+        )
+        fields = environ(rank, 500, fleet), [], 2**30, "", "", []
         rows.append((1000 + number, "ray::W.train", ("S", "S"), 0, 1.0, [thread], *fields))
     return {"processes": rows, "stacks": stacks, "notes": [], "took_s": 1.2}
 
@@ -47,6 +60,7 @@ def large(monkeypatch):
         read_actors=lambda job: actors,
         read_calls=lambda job: ([], frozenset(), {}),
         read_reservations=list,
+        read_launches=lambda: 0,
     )
     monkeypatch.setattr(_fanout, "_ray_private", tables)
     monkeypatch.setattr(_fanout, "ask_head", lambda what, function, *args, timeout_s: function(*args))

@@ -34,6 +34,12 @@ def test_environment():
     assert fleets(actors, envs) == [("environment", "certain", [1, 0]), ("environment", "certain", [0, 1, 2])]
 
 
+def test_two_numbers():
+    """Names with two numbers are those of two sets, as of two experiments of one driver."""
+    found = fleets([actor(at, name=f"exp-{at // 2}-{at % 2}") for at in range(4)])
+    assert found == [("names", "likely", [0, 1])] * 2
+
+
 def test_disputed():
     """Two members with one rank, or a rank beyond the world size, are disputed, and none of them is named."""
     actors = [actor(number) for number in range(2)]
@@ -47,7 +53,6 @@ def test_disputed():
     ("names", "ranks"),
     [
         (["policy_w_1:0", "policy_w_0:1", "policy_w_0:0", "policy_w_1:1"], [2, 1, 0, 3]),  # verl: the last is local
-        (["lm-0-0", "lm-0-1", "lm-1-0", "lm-1-1"], [0, 1, 2, 3]),
         (["lm-grp0-0", "lm-grp0-1"], [0, 1]),
         (["trainer-3", "trainer-1"], [3, 1]),
         (["w.0", "w.1"], [0, 1]),

@@ -50,7 +50,10 @@ def test_text(snapshot):
     """The verdict has what a reader needs, and no secret or escape code."""
     shown = drawn(draw_findings(snapshot, diagnose(snapshot), verbose=True))
     assert "HANGS" in shown
-    assert "rank 2 of Worker on 10.0.0.1, pid 1002, for 1m 40s: does not move (late, certain)" in shown
+    assert (
+        "rank 2 of Worker on 10.0.0.1, pid 1002, for 1m 40s: does not move (late; rank: certain, blame: certain)"
+        in shown
+    )
     assert "data.py:33 next_batch  ->  Condition.wait (threading.py:327)" in shown
     assert "2 wait (ranks 0-1) at step.py:118 train  ->  all_reduce" in shown
     assert "driver  ->  Worker rank 2" in shown

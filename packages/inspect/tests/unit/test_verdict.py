@@ -102,7 +102,10 @@ def test_ray_train():
 
 
 def test_not_late_yet():
-    """Before the limit, and while the rank moves or its children work, nothing is blamed and the status is 0."""
+    """Before the limit, and while the rank moves or its children work, nothing is blamed and the status is 0.
+
+    A rank that stood for long before the others came is no all-clear.
+    """
     hung = [ALL_REDUCE, QUEUE, ALL_REDUCE]
     short = fleet_of(hung, how={number: {"age": 5.0} for number in range(3)})
     one_late = fleet_of(hung, how={0: {"age": 5.0}}, driver_waits=False)
@@ -112,24 +115,36 @@ def test_not_late_yet():
         replace(one, children=(Child(7, "cc1plus", ("R", "R"), 90),)) if one.pid == 1001 else one
         for one in snapshot.processes
     ]
-    for one in (short, one_late, moves, replace(snapshot, processes=tuple(compiles))):
+    for one in (short, moves, replace(snapshot, processes=tuple(compiles))):
         assert kinds(one) == ["working"]
         assert exit_status(diagnose(one)) == 0
+    assert (kinds(one_late), exit_status(diagnose(one_late))) == (["undecided"], 4)
     assert blamed(short, after_s=1.0) == [("late", (1,), "certain")]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0},
-        {"ticks": 1, "switches": 9, "before": LOOP, "age": 0.0},
-    ],
-)
-def test_loops(how):
-    """A rank that spins or wakes up at one line may be stuck or work, so that it is shown and not blamed."""
-    (found,) = diagnose(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: how}))
-    assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "guess", False)
+def test_spinning_rank():
+    """A rank that spins outside of the collective may be stuck or work, so that it is a suspect and not blamed."""
+    spins = {"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}
+    (found,) = diagnose(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: spins}))
+    assert (found.kind, found.blames, [one.name for one in found.suspects]) == ("undecided", False, ["Worker rank 2"])
+    assert found.subject == "Worker rank 2"
     assert exit_status([found]) == 4
+
+
+def test_polling_rank():
+    """A rank that wakes up now and then at one line has waited since its call began; one that sleeps so may be well."""
+    polls = {"ticks": 1, "switches": 2, "before": LOOP, "age": 0.0}
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: polls})
+    (found,) = diagnose(snapshot)
+    assert (found.kind, found.ranks, found.blames, found.since_s) == ("late", (2,), True, 200.0)
+    assert (found.confidence, found.rank_confidence) == ("likely", "certain")
+    sleeps = [
+        replace(one, threads=(replace(one.threads[0], waits_on="time.sleep"),)) if one.pid == 1002 else one
+        for one in snapshot.processes
+    ]
+    (found,) = diagnose(replace(snapshot, processes=tuple(sleeps)))
+    assert (found.kind, found.blames, found.suspects[0].pid) == ("undecided", False, 1002)
+    assert "it stands in time.sleep" in found.suspects[0].text
 
 
 def test_disk():
@@ -261,9 +276,10 @@ def test_pending_placement_group(stack, references, age):
 def test_placement_group_of_another():
     """Only who waits for a placement group explains it: other waits, other jobs and other makers do not."""
     driver = process(811, GET, refs=[PROMISE], driver=True, title="python")
-    assert diagnose(look([], [driver], reservations=(replace(BIG, job_id="02000000"),))) == ()
+    (found,) = diagnose(look([], [driver], reservations=(replace(BIG, job_id="02000000"),)))
+    assert (found.kind, found.subject, found.blames) == ("undecided", "driver", False)
     working = process(811, LOOP, driver=True, title="python")
-    assert diagnose(look([], [working], reservations=(BIG,))) == ()
+    assert "pending" not in kinds(look([], [working], reservations=(BIG,)))
     both = (BIG, replace(BIG, name="small", creator="c" * 32))
     assert [one.subject for one in diagnose(look([], [driver], reservations=both))] == [
         "placement group big (2 x 8 GPU)"
@@ -359,41 +375,38 @@ def test_opaque_and_unread():
     assert blamed(lost) == [("node-lost", (1,), "certain")]
 
 
-LATE = {"threads": (), "references": (), "note": "py-spy was not done in time (...)"}
+LATE = {"threads": (), "note": "py-spy was not done in time (...)"}
 
 
 @pytest.mark.parametrize(
-    ("pids", "change", "said"),
-    [
-        ({811, 1000}, LATE, ("2 processes, the driver among them", "not readable")),
-        ({1000}, LATE, ("1 process", "not readable")),
-        ({811}, {"references": ()}, ("1 process, the driver", "in ray.get for objects whose ids are not readable")),
-    ],
+    ("pids", "said"), [({811, 1000}, "2 processes, the driver among them"), ({811}, "1 process, the driver")]
 )
-def test_waits_that_cannot_be_read(pids, change, said):
+def test_processes_that_cannot_be_read(pids, said):
     """If it is not known what processes wait for, and nothing is to blame, the verdict is open: it is not "well"."""
-    get = {"stack": GET, "refs": [ref(actor_id(0))]}
-    trainer = process(1000, **({"stack": LOOP} if pids == {811} else get))
-    driver = process(811, **({"stack": LOOP} if pids == {1000} else get), driver=True)
-    processes = [trainer, driver, process(1001, QUEUE)]
-    changed = tuple(replace(one, **change) if one.pid in pids else one for one in processes)
+    processes = [process(1000, IDLE), process(811, LOOP, driver=True), process(1001, IDLE)]
+    changed = tuple(replace(one, **LATE) if one.pid in pids else one for one in processes)
     (found,) = diagnose(look([actor(0, "A"), actor(1, "B")], changed))
-    assert (found.kind, found.blames, found.moves) == ("undecided", False, False)
-    assert found.subject == said[0]
-    assert said[1] in found.text
+    assert (found.kind, found.blames, found.moves, found.subject) == ("undecided", False, False, said)
+    assert "not readable" in found.text
     assert exit_status([found]) == 4
 
 
+def test_objects_that_cannot_be_read():
+    """A driver that waits for objects whose ids are not readable is a suspect."""
+    driver = process(811, GET, driver=True)
+    (found,) = diagnose(look([actor(0, "A")], [driver, process(1000, IDLE)]))
+    assert (found.kind, found.blames, found.subject, exit_status([found])) == ("undecided", False, "driver", 4)
+
+
 def test_unread_bystanders():
-    """What is to blame is named, whatever else could not be read; an unread member of a group is judged there."""
+    """What is to blame is named, whatever else could not be read; an unread process alone is no all-clear."""
     snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     other = actor(7, "Other")
     more = replace(snapshot, actors=(*snapshot.actors, other))
     more = replace(more, processes=(*snapshot.processes, replace(process(1007, QUEUE), **LATE)))
     assert kinds(more) == ["late"]
     alone = look([other], [replace(process(1007, QUEUE), **LATE), process(811, LOOP, driver=True)])
-    assert kinds(alone) == ["undecided"]
-    assert kinds(replace(alone, claimed=frozenset([other.actor_id]))) == []
+    assert {*kinds(alone)} == {"undecided"}
 
 
 def test_silent_node_of_nobody():
@@ -401,8 +414,8 @@ def test_silent_node_of_nobody():
     silent = Node("n2", "10.0.0.2", answer="silent", note="no answer within 4 s")
     far = replace(look([actor(0)], [process(1000, QUEUE)]).jobs[0], node_id="n2")
     snapshot = look([actor(0)], [process(1000, QUEUE)], nodes=(Node(NODE, "10.0.0.1"), silent), jobs=(far,))
-    (found,) = diagnose(snapshot)
-    assert (found.kind, found.blames, exit_status([found])) == ("node-silent", False, 4)
+    (found,) = [one for one in diagnose(snapshot) if one.kind == "node-silent"]
+    assert (found.blames, exit_status([found])) == (False, 4)
     assert "10.0.0.2" in found.text
 
 
@@ -445,9 +458,11 @@ def test_actors_that_start_again():
 
 
 def test_no_job():
-    """An empty cluster, and actors that wait for no one, are well."""
+    """An empty cluster is well; actors whose calls do not move are no all-clear, even if no one waits for them."""
     assert diagnose(look([], [])) == ()
-    assert diagnose(fleet_of([QUEUE, LOOP], driver_waits=False)) == ()
+    (found,) = diagnose(fleet_of([QUEUE, LOOP], driver_waits=False))
+    assert (found.kind, found.blames, exit_status([found])) == ("undecided", False, 4)
+    assert {one.pid for one in found.suspects} == {1000, 1001}
 
 
 MOTIONS = st.sampled_from(["collective", "queue", "loop", "idle", "moves", "stopped", "unread"])

@@ -28,8 +28,14 @@ from .processes import (
 )
 from .pyspy import MISSING, dump, find_pyspy
 from .references import SAMPLE, calibrate
+from .waits import read_kernel_wait
 
 AT_A_TIME = 4
+# Children of one process whose stacks are read, if it stands in code that waits for a child.
+MOST_CHILDREN = 16
+WAITS_FOR_CHILD = re.compile(
+    r"/multiprocessing/|/subprocess\.py$|/torch/utils/data/|/concurrent/futures/process|/joblib/|/loky/"
+)
 # The least time for the stacks of one node. Those that seem wrong come first.
 DUMPS_S = 2.0
 # A source line whose native call may wait for a device or for another rank. The line itself stays on the node.
@@ -68,10 +74,18 @@ def look(
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         list(pool.map(lambda row: _dump(row, program, offset, until), rows))
         list(pool.map(lambda row: _look_again(row, program, offset, window_s, until + window_s), rows))
-    reader.join(max(0.0, until + window_s - time.monotonic()))
+    lines: dict[tuple[str, int], str] = {}
+    sources = threading.Thread(target=_read_lines, args=(rows, lines), daemon=True)
+    sources.start()
+    for one in (reader, sources):
+        one.join(max(0.2, until + window_s - time.monotonic()))
     clocks: dict[int, float | None] = {}
     table: dict[Any, int] = {}
-    found = [_finish(row, clocks, table) for row in rows if not row.get("gone")]
+    found = [_finish(row, clocks, table, lines) for row in rows if not row.get("gone")]
+    if sources.is_alive():
+        notes.append(
+            "the file system of the sources does not answer: a wait for a device may be called code of the job"
+        )
     if read_last_run("self", threading.get_native_id()) is None:
         notes.append("the kernel does not say when a thread ran last (/proc/PID/sched is missing)")
     return {"processes": found, "stacks": list(table), "notes": [*notes], "took_s": time.monotonic() - began}
@@ -112,8 +126,17 @@ def _read_records(rows: Sequence[dict[str, Any]], notes: list[str]) -> None:
         notes += [note] if note else []
 
 
+def _read_lines(rows: Sequence[dict[str, Any]], lines: dict[tuple[str, int], str]) -> None:
+    """Read the line at which each thread stands. The lines stay on the node."""
+    for row in rows:
+        for thread in row["threads"]:
+            file, _, line = thread["stack"][0]
+            if (file, line) not in lines:
+                lines[file, line] = linecache.getline(file, line)
+
+
 def _dump(row: dict[str, Any], program: str, offset: int, until: float) -> None:
-    row["threads"], row["references"], row["note"] = dump(row["pid"], program, offset, until)
+    row["threads"], row["note"] = dump(row["pid"], program, offset, until)
     row["dumped"] = time.monotonic()
 
 
@@ -138,16 +161,29 @@ def _look_again(row: dict[str, Any], program: str, offset: int, window_s: float,
     row["after"] = {thread["tid"]: read_counters(pid, thread["tid"]) for thread in row["threads"]}
     row["children_after"] = {one: _read_child(one) for one in row["children"]}
     if any(row["counters"].get(tid) != after for tid, after in row["after"].items()):
-        again, references, note = dump(pid, program, offset, until)
+        again, note = dump(pid, program, offset, until)
         before = {thread["tid"]: thread["stack"] for thread in row["threads"]}
         for thread in again:
             thread["tid"] = names.get(thread["tid"], thread["tid"])
             thread["before"] = before.get(thread["tid"])
         if not note:
-            row["threads"], row["references"] = again, references
+            row["threads"] = again
+    for thread in row["threads"]:
+        thread["waits_on"] = read_kernel_wait(pid, thread["tid"])
+    if any(WAITS_FOR_CHILD.search(frame[0]) for thread in row["threads"] for frame in thread["stack"][:8]):
+        row["inside"] = {one: _look_into(one, program, until) for one in [*row["children"]][:MOST_CHILDREN]}
 
 
-def _finish(row: dict[str, Any], clocks: dict[int, float | None], table: dict[Any, int]) -> tuple[Any, ...]:
+def _look_into(child: int, program: str, until: float) -> tuple[list[Any], str]:
+    """Return the stack of the main thread of a child, empty if it is no Python, and what it waits for."""
+    threads = dump(child, program, -1, until)[0] if program else []
+    main = next((one["stack"] for one in threads if one["tid"] == child), threads[0]["stack"] if threads else [])
+    return main, read_kernel_wait(child, child)
+
+
+def _finish(
+    row: dict[str, Any], clocks: dict[int, float | None], table: dict[Any, int], lines: dict[tuple[str, int], str]
+) -> tuple[Any, ...]:
     """Return the fields of a process, with the differences between both looks, and its stacks as indices."""
     pid, threads = row["pid"], []
     for thread in row["threads"]:
@@ -163,17 +199,20 @@ def _finish(row: dict[str, Any], clocks: dict[int, float | None], table: dict[An
             _subtract(last[1], first[1]),
             _subtract(last[2], first[2]),
             _read_age(pid, tid, clocks),
-            bool(WAITS_INSIDE.search(linecache.getline(file, line))),
+            bool(WAITS_INSIDE.search(lines.get((file, line), ""))),
+            thread["references"],
+            thread["unread"],
+            thread.get("waits_on", ""),
         ))  # fmt: skip
     children = [
-        (child, read_title(child), (state, after[0]), after[1] - ticks)
+        (child, read_title(child), (state, after[0]), after[1] - ticks, *row.get("inside", {}).get(child, ([], "")))
         for child, (state, ticks) in row["children"].items()
         if (after := row["children_after"][child])[0]
     ]
     states, note = tuple(row["states"]), row["note"] if not threads else ""
     file = read_wait(pid) if states == ("D", "D") else ""
     return (pid, row["title"], states, row["ticks"][1] - row["ticks"][0], row["at"][1] - row["at"][0], threads,
-            row["environ"], row["references"], children, row["memory"], note, file, row["records"])  # fmt: skip
+            row["environ"], children, row["memory"], note, file, row["records"])  # fmt: skip
 
 
 def _read_age(pid: int, tid: int, clocks: dict[int, float | None]) -> float | None:

@@ -26,10 +26,8 @@ def find_pyspy() -> str:
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy") or ""
 
 
-def dump(
-    pid: int, program: str, offset: int, until: float
-) -> tuple[list[dict[str, Any]], list[tuple[str, bool, bool]], str]:
-    """Return the threads of a process with their frames, the objects that they wait for, and why there are none.
+def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], str]:
+    """Return the threads of a process, with their frames and the objects that they wait for, and why there are none.
 
     Args:
         pid: the process.
@@ -58,20 +56,20 @@ def dump(
                 break
             continue
         found = _read_threads(pid, threads, offset)
-        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in found[0]):
+        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in found):
             break  # otherwise it is torn; the last one is taken as it is
-    return ([], [], note) if found is None else (*found, "")
+    return ([], note) if found is None else (found, "")
 
 
-def _read_threads(pid: int, threads: Any, offset: int) -> tuple[list[dict[str, Any]], list[tuple[str, bool, bool]]]:
+def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    references: list[tuple[str, bool, bool]] = []
     for thread in threads:
         if not (frames := thread["frames"]):
             continue
         kept = frames[: MOST_FRAMES - 1] + frames[-1:]
         stack = [(one["filename"], one["name"], one["line"]) for one in kept]
-        rows.append({"tid": thread.get("os_thread_id") or pid, "name": thread.get("thread_name") or "", "stack": stack})
-        if any(is_get(one["filename"], one["name"]) for one in frames[:4]):
-            references += read_references(pid, frames, offset)
-    return rows, references
+        row = {"tid": thread.get("os_thread_id") or pid, "name": thread.get("thread_name") or "", "stack": stack}
+        waits = any(is_get(one["filename"], one["name"]) for one in frames[:4])
+        row["references"], row["unread"] = read_references(pid, frames, offset) if waits else ([], 0)
+        rows.append(row)
+    return rows

@@ -3,10 +3,10 @@
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-MOST_REFERENCES = 256
+MOST_REFERENCES = 100_000
 ID_BYTES = 28
 # The id of a reference that no object store has to be asked for.
 SAMPLE = bytes(range(ID_BYTES))
@@ -14,6 +14,10 @@ SAMPLE = bytes(range(ID_BYTES))
 POLLS_S = 60.0
 LISTS = ("object_refs", "ray_waitables")
 FUNCTIONS = ("get", "wait", "get_objects")
+# Other items of these lists, such as `ObjectRefGenerator`, have another layout.
+TYPE = b"ObjectRef"
+# The offset of `tp_name` in a type, and of the type in an object.
+NAME_OFFSET, TYPE_OFFSET = 24, 8
 
 
 def calibrate(reference: Any) -> int:
@@ -26,23 +30,25 @@ def is_get(file: str, function: str) -> bool:
     return file.endswith("/ray/_private/worker.py") and function.rpartition(".")[2] in FUNCTIONS
 
 
-def read_references(pid: int, frames: Sequence[Any], offset: int) -> list[tuple[str, bool, bool]]:
-    """Return the ids of the objects that a thread waits for, whether any of them suffices, and whether it polls.
+def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[tuple[str, bool, bool]], int]:
+    """Return the objects that a thread waits for, and how many items of its list could not be read.
 
-    None if they are unreadable.
+    Each is an id, whether any of them suffices, and whether the thread polls.
     """
     for frame in frames[:4]:
-        is_there = is_get(frame["filename"], frame["name"])
-        held = {one["name"]: one for one in frame.get("locals") or [] if is_there}
+        if not is_get(frame["filename"], frame["name"]):
+            continue
+        held = {one["name"]: one for one in frame.get("locals") or []}
         address = next((held[name].get("addr") for name in LISTS if name in held), None)
         if address and offset > 0:
             waits = frame["name"].rpartition(".")[2] == "wait"
             polls = _is_short(held.get("timeout", {}).get("repr"))
             try:
-                return [(one, waits, polls) for one in _read_list(pid, address, offset)]
+                ids, unread = _read_list(pid, address, offset)
             except (OSError, ValueError, OverflowError, struct.error):
-                return []
-    return []
+                return [], 1
+            return [(one, waits, polls) for one in ids], unread
+    return [], 0
 
 
 def _is_short(timeout: str | None) -> bool:
@@ -52,8 +58,11 @@ def _is_short(timeout: str | None) -> bool:
         return False  # "None"
 
 
-def _read_list(pid: int, address: int, offset: int) -> list[str]:
-    """Return the ids in a list of `ObjectRef`, by the layout of CPython's lists: size at 16, items at 24."""
+def _read_list(pid: int, address: int, offset: int) -> tuple[list[str], int]:
+    """Return the ids in a list of `ObjectRef`, and how many items it has besides.
+
+    The layout is that of CPython's lists: the size at 16, the address of the items at 24.
+    """
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
 
         def read(at: int, count: int) -> bytes:
@@ -61,8 +70,19 @@ def _read_list(pid: int, address: int, offset: int) -> list[str]:
             return memory.read(count)
 
         size, items = struct.unpack("<qQ", read(address + 16, 16))
-        if not 0 < size < 1_000_000:
-            return []
+        if not 0 < size < 100_000_000:
+            return [], 0
         count = min(size, MOST_REFERENCES)
         pointers = struct.unpack(f"<{count}Q", read(items, 8 * count))
-        return [read(pointer + offset, ID_BYTES).hex() for pointer in pointers]
+        kinds: dict[bytes, bool] = {}
+        ids = [read(pointer + offset, ID_BYTES).hex() for pointer in pointers if _is_reference(read, pointer, kinds)]
+        return ids, size - len(ids)
+
+
+def _is_reference(read: Callable[[int, int], bytes], pointer: int, kinds: dict[bytes, bool]) -> bool:
+    """Return whether an object is an `ObjectRef`, by the name of its type; each type is read once."""
+    kind = read(pointer + TYPE_OFFSET, 8)
+    if kind not in kinds:
+        (name,) = struct.unpack("<Q", read(struct.unpack("<Q", kind)[0] + NAME_OFFSET, 8))
+        kinds[kind] = read(name, 64).partition(b"\0")[0].rpartition(b".")[2] == TYPE
+    return kinds[kind]

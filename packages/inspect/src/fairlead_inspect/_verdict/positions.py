@@ -1,43 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each process stands, and whether it moves."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from .._model import Frame, Process, Stack, Thread
+from .libraries import (
+    PACKAGES,
+    USER_THREADS,
+    is_backward,
+    is_channel,
+    is_collective,
+    is_device,
+    is_library,
+    is_own,
+    is_ray,
+    is_rendezvous,
+    is_server,
+    last_name,
+)
 
-# A clock tick of the kernel, as of /proc/PID/stat.
+# A clock tick of the kernel, as in /proc/PID/stat.
 TICKS_PER_S = 100
-# A thread that ran for at most so many ticks between two looks, and stands where it stood, only woke up.
+# A thread that ran for at most so many ticks between two snapshots, and stands where it stood, only woke up.
 WAKING_TICKS = 2
+# A thread that wakes up more often than this has traffic, as with a network, even if it stands at one line.
+OFTEN_PER_S = 20
 # A write to a disk may take so long.
 SAVES_S = 60.0
 
-# "device": in native code that may wait for a device or for another rank; opaque: its calls have no Python stack.
-PositionKind = Literal["collective", "device", "ray-get", "user", "idle", "opaque", "unread"]
+# "device": in native code that may wait for a device or for another rank; "channel": for a peer of a compiled graph;
+# "library": in a library of Ray, whose waits are not read; "opaque": its calls have no Python stack.
+PositionKind = Literal[
+    "collective", "device", "channel", "ray-get", "library", "user", "idle", "opaque", "unread"
+]  # fmt: skip
 Motion = Literal["still", "waking", "spinning", "moving", "stopped", "disk", "unknown"]
+# Kinds of threads that wait for other processes.
+_WAITS = ("collective", "ray-get", "channel")
+# Where a process with one of these motions stands, it stood in both snapshots.
+STANDS = ("still", "waking", "spinning", "disk")
 
-_PACKAGES = re.compile(r"/(?:site|dist)-packages/")
-_STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen|/python3\d+\.zip/")
-_RAY = re.compile(r"/ray/(?:_private|_raylet|util/tracing|actor|remote_function|_common|train/v2/_internal)")
-_COLLECTIVE = re.compile(
-    r"/torch/distributed/(?!elastic/|run\.py|launch\.py|launcher/)|/ray/util/collective/|/mpi4py/"
-    r"|/jax/_src/(?:distributed|multihost)|/jax/experimental/multihost_utils|/deepspeed/comm/|/horovod/"
-)
-_RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group|_store_based_barrier)|init_collective")
-# Native code of these waits for devices and for other ranks without a frame of its own.
-_DEVICE = re.compile(r"/(?:torch|jax|jaxlib|cupy|tensorflow|nccl|mpi4py|deepspeed|vllm|sglang)/")
 _GET = ("/ray/_private/worker.py", ("get", "wait", "get_objects"))
-# A coroutine that awaits something has no stack.
-_SUSPENDS = re.compile(r"/ray/_private/object_ref_generator\.py$|/ray/_raylet|/asyncio/")
-# Ray Train runs the user's function on a thread of its own; another one monitors it.
-_TRAIN_THREAD = re.compile(r"/ray/train/v2/_internal/execution/worker_group/thread_runner\.py .*_run_target$")
-# A server that waits for a request waits for somebody that nothing here can see.
-_SERVES = re.compile(r"^(?:accept|serve_forever|_accept_connection)$")
-_WAITS = ("collective", "ray-get")
 _BASES = ("<module>", "_bootstrap", "_run_module_as_main", "actor_method_executor", "main_loop")
 
 
@@ -52,7 +57,8 @@ class Position:
         inner: the innermost frame, of any code, for people.
         thread: the thread that runs the task.
         since_s: seconds since that thread ran last; None if unknown.
-        rendezvous: whether it waits for the others of its fleet to join.
+        rendezvous: whether it waits for the others of its worker set to join.
+        backward: whether it computes gradients, which distributed models reduce there.
         busy_elsewhere: whether other threads or children use the CPU or the disk.
         mixed: whether other threads wait or run calls too, so that this one may not be what the process waits in.
     """
@@ -64,8 +70,19 @@ class Position:
     thread: Thread | None = None
     since_s: float | None = None
     rendezvous: bool = False
+    backward: bool = False
     busy_elsewhere: bool = False
     mixed: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it was seen to make progress."""
+        return self.motion == "moving" or self.busy_elsewhere
+
+    @property
+    def stands(self) -> bool:
+        """Whether it was at one place in both snapshots, and nothing else of it works."""
+        return self.motion in STANDS and not self.busy_elsewhere
 
 
 def locate(process: Process, *, driver: bool = False) -> Position:
@@ -78,11 +95,7 @@ def locate(process: Process, *, driver: bool = False) -> Position:
         (tasks if runs else others).append(_locate(thread, process.window_s))
     waits_aside = any(one.kind in _WAITS for one in others)
     if not tasks:
-        # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
-        runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
-        serves = any(one.name.startswith("AsyncIO Thread") for one in process.threads)
-        works = any((own := find_own(one.where)) and not _PACKAGES.search(own.file) for one in others)
-        return Position("opaque" if runs or serves or works else "idle", _move_of(process.states, process.ticks))
+        return Position(_without_task(process, others, driver=driver), _move_of(process.states, process.ticks))
     waits = [one for one in tasks if one.kind in _WAITS]
     chosen = next((one for one in tasks if one.motion == "moving"), (waits or tasks)[0])
     apart = len(waits) > 1 or (not waits and len({one.where for one in tasks}) > 1)
@@ -96,6 +109,15 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     if _move_of(process.states, process.ticks) == "stopped":
         chosen = replace(chosen, motion="stopped")
     return replace(chosen, mixed=len(tasks) > 1 or waits_aside, busy_elsewhere=elsewhere)
+
+
+def _without_task(process: Process, others: Iterable[Position], *, driver: bool) -> PositionKind:
+    """Return "opaque" for a process without a thread that runs a call, if something else of it may run one."""
+    # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
+    runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
+    serves = any(one.name.startswith("AsyncIO Thread") for one in process.threads)
+    works = any((own := find_own(one.where)) and not PACKAGES.search(own.file) for one in others)
+    return "opaque" if runs or serves or works else "idle"
 
 
 def _works(at: Position, window_s: float) -> bool:
@@ -113,39 +135,48 @@ def _locate(thread: Thread, window_s: float) -> Position:
 @lru_cache(4096)
 def _read(stack: Stack, waits_inside: bool) -> Position:
     """Return what a stack says; most threads of a job stand at few places."""
-    library, seen_own = [], False
+    inside, seen_own = list[Frame](), False
     for frame in stack:
-        if _is_own(frame):
+        if is_own(frame):
             seen_own = True
             break
-        library.append(frame)
+        inside.append(frame)
     inner = stack[0] if stack else None
     kind: PositionKind = "user"
-    if any(_COLLECTIVE.search(frame.file) for frame in library):
+    if any(map(is_collective, inside)):
         kind = "collective"
-    elif any(_is_get(frame) for frame in library):
+    elif any(map(_is_get, inside)):
         kind = "ray-get"
-    elif any(_SUSPENDS.search(frame.file) or _SERVES.search(_last(frame.function)) for frame in library):
+    elif any(map(is_channel, inside)):
+        kind = "channel"
+    elif any(map(is_server, stack[: len(inside) + 1])):
         kind = "opaque"
-    elif not seen_own or waits_inside or (inner is not None and _DEVICE.search(inner.file)):
+    elif waits_inside or (inner is not None and is_device(inner)):
         kind = "device"
-    rendezvous = any(_RENDEZVOUS.search(f"{frame.file} {frame.function}") for frame in library)
-    return Position(kind, where=normalise(stack), inner=inner, rendezvous=rendezvous)
+    elif not seen_own or any(map(is_ray, inside)):
+        kind = "library"
+    return Position(
+        kind,
+        where=normalise(stack),
+        inner=inner,
+        rendezvous=any(map(is_rendezvous, inside)),
+        backward=any(map(is_backward, inside)),
+    )
 
 
 def _runs_task(thread: Thread, main: bool) -> bool:
-    names = [_last(frame.function) for frame in thread.stack]
+    names = [last_name(frame.function) for frame in thread.stack]
     if main or "actor_method_executor" in names:
         return True
-    if any(_TRAIN_THREAD.search(f"{frame.file} {frame.function}") for frame in thread.stack):
+    if any(USER_THREADS.search(f"{frame.file} {frame.function}") for frame in thread.stack):
         return True
     # A plain task, and a method that blocks the loop of an async actor.
     loops = "main_loop" in names or thread.name.startswith("AsyncIO Thread")
-    return loops and any(_is_own(frame) for frame in thread.stack)
+    return loops and any(is_own(frame) for frame in thread.stack)
 
 
 def _move_of(states: tuple[str, str], ticks: int | None) -> Motion:
-    """Return what the states in both looks say; they are empty if the thread was not there in one of them."""
+    """Return what the states in both snapshots say; they are empty if the thread was missing in one of them."""
     return "stopped" if {*states} <= {*"Tt"} and not ticks else "disk" if states == ("D", "D") else "unknown"
 
 
@@ -169,35 +200,26 @@ def _move(thread: Thread, window_s: float) -> Motion:
 def normalise(stack: Stack) -> Stack:
     """Return the frames by which positions are compared: the user's by line, those of packages by function."""
     return tuple(
-        Frame(frame.file, frame.function, 0) if _PACKAGES.search(frame.file) else frame
+        Frame(frame.file, frame.function, 0) if PACKAGES.search(frame.file) else frame
         for frame in frames_of_code(stack)
     )
 
 
 def frames_of_code(stack: Stack) -> Stack:
     """Return the frames that are neither Ray's nor those of the standard library."""
-    return tuple(frame for frame in stack if not _STANDARD.search(frame.file) and not _RAY.search(frame.file))
+    return tuple(frame for frame in stack if not is_library(frame))
 
 
 def find_own(stack: Iterable[Frame]) -> Frame | None:
     """Return the innermost frame of the user's code, or of the package that stands for it."""
-    own = [frame for frame in stack if _is_own(frame)]
-    return next((frame for frame in own if not _PACKAGES.search(frame.file)), own[0] if own else None)
+    own = [frame for frame in stack if is_own(frame)]
+    return next((frame for frame in own if not PACKAGES.search(frame.file)), own[0] if own else None)
 
 
 def is_complete(stack: Stack) -> bool:
     """Return whether a stack reaches the frame in which its thread began; one that was torn does not."""
-    return bool(stack) and _last(stack[-1].function) in _BASES
+    return bool(stack) and last_name(stack[-1].function) in _BASES
 
 
 def _is_get(frame: Frame) -> bool:
-    return frame.file.endswith(_GET[0]) and _last(frame.function) in _GET[1]
-
-
-def _is_own(frame: Frame) -> bool:
-    """Return whether a frame is of the job: neither Python's, nor Ray's, nor of a library that waits inside."""
-    return not any(pattern.search(frame.file) for pattern in (_STANDARD, _RAY, _COLLECTIVE, _DEVICE))
-
-
-def _last(function: str) -> str:
-    return function.rpartition(".")[2]
+    return frame.file.endswith(_GET[0]) and last_name(frame.function) in _GET[1]

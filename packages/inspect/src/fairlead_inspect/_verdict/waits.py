@@ -6,14 +6,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .._model import Actor, Call, Fleet, Job, Member, Process, Snapshot
-from .positions import Position, locate
+from .libraries import is_infrastructure
+from .positions import Position, PositionKind, locate
 
-WaitKind = Literal["collective", "get", "wait"]
+# "args": a call for those that make its arguments; "calls": a process whose waits cannot be read, for its own calls.
+WaitKind = Literal["collective", "get", "wait", "args", "calls"]
+# The waits of these are not read, so that they may wait for anything that they have called.
+_UNREADABLE: tuple[PositionKind, ...] = ("opaque", "library", "channel", "ray-get")
 # An object's id begins with the id of the task that creates it: 48 digits, of which the last 32 are its actor's id.
 _TASK, _ACTOR = slice(0, 48), slice(16, 48)
 _MOST_RESULTS = 100_000_000
 # Members of a fleet whose size is not known do not wait for one that died so long before they began to.
 GOES_ON_S = 60.0
+# The state of a call that waits for its arguments.
+LACKS_ARGUMENTS = "PENDING_ARGS_AVAIL"
 
 
 def is_promise(object_id: str) -> bool:
@@ -34,7 +40,8 @@ class Wait:
     """Some processes that wait, and the keys that they wait for: of actors, of "task:..." or of "driver:...".
 
     `certain` is False if it may be over, or may not be for these: Ray's task events do not have the task and there are
-    other references, other threads of the process do something else, or the fleet may not be one.
+    other references, other threads of the process do something else, or the fleet may not be one. Who `polls` goes on
+    after a while, and may wait again.
     """
 
     kind: WaitKind
@@ -42,6 +49,7 @@ class Wait:
     targets: tuple[str, ...]
     certain: bool = True
     fleet: Fleet | None = None
+    polls: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class Graph:
         gets: dict[str, list[str]] = {}
         for wait in self.waits:
             alike = wait.fleet is None or wait.fleet.confidence == "certain"
-            if wait.kind != "wait" and alike and (wait.certain or not certain):
+            if wait.kind not in ("wait", "calls") and not wait.polls and alike and (wait.certain or not certain):
                 for waiter in wait.waiters:
                     gets.setdefault(waiter, []).extend(wait.targets)
         done: set[str] = set()
@@ -173,16 +181,30 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
     now, titles = snapshot.looked_at, {key: one.title for key, one in owned.items()}
     waits = [wait for fleet in here if (wait := _find_collective(fleet, actors, positions, titles, now)) is not None]
     for key, process in owned.items():
-        alone = not positions[key].mixed
+        # Any thread of a driver may be the one that matters, unless it works meanwhile.
+        alone = not positions[key].mixed or (key.startswith("driver:") and not positions[key].moves)
         waits += _find_gets(key, process, actors, tasks, snapshot.finished, alone=alone)
+    waits += _find_arguments(actors, tasks)
+    read = {waiter for one in waits for waiter in one.waiters}
+    waits += _find_calls(job, actors, tasks, {key: one for key, one in positions.items() if key not in read})
     return Graph(job, here, actors, tasks, owned, positions, tuple(waits))
 
 
 def _find_collective(
     fleet: Fleet, actors: Mapping[str, Actor], positions: Mapping[str, Position], titles: Mapping[str, str], now: float
 ) -> Wait | None:
-    """Return the wait of the members that are in a collective for those that are not."""
-    inside = [one.key for one in fleet.members if (at := positions.get(one.key)) and at.kind == "collective"]
+    """Return the wait of the members that are in a collective for those that are not.
+
+    Who waits for a device may do so in a collective, or in the backward pass of a distributed model: that is assumed
+    only if a member stands elsewhere.
+    """
+    at = {one.key: positions[one.key] for one in fleet.members if one.key in positions}
+    inside = [key for key, one in at.items() if one.kind == "collective"]
+    elsewhere = [
+        one.key for one in fleet.members if one.key not in at or at[one.key].kind not in ("collective", "device")
+    ]
+    if elsewhere:
+        inside = [key for key, one in at.items() if one.kind == "collective" or (one.kind == "device" and one.stands)]
     # Of the others, those that wait for something else lead on to it.
     absent = [one.key for one in fleet.members if one.key not in inside and one.key in actors]
     if fleet.world_size is None:
@@ -198,7 +220,10 @@ def _find_collective(
         # together. Several that wait for the last one do.
         certain &= len({titles[key] for key in (*inside, *absent) if key in titles}) < 2
         certain &= fleet.confidence != "guess" or (len(absent) < 2 <= len(inside))
-    return Wait("collective", tuple(inside), tuple(absent), certain, fleet) if inside else None
+    # On a device each may wait for itself.
+    joined = any(at[key].kind == "collective" for key in inside)
+    certain &= joined or (fleet.confidence == "certain" and len(absent) < len(inside) > 1)
+    return Wait("collective", tuple(inside), tuple(absent), certain, fleet) if inside and (joined or absent) else None
 
 
 def _find_gets(
@@ -213,17 +238,76 @@ def _find_gets(
     """Return what a process waits for in `ray.get`, where it needs all, and in `ray.wait`, where any may do."""
     waits = []
     kinds: tuple[tuple[WaitKind, bool], ...] = (("get", False), ("wait", True))
-    for kind, any_ in kinds:
-        chosen = [one for one in process.references if one.any is any_]
-        targets, certain = dict[str, None](), alone and not any(one.polls for one in chosen)
-        for one in chosen:
-            task_id, actor_id = one.object_id[_TASK], one.object_id[_ACTOR]
-            if task_id in finished:
-                continue
-            target = actor_id if actor_id in actors else f"task:{task_id}" if task_id in tasks else ""
-            certain &= bool(target) and (task_id in tasks or len(chosen) == 1)
-            if target and target != key:
-                targets[target] = None
-        if targets:
-            waits.append(Wait(kind, (key,), tuple(targets), certain))
+    for thread in process.threads:
+        for kind, any_ in kinds:
+            chosen = [one for one in thread.references if one.any is any_]
+            targets, certain = dict[str, None](), alone and not thread.unread
+            for one in chosen:
+                task_id, actor_id = one.object_id[_TASK], one.object_id[_ACTOR]
+                if task_id in finished:
+                    continue
+                target = actor_id if actor_id in actors else f"task:{task_id}" if task_id in tasks else ""
+                if target and (call := tasks.get(task_id)) is not None and call.state == LACKS_ARGUMENTS:
+                    target = f"task:{task_id}"
+                certain &= bool(target) and (task_id in tasks or len(chosen) == 1)
+                if target and target != key:
+                    targets[target] = None
+            if targets:
+                polls = any(one.polls for one in chosen)
+                waits.append(Wait(kind, (key,), tuple(targets), certain, polls=polls))
     return waits
+
+
+def _find_arguments(actors: Mapping[str, Actor], tasks: Mapping[str, Call]) -> list[Wait]:
+    """Return the waits of calls whose arguments are not there: for the open calls of the task that submitted them.
+
+    Ray does not tell which of these make the arguments, so that it is certain only if there is one.
+    """
+    waits = []
+    for call in tasks.values():
+        if call.state == LACKS_ARGUMENTS:
+            before = [one for one in tasks.values() if one.parent == call.parent and one.state != LACKS_ARGUMENTS]
+            targets = tuple(dict.fromkeys(_key_of(one, actors) for one in before))
+            if targets:
+                waits.append(Wait("args", (f"task:{call.task_id}",), targets, len(targets) == 1))
+    return waits
+
+
+def _find_calls(
+    job: Job, actors: Mapping[str, Actor], tasks: Mapping[str, Call], positions: Mapping[str, Position]
+) -> list[Wait]:
+    """Return what processes may wait for whose waits cannot be read: the calls that they have made.
+
+    A controller of Ray Train makes no call that lasts, so that it may wait for the actors that it has created.
+    """
+    by_worker = {one.worker_id: key for key, one in actors.items() if one.worker_id} | {
+        job.worker_id: driver_key(job.job_id)
+    }
+    called: dict[str, dict[str, None]] = {}
+    for call in tasks.values():
+        if call.state == "RUNNING":
+            called.setdefault(_submitter(call, job, actors, tasks), {})[_key_of(call, actors)] = None
+    for key, actor in actors.items():
+        busy = key in positions and positions[key].kind in ("user", "collective", "device", "library", "channel")
+        if busy and not is_infrastructure(actor) and actor.owner in by_worker:
+            called.setdefault(by_worker[actor.owner], {})[key] = None
+    waits = []
+    for key, at in positions.items():
+        serves = key in actors and is_infrastructure(actors[key])
+        unreadable = serves or at.kind in _UNREADABLE or key.startswith("driver:")
+        targets = tuple(one for one in called.get(key, ()) if one != key)
+        if unreadable and targets and at.motion != "moving":
+            waits.append(Wait("calls", (key,), targets, certain=False))
+    return waits
+
+
+def _key_of(call: Call, actors: Mapping[str, Actor]) -> str:
+    return call.actor_id if call.actor_id in actors else f"task:{call.task_id}"
+
+
+def _submitter(call: Call, job: Job, actors: Mapping[str, Actor], tasks: Mapping[str, Call]) -> str:
+    """Return the key of the process that has submitted a call; the driver if its threads are not known to Ray."""
+    if f"task:{call.parent}" != "task:" and call.parent in tasks:
+        return _key_of(tasks[call.parent], actors)
+    actor_id = call.parent[16:48]
+    return actor_id if actor_id in actors else driver_key(job.job_id)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a thread waits for in the kernel: a timer, a socket, a pipe, a lock, or a process. Shipped by value."""
+
+import os
+import platform
+import socket
+import struct
+
+# What a thread that sleeps waits for.
+SLEEP = "time.sleep"
+# The numbers of system calls, by machine: of x86-64 and of 64-bit ARM.
+_CALLS = {
+    "x86_64": {35: "sleep", 230: "sleep", 0: "read", 45: "read", 47: "read", 1: "write", 43: "accept", 288: "accept",
+               42: "connect", 7: "poll", 271: "poll", 23: "select", 270: "select", 73: "lock", 72: "lock", 61: "child",
+               247: "waitid"},
+    "aarch64": {101: "sleep", 115: "sleep", 63: "read", 207: "read", 212: "read", 64: "write", 202: "accept",
+                242: "accept", 203: "connect", 73: "poll", 72: "select", 32: "lock", 25: "lock", 260: "child",
+                95: "waitid"},
+}  # fmt: skip
+MOST_SOCKETS = 65_536
+
+
+def read_kernel_wait(pid: int, tid: int) -> str:
+    """Return what a thread waits for, such as "time.sleep", "10.0.0.9:443" or "a pipe"; empty if that is not known.
+
+    It needs the right to trace the process, and a machine whose system calls are known here.
+    """
+    try:
+        with open(f"/proc/{pid}/task/{tid}/syscall", encoding="ascii") as file:
+            number, *arguments = file.read().split()
+        call = _CALLS.get(platform.machine(), {}).get(int(number), "")
+        first = int(arguments[0], 16)
+        if call == "sleep" or (call == "select" and not first):
+            return SLEEP
+        if call == "poll":
+            if int(arguments[1], 16) != 1:
+                return ""
+            with open(f"/proc/{pid}/mem", "rb", 0) as memory:  # its first argument is an array with a descriptor each
+                memory.seek(first)
+                (first,) = struct.unpack("<i", memory.read(4))
+        if call in ("read", "write", "connect", "poll"):
+            return _describe(pid, first)
+        if call == "lock":
+            return f"a lock of {_describe(pid, first)}"
+        if call == "accept":
+            return f"connections to {_describe(pid, first)}"
+        return ("a process" if first >> 31 else f"process {first}") if call == "child" else ""
+    except (OSError, ValueError, IndexError, struct.error, OverflowError):
+        return ""
+
+
+def _describe(pid: int, descriptor: int) -> str:
+    """Return what a descriptor of a process is: the other end of a socket, a pipe, or a file."""
+    target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    if target.startswith("pipe:"):
+        return "a pipe"
+    if not target.startswith("socket:["):
+        return target
+    inode = target[8:-1]
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with open(f"/proc/{pid}/net/{name}", encoding="ascii") as file:
+            for _, line in zip(range(MOST_SOCKETS), file, strict=False):
+                fields = line.split()
+                if fields[9:10] == [inode]:
+                    ends = [_read_address(fields[at], family) for at in (2, 1)]
+                    return next(one for one in ends if not one.endswith(":0") or one == ends[1])
+    return "a socket"
+
+
+def _read_address(text: str, family: int) -> str:
+    """Return an address of the kernel's tables: words of 32 bits in the byte order of the machine."""
+    address, _, port = text.partition(":")
+    words = struct.pack(f"={len(address) // 8}I", *(int(address[at : at + 8], 16) for at in range(0, len(address), 8)))
+    return f"{socket.inet_ntop(family, words)}:{int(port, 16)}"

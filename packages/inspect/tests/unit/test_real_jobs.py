@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of earlier verdicts about real jobs, as pretended snapshots: false all-clears, wrong blames, wrong names."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seen import (
+    ALL_REDUCE,
+    BARRIER,
+    GET,
+    IDLE,
+    JOB,
+    JOIN,
+    LOOP,
+    NOW,
+    QUEUE,
+    SITE,
+    actor,
+    actor_id,
+    environ,
+    fleet_of,
+    look,
+    process,
+    ref,
+    task,
+)
+
+from fairlead_inspect import diagnose
+from fairlead_inspect._model import Call, Child, Death, Frame, Node
+from fairlead_inspect._node.look import look as look_at_node
+from fairlead_inspect._verdict.rules import exit_status
+
+SPINS = {"ticks": 100, "switches": 5, "states": ("R", "R"), "age": 0.0}
+
+
+def spinning(stacks, *, inside=(), others=()):
+    """Return ranks that spin where NCCL waits, except for those of `others`."""
+    how = {rank: {**SPINS, "before": stack, "inside": rank in inside} for rank, stack in enumerate(stacks)}
+    return fleet_of(stacks, how={rank: one for rank, one in how.items() if rank not in others})
+
+
+def verdict(snapshot):
+    found = diagnose(snapshot)
+    return exit_status(found), [(one.kind, one.ranks) for one in found if one.blames], found
+
+
+def suspects(found):
+    return [one.pid for finding in found for one in finding.suspects]
+
+
+def test_ranks_that_spin():
+    """Ranks that wait for a late one under NCCL use a core each: the one that stands elsewhere is to blame."""
+    assert verdict(spinning([BARRIER, BARRIER, BARRIER, QUEUE], others=[3]))[:2] == (1, [("late", (3,))])
+    item = (Frame("/w/step.py", "train", 42),)
+    assert verdict(spinning([item, item, item, QUEUE], inside=(0, 1, 2), others=[3]))[:2] == (1, [("late", (3,))])
+    backward = (Frame(SITE + "torch/autograd/graph.py", "_engine_run_backward", 1), Frame("/w/step.py", "train", 43))
+    assert verdict(spinning([backward, backward, backward, QUEUE], others=[3]))[:2] == (1, [("late", (3,))])
+
+
+def test_all_ranks_spin():
+    """If all ranks spin in one collective, none is blamed, the status is 4, and the finding says what to read next."""
+    status, blamed, (found,) = verdict(spinning([BARRIER] * 4))
+    assert (status, blamed, found.kind) == (4, [], "together")
+    assert "TORCH_FR_DUMP_TEMP_FILE" in found.remedy
+    # Training goes on: they have been in this call for a moment only.
+    moment = spinning([BARRIER] * 4)
+    calls = tuple(replace(one, began=NOW - 3) for one in moment.calls)
+    assert verdict(replace(moment, calls=calls))[:2] == (0, [])
+
+
+def test_checkpoint_on_a_dead_disk():
+    """A rank that writes its shard of a distributed checkpoint is not in a collective, although torch's name says so."""
+    folder = SITE + "torch/distributed/checkpoint/"
+    write = (Frame(folder + "filesystem.py", "write_data", 600), Frame("/w/step.py", "checkpoint", 80))
+    gather = (ALL_REDUCE[0], Frame(folder + "utils.py", "gather_object", 150), Frame("/w/step.py", "checkpoint", 80))
+    snapshot = fleet_of([gather, gather, gather, write], how={3: {"states": ("D", "D"), "age": 300.0}})
+    assert verdict(snapshot)[:2] == (1, [("disk", (3,))])
+
+
+def test_one_machine_of_two():
+    """Ranks that another machine may have are not called missing by a look at this one, which says what it lacks."""
+    snapshot = fleet_of([JOIN] * 3, driver_waits=False)
+    fewer = [
+        replace(one, environ=environ(int(one.environ["RANK"]), 8)) if one.environ else one for one in snapshot.processes
+    ]
+    here = replace(snapshot, processes=tuple(fewer), partial=True)
+    assert verdict(here)[1] == []
+    assert verdict(replace(here, partial=False))[1] == [("missing", (3, 4, 5, 6, 7))]
+
+
+def test_a_rank_that_serves():
+    """A rank that waits for requests is not blamed for ranks that hang in a collective of their own."""
+    receive = (Frame(SITE + "zmq/sugar/socket.py", "Socket.recv", 900), Frame("/w/generator.py", "serve", 33))
+    status, blamed, found = verdict(fleet_of([ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, receive]))
+    assert (status, blamed, suspects(found)) == (4, [], [1003])
+
+
+def test_a_rank_that_waits_for_a_peer_outside():
+    """A rank that reads from a network is named, and the blame is likely only: the peer may be at fault."""
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE[2:]])
+    network = [
+        replace(one, threads=(replace(one.threads[0], waits_on="10.0.0.9:443"),)) if one.pid == 1002 else one
+        for one in snapshot.processes
+    ]
+    (found,) = diagnose(replace(snapshot, processes=tuple(network)))
+    assert (found.ranks, found.rank_confidence, found.confidence) == ((2,), "certain", "likely")
+    assert "it waits for 10.0.0.9:443" in found.text
+
+
+def test_two_experiments():
+    """Two groups whose actors are called exp-0-0 to exp-1-1 are two sets: the ranks of one do not wait for the other."""
+    actors = [actor(at, name=f"exp-{at // 2}-{at % 2}") for at in range(4)]
+    processes = [process(1000 + at, ALL_REDUCE if at < 2 else QUEUE) for at in range(4)]
+    assert verdict(look(actors, processes))[1] == []
+
+
+@pytest.mark.parametrize("checkout", ["/home/me/torch/train.py", "/workspace/vllm/examples/rlhf.py"])
+def test_checkout_with_the_name_of_a_library(checkout):
+    """Code of the job in a folder called torch or vllm is code of the job."""
+    own = (QUEUE[0], QUEUE[1], Frame(checkout, "next_batch", 5))
+    assert verdict(fleet_of([ALL_REDUCE, ALL_REDUCE, own]))[:2] == (1, [("late", (2,))])
+
+
+def test_compiled_graph():
+    """An actor of a compiled graph that waits for its peers is not code of the job; the one that stands in it is."""
+    channel = (
+        Frame(SITE + "ray/experimental/channel/shared_memory_channel.py", "Channel.read", 400),
+        Frame(SITE + "ray/dag/compiled_dag_node.py", "do_exec_tasks", 150),
+    )
+    snapshot = fleet_of([channel, channel, QUEUE], driver_waits=False)
+    plain = tuple(replace(one, environ={}) for one in snapshot.processes if one.pid != 811)
+    driver = process(811, (channel[0], Frame("/w/main.py", "main", 5)), driver=True)
+    actors = tuple(replace(one, class_name=f"Stage{at}") for at, one in enumerate(snapshot.actors))
+    status, _, (found,) = verdict(replace(snapshot, actors=actors, processes=(*plain, driver)))
+    assert (status, found.kind, found.pid, found.confidence) == (1, "late", 1002, "likely")
+
+
+@pytest.mark.parametrize(("launches", "status"), [(0, 1), (2, 0)])
+def test_autoscaler(launches, status):
+    """An actor that no node can hold is pending for ever, unless an autoscaler starts nodes."""
+    waiting = actor(5, "Trainer", state="PENDING_CREATION", pid=0, resources={"GPU": 8.0}, created=NOW - 61)
+    driver = process(811, GET, refs=[ref(waiting.actor_id)], driver=True)
+    snapshot = look([waiting], [driver], nodes=(Node("n1", "10.0.0.1", resources={"CPU": 8.0}),), launches=launches)
+    (found,) = diagnose(snapshot)
+    assert (found.kind, exit_status([found])) == ("pending", status)
+    assert "it requests 8 GPU; no node has GPU" in found.text
+    assert found.confidence == ("likely" if launches else "certain")
+
+
+def test_runtime_environment():
+    """A task whose runtime environment is installed, and for which there is room, is not called short of resources."""
+    pending = Call(
+        task("0" * 24 + JOB),
+        "score",
+        "",
+        "PENDING_NODE_ASSIGNMENT",
+        NOW - 75,
+        environment=("pip",),
+        resources={"CPU": 1.0},
+    )
+    driver = process(811, GET, refs=[(pending.task_id + "00000001", False)], driver=True)
+    (found,) = diagnose(look([], [driver], calls=(pending,), nodes=(Node("n1", "h", resources={"CPU": 8.0}),)))
+    assert (found.kind, found.blames, exit_status([found])) == ("pending", False, 4)
+    assert "its runtime environment (pip) may still be being installed" in found.text
+
+
+def test_arguments_of_a_task():
+    """A task that waits for its arguments leads to the task that makes them."""
+    calls = (
+        Call(f"{1:048x}"[8:] + JOB, "reduce", "", "PENDING_ARGS_AVAIL", NOW - 100, parent="f" * 40 + JOB),
+        Call(f"{2:048x}"[8:] + JOB, "load", "", "RUNNING", NOW - 100, 4242, "n1", parent="f" * 40 + JOB),
+    )
+    driver = process(811, GET, refs=[(calls[0].task_id + "00000001", False)], driver=True)
+    (found,) = diagnose(look([], [driver, process(4242, QUEUE, title="ray::load")], calls=calls))
+    assert (found.kind, found.task, found.pid, found.blames) == ("late", "load", 4242, True)
+    assert found.chain == ("driver", "task reduce", "task load")
+
+
+def test_driver_with_a_pool_of_threads():
+    """A thread of a driver waits for an actor, while the main thread waits for the thread."""
+    driver = process(811, QUEUE, driver=True)
+    thread = replace(process(9811, GET, refs=[ref(actor_id(0))]).threads[0], tid=9811)
+    snapshot = look([actor(0, "Sandbox")], [replace(driver, threads=(*driver.threads, thread)), process(1000, QUEUE)])
+    (found,) = diagnose(snapshot)
+    assert (found.kind, [one.class_name for one in found.actors], found.blames) == ("late", ["Sandbox"], True)
+
+
+def test_killed_peer_of_an_asynchronous_barrier():
+    """An actor that was killed is named, if its peers have stood in their calls since then, whatever they wait in."""
+    barrier = actor(9, "Barrier")
+    workers = [actor(at) for at in range(3)]
+    dead = replace(workers[2], state="DEAD", pid=0, death=Death("killed by signal 9", False, NOW - 90))
+    processes = [process(1000 + at, GET, refs=[ref(barrier.actor_id, at + 1)]) for at in range(2)]
+    waits = replace(process(1009, IDLE), title="ray::Barrier.wait")
+    driver = process(811, GET, refs=[ref(one.actor_id) for one in workers], driver=True)
+    calls = [Call(task(one.actor_id), "step", one.actor_id, "RUNNING", NOW - 95, one.pid) for one in workers[:2]]
+    calls += [Call(task(barrier.actor_id, at + 1), "wait", barrier.actor_id, "RUNNING", NOW - 94) for at in range(2)]
+    status, _, found = verdict(look([*workers[:2], dead, barrier], [*processes, waits, driver], calls=tuple(calls)))
+    assert (status, found[0].kind, found[0].actors[0].id) == (1, "dead", dead.actor_id)
+
+
+def test_all_who_wait_are_counted():
+    """Those that wait for one process are counted together, whether they wait directly or not."""
+    a, b, c = (actor(number, name) for number, name in enumerate(("A", "B", "C")))
+    chain = [process(1000, GET, refs=[ref(c.actor_id)]), process(1001, GET, refs=[ref(c.actor_id, 2)])]
+    driver = process(811, GET, refs=[ref(a.actor_id), ref(b.actor_id)], driver=True)
+    calls = tuple(Call(task(one.actor_id), "x", one.actor_id, "RUNNING", NOW - 99) for one in (a, b))
+    calls += tuple(Call(task(c.actor_id, number), "x", c.actor_id, "RUNNING", NOW - 99) for number in (1, 2))
+    (found,) = diagnose(look([a, b, c], [driver, *chain, process(1002, QUEUE)], calls=calls))
+    assert ([one.class_name for one in found.actors], found.waiting.count) == (["C"], 2)
+
+
+def test_child_that_holds_up_its_rank():
+    """A rank that waits for its data loader is named with the child that stands."""
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    stack = (Frame("/w/data.py", "__getitem__", 16), Frame("/w/data.py", "<module>", 1))
+    child = Child(7, "python", ("S", "S"), 0, stack, "a pipe")
+    held = [replace(one, children=(child,)) if one.pid == 1002 else one for one in snapshot.processes]
+    (found,) = diagnose(replace(snapshot, processes=tuple(held)))
+    assert found.text.endswith("its child process 7 stands in data.py:16 __getitem__ and waits for a pipe")
+
+
+def test_controllers_of_libraries_are_no_suspects():
+    """A controller of Ray Train that polls in a call of its own is never named."""
+    controller = actor(0, "TrainController", module="ray.train.v2._internal.execution.controller.controller")
+    calls = (Call(task(controller.actor_id), "run", controller.actor_id, "RUNNING", NOW - 500),)
+    driver = process(811, GET, refs=[ref(controller.actor_id)], driver=True)
+    worker = actor(1, "RayTrainWorker", owner=controller.worker_id, module="ray.train.v2._internal")
+    hung = process(1001, QUEUE)
+    status, _, found = verdict(look([controller, worker], [driver, process(1000, LOOP), hung], calls=calls))
+    assert (status, [one.class_name for one in found[0].actors]) == (1, ["RayTrainWorker"])
+    assert 1000 not in suspects(found)
+
+
+def test_file_system_that_does_not_answer(tmp_path):
+    """A source file that cannot be read holds up neither the look of a node nor its answer."""
+    fifo = tmp_path / "train.py"
+    os.mkfifo(fifo)
+    text = f"exec(compile('import time\\ndef main():\\n  while True: time.sleep(60)\\nmain()', {str(fifo)!r}, 'exec'))"
+    with subprocess.Popen([sys.executable, "-c", text]) as child:
+        time.sleep(0.5)
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(look_at_node([child.pid], [], 0.2, -1, 3.0)), daemon=True
+        )
+        thread.start()
+        thread.join(60)
+        child.kill()
+    (answer,) = answers
+    assert len(answer["processes"]) == 1
+    assert "file system" in answer["notes"][0]
