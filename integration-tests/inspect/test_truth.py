@@ -9,6 +9,7 @@ import collections
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -160,6 +161,21 @@ def test_planted(cluster, case):
         if not RUNS:
             assert counts["right"] == 1, found
     sys.stdout.write(f"| {case} | {counts['right']} | {counts['undecided']} | {counts['wrong']} |\n")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles the loop in which the ranks spin")
+@pytest.mark.parametrize(("case", "status"), [("late", 1), ("late_for_item", 1), ("all", 4)])
+def test_ranks_that_spin(cluster, case, status):
+    """Ranks that use a core each while they wait, as under NCCL: the late one is named; if all wait, nobody is."""
+    with run_job(case, cluster, JOBS.with_name("spinning.py")) as known:
+        time.sleep(3)
+        found, code = look(cluster, known)
+    assert code == status, found
+    if case == "all":
+        assert [one["kind"] for one in found] == ["together"]
+    else:
+        (one,) = (one for one in found if one["blames"])
+        assert (one["kind"], one["ranks"], one["pid"]) == ("late", [3], known["pids"][3])
 
 
 @pytest.mark.nightly

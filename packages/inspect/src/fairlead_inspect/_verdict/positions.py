@@ -93,6 +93,8 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     for thread in process.threads:
         runs = _runs_task(thread, driver and thread.tid == process.pid)
         (tasks if runs else others).append(_locate(thread, process.window_s))
+    # A library waits for the thread on which it runs code of the job.
+    tasks = [one for one in tasks if one.kind != "library"] or tasks
     waits_aside = any(one.kind in _WAITS for one in others)
     if not tasks:
         return Position(_without_task(process, others, driver=driver), _move_of(process.states, process.ticks))
