@@ -125,7 +125,7 @@ class _Judge:
             wait = None
             if at.motion == "stopped" or children:
                 wait = next((one for one in graph.waits if key in graph.reach(one.waiters)), None)
-            if at.motion == "stopped" and key not in self._snapshot.claimed:
+            if at.motion == "stopped":
                 # A driver that is stopped explains idle workers, and not workers that hang.
                 others = [one.kind for of, one in graph.positions.items() if of != key]
                 blames = key != self._driver or all(one in ("idle", "unread") for one in others)
@@ -249,7 +249,7 @@ class _Judge:
     def _unread(self) -> list[Finding]:
         """Name the processes whose waits are not known, and of which no finding speaks: any of them may hang."""
         graph, found = self._graph, []
-        left = [key for key in graph.processes if key not in self._named | self._snapshot.claimed]
+        left = [key for key in graph.processes if key not in self._named]
         left.sort(key=lambda key: key != self._driver)
         unread = [key for key in left if graph.positions[key].kind == "unread"]
         blind = [key for key in left if graph.positions[key].kind == "ray-get" and not graph.processes[key].references]
@@ -288,7 +288,7 @@ class _Judge:
     def _end_of(self, wait: Wait) -> Finding | None:
         """Return what is at the end of a wait; None if there is nothing to say."""
         graph, fleet, sinks = self._graph, wait.fleet, sorted(self._graph.sinks(wait.waiters))
-        waiting, claimed = self._describe_waiting(wait), self._snapshot.claimed
+        waiting = self._describe_waiting(wait)
         if wait.kind == "collective" and not wait.targets:
             return self._all_inside(wait, waiting)
         # A fleet that is in a collective with all its members waits for itself. Rules 1 and 4 speak of those without
@@ -298,9 +298,6 @@ class _Judge:
         at = {key: graph.positions.get(key, Position("unread")) for key in sinks}
         if moving := [key for key in sinks if at[key].motion == "moving" or at[key].busy_elsewhere]:
             return self._say("working", moving, "makes progress: it computes", wait, fleet=fleet, moves=True)
-        if known := [key for key in sinks if key in claimed]:
-            text = "belongs to a group that is examined below"
-            return self._say("undecided", known, text, wait, fleet=fleet, confidence="guess", moves=True)
         if unknown := [key for key in sinks if at[key].kind in ("opaque", "unread", "device")]:
             why = {"opaque": "may wait in another thread or coroutine", "device": "may wait for a device or a rank"}
             text = "stands at the end of the waits, and " + why.get(at[unknown[0]].kind, "cannot be read")
@@ -402,6 +399,8 @@ class _Judge:
             source = next((one.source for one in wait.fleet.members if one.key in keys[:1]), "")
             how = f"by {wait.fleet.rule}" + (f", rank from {source}" if source else "")
             evidence.insert(0, Evidence("fleet", f"{how} ({wait.fleet.confidence})"))
+        if (step := self._snapshot.labels.get(keys[0], {}).get("step")) is not None:
+            evidence.insert(1, Evidence("group", f"its last step is {step}"))
         if since[0] is not None and kind == "late":
             evidence.append(Evidence(since[1], f"{since[0]:.1f} s ago", since[0]))
         confidence: Confidence = "certain" if sure else "likely"
