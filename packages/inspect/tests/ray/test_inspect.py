@@ -55,6 +55,8 @@ DRIVER = """
             for line in sys.stdin:
                 if line == "hang\\n":
                     call = group.call("train", 7, "secret-in-an-argument")
+                    while any(one.method != "train" or one.step != 7 for one in group.get_worker_status()):
+                        time.sleep(0.05)
                 elif line == "kill\\n":
                     kill(group, 1)
                 elif line == "recover\\n":
