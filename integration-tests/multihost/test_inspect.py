@@ -74,8 +74,8 @@ def test_hung_over_hosts(namespaces, shifted, stop_process):
             pid = driver.step()
             driver.step()
             with stop_process(pid):
-                why = hosts.run("fairlead_inspect", "why", "--after", "1", "--json")
-                stacks = hosts.run("fairlead_inspect", "stacks", "--json")
+                why = hosts.run("fairlead_inspect", "why", "--after", "1", "--timeout", "60", "--json")
+                stacks = hosts.run("fairlead_inspect", "stacks", "--timeout", "60", "--json")
     for done, status in ((why, 1), (stacks, 0)):
         assert (done.returncode, done.stderr) == (status, "")
         assert "secret" not in done.stdout

@@ -110,8 +110,8 @@ def driver(tmp_path_factory):
         driver.close()
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--timeout", "60"]
+def run(*arguments, timeout_s=60):
+    command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--timeout", str(timeout_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     for secret in SECRETS.values():
         assert secret not in done.stdout + done.stderr
@@ -179,6 +179,18 @@ def test_driver_runs(driver):
     """The verdict is the same while the driver runs."""
     (late,), _ = blamed()
     assert (late["kind"], late["ranks"], late["waiting"]["ranks"]) == ("late", [3], [0, 1, 2])
+
+
+@pytest.mark.nightly
+def test_agent_stopped(driver, stop_process):
+    """If the agent of a node does not answer, the look says so, and knows the ranks from the environment."""
+    rows = json.loads(run("ps", "--json").stdout)["processes"]
+    (agent,) = [one["pid"] for one in rows if one["class"] == "AgentProcess"]
+    with stop_process(agent):
+        found = json.loads(run("why", "--json", timeout_s=10).stdout)
+    assert any(note.startswith("Fairlead's groups on node") for note in found["notes"]), found["notes"]
+    (fleet,) = found["jobs"][0]["fleets"]
+    assert (fleet["source"], [one["rank"] for one in fleet["members"]]) == ("environment", [0, 1, 2, 3])
 
 
 @pytest.mark.nightly
