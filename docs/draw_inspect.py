@@ -25,6 +25,7 @@ from fairlead_workergroup import RayWorkerGroup
 FOLDER = Path(__file__).parent / "pictures"
 # Where the packages are installed on this machine, and where they would be.
 INSTALLED = {
+    sys.executable: "python",
     str(Path(fairlead_workergroup.__file__).parent): "/env/lib/python3.11/site-packages/fairlead_workergroup",
     str(Path(ray.__file__).parent): "/env/lib/python3.11/site-packages/ray",
     str(Path(sys.base_prefix)): "/env",
@@ -79,7 +80,7 @@ def read_terminal(command: list[str], width: int, **variables: str) -> str:
 def draw_hung_job(example: str, name: str) -> None:
     """Draw what the command prints about an example that hangs and does not use Fairlead."""
     text = read_terminal([sys.executable, example, "--why"], 104)
-    shown = text.partition("\n")[2].replace(" --why", "").replace(sys.executable, "python")
+    shown = text.partition("\n")[2].replace(" --why", "")
     save(name, Text.from_ansi(shown.strip()), 104, "why")
 
 
