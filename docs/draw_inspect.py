@@ -4,7 +4,6 @@
 Process ids, node ids and addresses are those of the machine that draws.
 """
 
-import dataclasses
 import io
 import os
 import subprocess
@@ -19,18 +18,14 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import fairlead_workergroup
-from fairlead_inspect._diagnosis import diagnose
-from fairlead_inspect._groups import SeenGroup, look_at_groups
-from fairlead_inspect._stacks import fold_stacks
-from fairlead_inspect._tables import draw_findings, draw_groups, draw_stacks
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import find_group
 
 FOLDER = Path(__file__).parent / "pictures"
 # Where the packages are installed on this machine, and where they would be.
 INSTALLED = {
+    sys.executable: "python",
     str(Path(fairlead_workergroup.__file__).parent): "/env/lib/python3.11/site-packages/fairlead_workergroup",
     str(Path(ray.__file__).parent): "/env/lib/python3.11/site-packages/ray",
     str(Path(sys.base_prefix)): "/env",
@@ -66,37 +61,31 @@ def save(name: str, drawn: RenderableType, width: int, command: str = "") -> Non
     print(f"wrote {FOLDER / name}.svg")
 
 
-def with_usual_paths(seen: SeenGroup) -> SeenGroup:
-    """Return the same with the paths of packages as they usually are."""
-
-    def usual(text: str) -> str:
-        for here, there in INSTALLED.items():
-            text = text.replace(here, there)
-        return text
-
-    workers = tuple(dataclasses.replace(one, stacks=usual(one.stacks)) for one in seen.workers)
-    return dataclasses.replace(seen, workers=workers)
+def read_terminal(command: list[str], width: int, **variables: str) -> str:
+    """Return what a command prints on a terminal, with the paths of packages as they usually are."""
+    ours, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (60, width))
+    env = {**os.environ, "TERM": "xterm-256color", **variables}
+    for variable in ("COLUMNS", "NO_COLOR"):
+        env.pop(variable, None)
+    with os.fdopen(ours, "rb", buffering=0) as printed:
+        subprocess.run(command, cwd=FOLDER.parents[1], env=env, stdout=terminal, stderr=subprocess.DEVNULL, check=False)
+        text = printed.read(65536).decode().replace("\r\n", "\n")  # all of it fits into the terminal's buffer
+    os.close(terminal)
+    for here, there in INSTALLED.items():
+        text = text.replace(here, there)
+    return text
 
 
 def draw_hung_job(example: str, name: str) -> None:
     """Draw what the command prints about an example that hangs and does not use Fairlead."""
-    ours, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (40, 104))
-    env = {**os.environ, "TERM": "xterm-256color"}
-    for variable in ("COLUMNS", "NO_COLOR"):
-        env.pop(variable, None)
-    job = [sys.executable, example, "--why"]
-    with os.fdopen(ours, "rb", buffering=0) as printed:
-        subprocess.run(job, cwd=FOLDER.parents[1], env=env, check=True, stdout=terminal, stderr=subprocess.DEVNULL)
-        text = printed.read(65536).decode().replace("\r\n", "\n")  # all of it fits into the terminal's buffer
-    os.close(terminal)
-    shown = text.partition("\n")[2].replace(" --why", "").replace(sys.executable, "python")
+    text = read_terminal([sys.executable, example, "--why"], 104)
+    shown = text.partition("\n")[2].replace(" --why", "")
     save(name, Text.from_ansi(shown.strip()), 104, "why")
 
 
-def main() -> None:
-    draw_hung_job("examples/hung_job.py", "hung-job")
-    draw_hung_job("examples/hung_ray_train.py", "hung-ray-train")
+def draw_group() -> None:
+    """Draw what the commands print about a group of Fairlead, of which one worker hangs."""
     made: dict[str, type] = {}
     exec(compile(TRAINER, "/home/me/train.py", "exec"), made)
     init_ray(address="local", num_cpus=8)
@@ -111,16 +100,19 @@ def main() -> None:
         group.at(dp=2, tp=1).call("hang", pipe)
         call = group.call("train", 17)
         time.sleep(12)
-        found = [find_group("policy")]
-        (seen,) = look_at_groups(found, stuck_after_s=300.0)
-        save("groups", draw_groups([seen]), 100)
-        (seen,) = look_at_groups(found, stuck_after_s=10.0, dump=True)
-        seen = with_usual_paths(seen)
-        save("why", draw_findings(seen, diagnose(seen, stuck_after_s=10.0)), 100)
-        save("stacks", draw_stacks(fold_stacks(seen.workers)), 100)
+        address = ray.get_runtime_context().gcs_address
+        for name, *options in (("ps",), ("why", "--after", "10"), ("stacks",)):
+            command = [sys.executable, "-m", "fairlead_inspect", name, *options, "--timeout", "60"]
+            save(name, Text.from_ansi(read_terminal(command, 140, RAY_ADDRESS=address).strip()), 140)
         call.cancel(force=True)
         os.close(os.open(pipe, os.O_RDWR))  # for which the hang waits
     ray.shutdown()
+
+
+def main() -> None:
+    draw_hung_job("examples/hung_job.py", "hung-job")
+    draw_hung_job("examples/hung_ray_train.py", "hung-ray-train")
+    draw_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two jobs of one user on one cluster, each in a Ray namespace of its own, whose groups have the same name."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -98,12 +99,23 @@ def test_two_jobs(jobs: Callable[[str], Job], eventually: Callable[..., bool]) -
     for job in (one, other):
         assert attach(job.group_id[:12]).call("pid").result() == job.pids
     listed = subprocess.run(
-        [sys.executable, "-m", "fairlead_inspect", "groups", "--address", ray.get_runtime_context().gcs_address],
+        [
+            sys.executable,
+            "-m",
+            "fairlead_inspect",
+            "ps",
+            "--json",
+            "--timeout",
+            "60",
+            "--address",
+            ray.get_runtime_context().gcs_address,
+        ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     ).stdout
-    assert all(job.group_id[:6] in listed and job.job_id in listed for job in (one, other)), listed
+    members = {(row["job"], row["pid"]) for row in json.loads(listed)["processes"] if row["fleet"] == "policy"}
+    assert members == {(job.job_id, pid) for job in (one, other) for pid in job.pids}
 
     one.process.kill()
     assert eventually(lambda: not agents_of(one))

@@ -86,7 +86,7 @@ def test_commands(client_address):
     """A command line refuses the address of a server of Ray Client in the same words."""
     for module, *arguments in (
         ("fairlead_placement", "nodes"),
-        ("fairlead_inspect", "groups"),
+        ("fairlead_inspect", "ps"),
         ("fairlead_tpu_executor", "status"),
         ("fairlead_venvs", "build", "-r", "idna", "--address", "auto"),
     ):

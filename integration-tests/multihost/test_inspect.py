@@ -74,12 +74,16 @@ def test_hung_over_hosts(namespaces, shifted, stop_process):
             pid = driver.step()
             driver.step()
             with stop_process(pid):
-                why = hosts.run("fairlead_inspect", "why", "--after", "1", "--json")
-                stacks = hosts.run("fairlead_inspect", "stacks", "--group", "policy", "--json")
+                why = hosts.run("fairlead_inspect", "why", "--after", "1", "--timeout", "60", "--json")
+                stacks = hosts.run("fairlead_inspect", "stacks", "--timeout", "60", "--json")
     for done, status in ((why, 1), (stacks, 0)):
         assert (done.returncode, done.stderr) == (status, "")
         assert "secret" not in done.stdout
-    late, stopped = json.loads(why.stdout)["groups"][0]["findings"]
-    assert (late["kind"], late["ranks"], late["coords"]) == ("late", [5], {"dp": 2, "tp": 1})
-    assert stopped["kind"] == "driver"
-    assert [one["ranks"] for one in json.loads(stacks.stdout)["stacks"]] == [[0, 1, 2, 3, 4, 6, 7], [5]]
+    (job,) = json.loads(why.stdout)["jobs"]
+    (late,) = [one for one in job["findings"] if one["blames"]]
+    assert (late["kind"], late["fleet"], late["ranks"]) == ("late", "policy", [5])
+    (coords,) = [one["coords"] for fleet in job["fleets"] for one in fleet["members"] if one["rank"] == 5]
+    assert coords == {"dp": 2, "tp": 1}
+    assert "driver" in {one["kind"] for one in job["findings"]}
+    ranks = [one["ranks"] for one in json.loads(stacks.stdout)["stacks"] if one["fleet"] == "policy"]
+    assert ranks == [["5"], ["0", "1", "2", "3", "4", "6", "7"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fairlead_inspect`: looks at the groups of a cluster while their drivers and workers hang."""
+"""`python -m fairlead_inspect`: names the process that a Ray job waits for, while its driver and workers hang."""
 
 import sys
 

@@ -3,10 +3,9 @@
 
 import argparse
 import contextlib
-import importlib.util
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group
@@ -17,12 +16,13 @@ from rich.text import Text
 from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement.spi import Output, add_command, ask_head, attach, run_command
 
+from ._arguments import new_file, seconds
 from ._chrome import write_file
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._job_trace import make_job_trace
 from ._model import Snapshot
 from ._ray_private import read_spans
-from ._report import draw_report
+from ._report import write_report
 from ._show import (
     SCHEMA,
     clean_all,
@@ -34,15 +34,14 @@ from ._show import (
     list_processes,
     to_json,
 )
-from ._source import new_file, seconds
 from ._verdict.rules import AFTER_S, diagnose, exit_status
 
 _EPILOG = """\
 exit status:
   0  done; for `why`: nothing is wrong
-  1  `why` found what others wait for, or something wrong with a group
+  1  `why` found what others wait for
   2  the arguments are wrong
-  3  the cluster cannot be reached, wants another token or did not answer, or there is no such job or group
+  3  the cluster cannot be reached, wants another token or did not answer, or there is no such job
   4  `why` cannot decide: something does not move, or a part that matters could not be read
   130 after Ctrl-C, 141 if the reader of the output has gone
 """
@@ -52,19 +51,10 @@ class CommandError(Exception):
     """No job of the cluster has the given id, or the report cannot be written."""
 
 
-def find_groups_source() -> Any:
-    """Return the `Source` for Fairlead's groups, which is a module; None if fairlead-workergroup is not installed."""
-    if importlib.util.find_spec("fairlead_workergroup") is None:
-        return None
-    return importlib.import_module("._group_commands", __package__)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status."""
     options = _make_parser().parse_args(arguments)
-    output, errors = Output(), [CommandError]
-    if (groups := find_groups_source()) is not None:
-        errors.append(groups.WorkerGroupError)
+    output = Output()
 
     def command() -> int:
         if getattr(options, "here", False):
@@ -76,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = " `why --here` looks at one machine without it." if hasattr(options, "here") else ""
             raise PlacementError(f"{error}{hint}") from error
 
-    return run_command(command, *errors)
+    return run_command(command, CommandError)
 
 
 @contextlib.contextmanager
@@ -104,7 +94,6 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    groups = find_groups_source()
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     why = _add(commands, "why", "say whom a job waits for, where that one stands and since when")
     why.add_argument(
@@ -117,8 +106,9 @@ def _make_parser() -> argparse.ArgumentParser:
     why.add_argument("-v", "--verbose", action="store_true", help="print all evidence")
     why.set_defaults(run=_why)
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move").set_defaults(run=_ps)
-    stacks = _add(commands, "stacks", "show where processes stand, equal positions once with their ranks")
-    stacks.set_defaults(run=_stacks)
+    _add(commands, "stacks", "show where processes stand, equal positions once with their ranks").set_defaults(
+        run=_stacks
+    )
     timeline = _add(
         commands, "timeline", "write the calls and tasks of all jobs as a Chrome trace", here=False, json=False
     )
@@ -126,8 +116,6 @@ def _make_parser() -> argparse.ArgumentParser:
         "-o", "--output", type=new_file, required=True, metavar="FILE", help="the file, such as trace.json"
     )
     timeline.set_defaults(run=_timeline, here=False)
-    if groups is not None:
-        groups.add_commands(commands, why=why, stacks=stacks, epilog=_EPILOG)
     return parser
 
 
@@ -164,33 +152,18 @@ def _why(options: argparse.Namespace, output: Output) -> int:
 
 
 def _why_once(options: argparse.Namespace, output: Output) -> int:
-    source = None if options.here else find_groups_source()
-    if source is not None and (options.group is not None or options.at):
-        report = source.report(options)
-        if options.json:
-            output.print_json({"schema": SCHEMA, "wrong": report.wrong, **report.fields})
-        else:
-            output.print(report.picture)
-        return int(report.wrong)
-    claimed = source.find_actors() if source is not None else frozenset()
-    snapshot = replace(_look(options), claimed=claimed)
+    snapshot = _look(options)
     findings = diagnose(snapshot, after_s=AFTER_S if options.after is None else options.after)
-    status, fields, pictures = exit_status(findings), to_json(snapshot, findings), []
-    if source is not None:
-        report = source.report(options)
-        status = 1 if report.wrong else status
-        fields |= {**report.fields, "wrong": fields["wrong"] or report.wrong, "status": status}
-        pictures.append(report.picture)
     if options.json:
-        output.print_json(fields)
+        output.print_json(to_json(snapshot, findings))
     else:
-        output.print(Group(draw_findings(snapshot, findings, verbose=options.verbose), *pictures))
+        output.print(draw_findings(snapshot, findings, verbose=options.verbose))
     if options.report is not None:
         try:
-            options.report.write_text(draw_report(snapshot, findings, *pictures), encoding="utf-8")
+            write_report(snapshot, findings, options.report)
         except OSError as error:
             raise CommandError(f"Cannot write the report: {error}. Name another file with --report.") from error
-    return status
+    return exit_status(findings)
 
 
 def _ps(options: argparse.Namespace, output: Output) -> int:
@@ -204,8 +177,6 @@ def _ps(options: argparse.Namespace, output: Output) -> int:
 
 
 def _stacks(options: argparse.Namespace, output: Output) -> int:
-    if getattr(options, "group", None) is not None or getattr(options, "at", None):
-        return int(find_groups_source().print_stacks(options, output))
     classes = fold_stacks(_look(options))
     if options.json:
         output.print_json(clean_all({"schema": SCHEMA, "stacks": [asdict(one) for one in classes]}))

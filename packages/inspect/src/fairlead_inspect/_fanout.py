@@ -11,9 +11,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairlead_placement import HeadTimeoutError
+from fairlead_placement.spi import Job as _Job
 from fairlead_placement.spi import ask_head, run_in_thread
 
 from . import _ray_private
+from ._groups import read_labels
 from ._model import (
     Actor,
     Call,
@@ -32,6 +34,7 @@ from ._model import (
 from ._node.look import look, look_from_task
 
 _T = TypeVar("_T")
+_Labels = tuple[dict[str, dict[str, Any]], list[str]]
 # By node: workers, and drivers.
 _Pids = dict[str, tuple[set[int], set[int]]]
 TIMEOUT_S, WINDOW_S = 5.0, 1.0
@@ -73,14 +76,15 @@ def look_at_cluster(
         actors += [dataclasses.replace(one, created=events[2].get(one.actor_id, one.created)) for one in rows]
         calls += events[0]
         finished |= events[1]
-    groups = _try(notes, "placement groups", list[Reservation](), _ray_private.read_reservations, timeout_s=head_s)
+    pending = _try(notes, "placement groups", list[Reservation](), _ray_private.read_reservations, timeout_s=head_s)
     launches = _try(notes, "nodes that an autoscaler starts", 0, _ray_private.read_launches, timeout_s=head_s)
     chosen = {one.job_id for one in jobs}
-    reservations = tuple(one for one in groups if one.job_id in chosen)
+    reservations = tuple(one for one in pending if one.job_id in chosen)
     wanted = _choose(jobs, actors, calls)
     alive = {one["NodeID"]: one["NodeManagerAddress"] for one in nodes if one["Alive"]}
-    left = timeout_s - (time.monotonic() - began)
-    answers = _probe({node: wanted[node] for node in wanted if node in alive}, window_s, max(left, window_s + 1.0))
+    left = max(timeout_s - (time.monotonic() - began), window_s + 1.0)
+    groups = run_in_thread(read_labels, chosen, left)
+    answers = _probe({node: wanted[node] for node in wanted if node in alive}, window_s, left)
     processes = [one for node, answer in answers.items() if isinstance(answer, dict) for one in parse(node, answer)]
     notes += [
         f"{alive[node]}: {note}"
@@ -88,10 +92,11 @@ def look_at_cluster(
         if isinstance(answer, dict)
         for note in answer["notes"]
     ]
+    labels = _take_labels(notes, groups, max(1.0, began + timeout_s - time.monotonic()))
     seen = tuple(_describe_node(one, wanted, answers) for one in nodes if one["Alive"] or one["NodeID"] in wanted)
     return Snapshot(
         time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
-        took_s=time.monotonic() - began, notes=tuple(dict.fromkeys(notes)), reservations=reservations,
+        labels=labels, took_s=time.monotonic() - began, notes=tuple(dict.fromkeys(notes)), reservations=reservations,
         launches=launches,
     )  # fmt: skip
 
@@ -103,6 +108,17 @@ def _try(notes: list[str], what: str, fallback: _T, ask: Callable[..., _T], *arg
     except (HeadTimeoutError, ray.exceptions.RayError) as error:
         notes.append(f"no {what}: {type(error).__name__}")
         return fallback
+
+
+def _take_labels(notes: list[str], reading: _Job[_Labels], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Return the labels of the members of Fairlead's groups; without them the rest of the look still counts."""
+    try:
+        labels, missing = reading.result(timeout_s)
+    except Exception as error:  # noqa: BLE001
+        notes.append(f"no groups of Fairlead: {type(error).__name__}")
+        return {}
+    notes += missing
+    return labels
 
 
 def _choose(jobs: Iterable[Job], actors: Iterable[Actor], calls: Iterable[Call]) -> _Pids:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ._model import Actor, Confidence, Fleet, Member, Process, Snapshot
@@ -22,11 +23,10 @@ _LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 def find_fleets(snapshot: Snapshot) -> tuple[Fleet, ...]:
     """Return the fleets of a snapshot: each actor is in the first one whose rule applies, and in none but that."""
     processes = {(one.node_id, one.pid): one for one in snapshot.processes}
-    actors = [one for one in snapshot.actors if one.actor_id not in snapshot.claimed]
-    nothing = Process("", 0)
+    actors, nothing = snapshot.actors, Process("", 0)
     environ = {one.actor_id: processes.get((one.node_id, one.pid), nothing).environ for one in actors}
     found: list[Fleet] = []
-    for rule in (_by_label, _by_environ, _by_name, _by_class):
+    for rule in (partial(_by_label, snapshot.labels), _by_environ, _by_name, _by_class):
         taken = _members(found)
         new = rule([one for one in actors if one.actor_id not in taken], environ)
         taken |= _members(new)
@@ -57,6 +57,7 @@ def _make(
     actors: Sequence[Actor],
     ranks: Mapping[str, tuple[int, str]],
     world_size: int | None = None,
+    coords: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Fleet:
     by_creation = sorted(actors, key=lambda one: (one.created or float("inf"), one.actor_id))
     order = {one.actor_id: at for at, one in enumerate(by_creation)}
@@ -68,7 +69,10 @@ def _make(
         disputed = f"two members have rank {twice[0]}" if twice else f"rank {beyond[0]} is beyond the world size"
     known: Mapping[str, tuple[int | None, str]] = {} if disputed else ranks
     given = ((one.actor_id, *known.get(one.actor_id, (None, ""))) for one in actors)
-    members = [Member(actor_id, rank, order[actor_id], source) for actor_id, rank, source in given]
+    members = [
+        Member(actor_id, rank, order[actor_id], source, (coords or {}).get(actor_id, {}))
+        for actor_id, rank, source in given
+    ]
     ordered = sorted(members, key=lambda one: (one.rank is None, one.rank or 0, one.ordinal))
     return Fleet(
         name, actors[0].job_id, rule, "guess" if disputed else confidence, tuple(ordered), world_size, disputed
@@ -86,19 +90,32 @@ def _read_label(text: str | None) -> dict[str, Any] | None:
         return None
     if not isinstance(label, dict) or not isinstance(label.get("group"), str) or type(label.get("rank")) is not int:
         return None
+    if type(label.get("world_size")) is not int:
+        label["world_size"] = None
+    coords = label.get("coords")
+    label["coords"] = {axis: at for axis, at in coords.items() if type(at) is int} if isinstance(coords, dict) else {}
     return label
 
 
-def _by_label(actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]) -> list[Fleet]:
-    labels = {one.actor_id: _read_label(environ[one.actor_id].get(LABEL)) for one in actors}
-    groups = _group(actors, lambda one: (one.job_id, label["group"]) if (label := labels[one.actor_id]) else None)
+def _by_label(
+    registered: Mapping[str, Mapping[str, Any]], actors: Sequence[Actor], environ: Mapping[str, Mapping[str, str]]
+) -> list[Fleet]:
+    """Return the fleets of the members of Fairlead's groups, and of actors with a label in their environment."""
+    labels = {one: registered.get(one) or _read_label(own.get(LABEL)) for one, own in environ.items()}
+
+    def key(actor: Actor) -> Any:
+        label = labels[actor.actor_id]
+        rule = "group" if actor.actor_id in registered else "label"
+        return (actor.job_id, rule, label["group"]) if label else None
+
     found = []
-    for (_, name), there in groups.items():
-        given = [label for one in there if (label := labels[one.actor_id])]
-        ranks = {one.actor_id: (label["rank"], "label") for one, label in zip(there, given, strict=True)}
-        sizes = {label.get("world_size") for label in given}
+    for (_, rule, name), there in _group(actors, key).items():
+        given = {one.actor_id: label for one in there if (label := labels[one.actor_id])}
+        ranks = {one: (label["rank"], rule) for one, label in given.items()}
+        coords = {one: label["coords"] for one, label in given.items()}
+        sizes = {label["world_size"] for label in given.values()}
         size = sizes.pop() if len(sizes) == 1 else None
-        found.append(_make(name, "label", "certain", there, ranks, size if type(size) is int else None))
+        found.append(_make(name, rule, "certain", there, ranks, size, coords))
     return found
 
 

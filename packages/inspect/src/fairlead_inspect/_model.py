@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Confidence = Literal["certain", "likely", "guess"]
 
@@ -257,12 +257,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Member:
-    """An actor of a fleet: its id, its rank if known, where that is from, and its number by creation."""
+    """An actor of a fleet: its id, its rank if known, where that is from, its number by creation, and coordinates."""
 
     key: str
     rank: int | None = None
     ordinal: int = 0
     source: str = ""
+    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,8 @@ class Snapshot:
         launches: how many nodes an autoscaler was starting.
         partial: whether only one machine was looked at, so that others may have more processes.
         finished: the ids of tasks that are over.
-        claimed: the ids of actors that another source judges, which `diagnose` does not blame.
+        labels: what Fairlead's groups say of actors, by their ids: `rank`, `group`, `world_size`, `coords`, `waiting`
+            (whether it waits for other members) and `step`.
         took_s: how long the look took.
         notes: what could not be read, and why.
     """
@@ -314,7 +316,7 @@ class Snapshot:
     nodes: tuple[Node, ...] = ()
     calls: tuple[Call, ...] = ()
     finished: frozenset[str] = frozenset()
-    claimed: frozenset[str] = frozenset()
+    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
     took_s: float = 0.0
     notes: tuple[str, ...] = ()
     reservations: tuple[Reservation, ...] = ()

@@ -17,6 +17,7 @@ from ._fleets import find_fleets
 from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, StackClass, Suspect, Waiting
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import exit_status
+from ._verdict.waits import add_label
 
 # Of the JSON; fields are added, and never renamed.
 SCHEMA = 1
@@ -117,12 +118,24 @@ def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}" if ranks else numbers
 
 
-def _name(finding: Finding) -> str:
+def write_coords(coords: Mapping[str, int]) -> str:
+    """Return coordinates as text to put behind a rank.
+
+    >>> write_coords({"dp": 1, "tp": 0}), write_coords({})
+    (' (dp=1, tp=0)', '')
+    """
+    return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
+
+
+def _name(finding: Finding, members: Mapping[str, Member]) -> str:
+    """Return whom a finding is about, with the coordinates that all of them have in common."""
     if finding.subject:
         return finding.subject
     who = _who(finding.ranks, finding.ordinals)
     if who and finding.fleet:
-        return f"{who} of {finding.fleet}"
+        first, *others = [members[one.id].coords for one in finding.actors if one.id in members] or [{}]
+        common = {axis: at for axis, at in first.items() if all(one.get(axis) == at for one in others)}
+        return f"{who}{write_coords(common)} of {finding.fleet}"
     if finding.task:
         return f"task {finding.task}"
     actors = ", ".join(f"{one.class_name} {one.name}".strip() for one in finding.actors[:4])
@@ -141,6 +154,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
     """Return the verdict about each job."""
     parts: list[RenderableType] = []
     fleets, addresses = find_fleets(snapshot), {one.node_id: one.address for one in snapshot.nodes}
+    members = {member.key: member for fleet in fleets for member in fleet.members}
     for job in snapshot.jobs:
         here = [one for one in findings if one.job_id == job.job_id]
         actors = [one for one in snapshot.actors if one.job_id == job.job_id and one.state == "ALIVE"]
@@ -152,7 +166,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
         }
         counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
         head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted}), seen in {snapshot.took_s:.1f} s"
-        parts += [Text(clean(head), style="bold"), *(_draw_finding(one, verbose) for one in here)]
+        parts += [Text(clean(head), style="bold"), *(_draw_finding(one, members, verbose) for one in here)]
         if not here:
             parts.append(Text("Nothing waits for a process that does not move.", style="green"))
     parts.append(draw_gaps(snapshot))
@@ -171,7 +185,7 @@ def draw_gaps(snapshot: Snapshot) -> RenderableType:
     return Group(*(Text(clean(one), style="yellow") for one in (*lines, *snapshot.notes[:8])))
 
 
-def _draw_finding(one: Finding, verbose: bool) -> RenderableType:
+def _draw_finding(one: Finding, members: Mapping[str, Member], verbose: bool) -> RenderableType:
     since = "" if one.since_s is None else f", for {write_seconds(one.since_s)}"
     at = f" on {one.node}, pid {one.pid}" if one.pid and one.node and not one.suspects else ""
     rows = [
@@ -186,7 +200,7 @@ def _draw_finding(one: Finding, verbose: bool) -> RenderableType:
     grid.add_column(no_wrap=True)
     grid.add_column()
     head = "HANGS" if one.blames else _HEADS.get(one.kind, one.kind.upper())
-    said = f"{_name(one)}{at}{since}: {one.text} ({one.kind}; {_confidence(one)})"
+    said = f"{_name(one, members)}{at}{since}: {one.text} ({one.kind}; {_confidence(one)})"
     grid.add_row(Text(head, style="bold red" if one.blames else "bold"), Text(clean(said), style="bold"))
     for label, text in rows:
         if text:
@@ -260,8 +274,10 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         at = process.node_id, process.pid
         actor, driver = actors.get(at, Actor("", "driver" if at in drivers else "", drivers.get(at, ""))), at in drivers
         fleet, member = members.get(actor.actor_id, (None, Member("")))
-        position = locate(process, driver=driver)
+        label = snapshot.labels.get(actor.actor_id, {})
+        position = add_label(locate(process, driver=driver), label)
         row: dict[str, Any] = {"fleet": fleet.name if fleet else "", "rank": member.rank}
+        row |= {"coords": member.coords, "step": label.get("step")}
         row["ordinal"] = member.ordinal if fleet else None
         row |= {"rank_source": member.source, "actor": actor.actor_id, "class": actor.class_name, "name": actor.name}
         row |= {"job": actor.job_id, "node": addresses.get(process.node_id, ""), "pid": process.pid}
@@ -293,13 +309,23 @@ def make_table(*columns: str, flexible: Sequence[str]) -> Table:
 
 def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> RenderableType:
     """Return a table with a line for each process."""
-    table = make_table("fleet", "rank", "node", "pid", "", "does", "cpu", "last ran", "memory", flexible=["at"])
+    steps = ["step"] if any(row["step"] is not None for row, _ in rows) else []
+    columns = "fleet", "rank", "node", "pid", "", "does", *steps, "cpu", "last ran", "memory"
+    table = make_table(*columns, flexible=["at"])
     for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
         stack = at.thread.stack if at.thread else at.where
         where = write_stack(stack) or row["note"] or row["title"]
-        cells = [row["fleet"] or row["class"], _rank(row), row["node"], str(row["pid"]), row["state"]]
-        cells += [f"{at.kind}, {at.motion}", f"{row['cpu']:.0%}", ran, f"{row['memory_bytes'] / 2**20:.0f} MiB"]
+        rank = _rank(row) + write_coords(row["coords"])
+        cells = [row["fleet"] or row["class"], rank, row["node"], str(row["pid"]), row["state"]]
+        step = "" if row["step"] is None else str(row["step"])
+        cells += [
+            f"{at.kind}, {at.motion}",
+            *([step] if steps else []),
+            f"{row['cpu']:.0%}",
+            ran,
+            f"{row['memory_bytes'] / 2**20:.0f} MiB",
+        ]
         table.add_row(*(Text(clean(cell)) for cell in cells), Text(clean(where), overflow="ellipsis"))
     more = [Text(f"{len(rows) - MOST_ROWS} more; `ps --json` has all of them.")] if len(rows) > MOST_ROWS else []
     return Group(table, *more)

@@ -23,8 +23,8 @@ DRIVER = """
     from fairlead_workergroup.testing import kill
 
     class Trainer:
-        def __init__(self, folder, secret="secret-in-an-argument"):
-            self.folder, self.rank = folder, int(os.environ["RANK"])
+        def __init__(self, pipe, secret="secret-in-an-argument"):
+            self.pipe, self.rank = pipe, int(os.environ["RANK"])
 
         def train(self, step, secret):
             report_progress(step=step)
@@ -34,29 +34,18 @@ DRIVER = """
             self.barrier()
 
         def barrier(self):
-            while not os.path.exists(self.folder):
-                time.sleep(0.25)  # nearly all of the time it is at one place
+            with current_worker().waiting():
+                open(self.pipe).read()  # until the driver opens it for writing
 
         def quick(self):
             return self.rank
-
-        def meet(self):
-            if self.rank != 2:
-                with current_worker().waiting():
-                    self.barrier()
-            self.barrier()
-
-    def wait_until(holds):
-        deadline = time.monotonic() + 120
-        while not all(holds(one) and one.since_progress_s >= 1.1 for one in group.get_worker_status()):
-            assert time.monotonic() < deadline, group.get_worker_status()
-            time.sleep(0.05)
 
     # Ray prints to standard output when a worker dies.
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     options = {"env_vars": {"TOKEN": "secret-in-the-environment"}, "restart": Restart(on_failure=True)}
     mesh = NamedSharding.from_shape(dp=2, tp=2)
+    os.mkfifo(sys.argv[1])
     with RayVirtualCluster([4], use_gpus=False) as cluster:
         builder = RayWorkerBuilder(Trainer, sys.argv[1])
         with RayWorkerGroup(
@@ -66,25 +55,18 @@ DRIVER = """
             for line in sys.stdin:
                 if line == "hang\\n":
                     call = group.call("train", 7, "secret-in-an-argument")
-                    wait_until(lambda one: one.method == "train" and one.step == 7)
+                    while any(one.method != "train" or one.step != 7 for one in group.get_worker_status()):
+                        time.sleep(0.05)
+                elif line == "kill\\n":
+                    kill(group, 1)
                 elif line == "recover\\n":
                     kill(group, 3)
-                    open(sys.argv[1], "w").close()
+                    os.close(os.open(sys.argv[1], os.O_RDWR))
                     try:
                         call.result()
                     except Exception as error:
                         print(type(error).__name__, file=sys.stderr)
                     group.call("quick").result()
-                elif line == "meet\\n":
-                    group.at(dp=0, tp=0).call("quick").result()
-                    os.remove(sys.argv[1])
-                    call = group.call("meet")
-                    wait_until(lambda one: one.method == "meet")
-                elif line == "met\\n":
-                    open(sys.argv[1], "w").close()
-                    call.result()
-                elif line == "kill\\n":
-                    kill(group, 1)
                 elif line == "end\\n":
                     group.shutdown()
                 print("ok", file=out, flush=True)
@@ -128,8 +110,8 @@ def driver(tmp_path_factory):
         driver.close()
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "fairlead_inspect", *arguments]
+def run(*arguments, timeout_s=60):
+    command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--timeout", str(timeout_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     for secret in SECRETS.values():
         assert secret not in done.stdout + done.stderr
@@ -137,52 +119,38 @@ def run(*arguments):
     return done
 
 
-def read(*arguments):
-    """Run a command until the node has answered for all workers, which it may not in time on a busy machine."""
+def decide(*arguments, holds=lambda done: done.returncode != 4):
+    """Run `why` until its verdict is as wanted, which takes time on a busy machine."""
     deadline = time.monotonic() + 120
-    while True:
-        done = run(*arguments, "--json")
-        assert done.returncode in (0, 1, 4), done.stderr  # 4: a busy machine did not let it read the driver
-        found = json.loads(done.stdout)
-        if has_all(found) or time.monotonic() > deadline:
-            return found
-
-
-def has_all(found):
-    """Return whether no worker is unknown in what a command has printed."""
-    groups = found.get("groups", [])
-    known = {one["state"] for one in found.get("workers", [])}
-    known |= {one["kind"] for group in groups for one in group.get("findings", [])}
-    counted = [(one["alive"] + one["dead"], one["workers"]) for one in groups if "alive" in one]
-    return "unknown" not in known and all(count == size for count, size in counted)
-
-
-def decide():
-    """Run `why` until its verdict is not open, which it may be on a busy machine."""
-    deadline = time.monotonic() + 120
-    while (done := run("why", "--timeout", "60")).returncode == 4 and time.monotonic() < deadline:
+    while not holds(done := run("why", "--after", "2", *arguments)) and time.monotonic() < deadline:
         pass
     return done
 
 
+def blamed():
+    """Return the findings that blame a process, once there are some, and the coordinates of each rank."""
+    done = decide("--json", holds=lambda done: done.returncode == 1)
+    assert (done.returncode, done.stderr) == (1, ""), done.stdout
+    (job,) = json.loads(done.stdout)["jobs"]
+    (fleet,) = [one for one in job["fleets"] if one["key"] == "policy"]
+    assert (fleet["source"], fleet["confidence"], fleet["world_size"]) == ("group", "certain", 4)
+    return [one for one in job["findings"] if one["blames"]], {one["rank"]: one["coords"] for one in fleet["members"]}
+
+
+def members():
+    """Return the rows of the group in `ps`."""
+    return [one for one in json.loads(run("ps", "--json").stdout)["processes"] if one["fleet"] == "policy"]
+
+
 @pytest.mark.smoke
 def test_idle(driver):
-    """A group that is well is listed with its workers, and nothing is wrong."""
-    (group,) = read("groups")["groups"]
-    assert {key: group[key] for key in ("name", "class", "mesh", "workers", "alive", "dead", "stuck")} == {
-        "name": "policy",
-        "class": "Trainer",
-        "mesh": {"dp": 2, "tp": 2},
-        "workers": 4,
-        "alive": 4,
-        "dead": 0,
-        "stuck": 0,
-    }
-    assert (group["driver"]["pid"], group["driver"]["state"]) == (driver.pid, "runs")
+    """Nothing is wrong with a group that is well. Its members have their ranks and coordinates."""
+    assert [(one["rank"], one["coords"], one["does"]) for one in members()] == [
+        (rank, {"dp": rank // 2, "tp": rank % 2}, "idle") for rank in range(4)
+    ]
     well = decide()
     assert (well.returncode, well.stderr) == (0, "")
-    assert "nothing is wrong" in well.stdout
-    assert "policy" in run("groups").stdout
+    assert "HANGS" not in well.stdout
 
 
 def test_driver_stopped_and_worker_hung(driver, stop_process):
@@ -190,98 +158,85 @@ def test_driver_stopped_and_worker_hung(driver, stop_process):
     driver.do("hang")
     with stop_process(driver.pid):
         for _ in range(RUNS):
-            found = read("why", "--after", "1")
-            assert found["wrong"] is True
-            findings = found["groups"][0]["findings"]
-            assert [(one["kind"], one["ranks"]) for one in findings] == [("late", [3]), ("driver", [])], findings
-            late = findings[0]
-            assert (late["kind"], late["ranks"], late["coords"]) == ("late", [3], {"dp": 1, "tp": 1})
-            assert late["method"] == "train"
-            assert late["where"].endswith("in train")
-            assert late["waiting"] == [0, 1, 2]
-        shown = run("why", "--after", "1", "--group", "policy")
-        assert shown.returncode == 1
-        assert "Rank 3 (dp=1, tp=1)" in shown.stdout
-        status = read("status")["workers"]
-        assert [(one["state"], one["method"], one["step"]) for one in status] == [("busy", "train", 7)] * 4
-        assert all(one["memory_bytes"] > 2**20 for one in status)
-        (one,) = read("status", "--at", "dp=1,tp=0")["workers"]
-        assert one["rank"] == 2
-        most, rest = read("stacks", "--group", "policy")["stacks"]
-        assert (most["ranks"], rest["ranks"]) == ([0, 1, 2], [3])
-        assert "in barrier" in most["stacks"]
-        assert "rank 3:" in run("stacks", "--group", "policy", "--threads").stdout
+            (late,), coords = blamed()
+            assert (late["kind"], late["fleet"], late["ranks"], late["confidence"]) == (
+                "late",
+                "policy",
+                [3],
+                "certain",
+            )
+            assert coords[3] == {"dp": 1, "tp": 1}
+            assert late["where"][0]["function"].endswith("train")
+            assert late["waiting"]["ranks"] == [0, 1, 2]
+        assert "rank 3 (dp=1, tp=1) of policy" in decide().stdout
+        assert [(one["does"], one["step"]) for one in members()] == [("collective", 7)] * 3 + [("user", 7)]
+        found = {tuple(one["ranks"]): one for one in json.loads(run("stacks", "--json").stdout)["stacks"]}
+        assert found["0", "1", "2"]["where"][0]["function"].endswith("barrier")
+        assert found[("3",)]["fleet"] == "policy"
+
+
+def test_driver_runs(driver):
+    """The verdict is the same while the driver runs."""
+    (late,), _ = blamed()
+    assert (late["kind"], late["ranks"], late["waiting"]["ranks"]) == ("late", [3], [0, 1, 2])
+
+
+@pytest.mark.nightly
+def test_agent_stopped(driver, stop_process):
+    """If the agent of a node does not answer, the look says so, and knows the ranks from the environment."""
+    rows = json.loads(run("ps", "--json").stdout)["processes"]
+    (agent,) = [one["pid"] for one in rows if one["class"] == "AgentProcess"]
+    with stop_process(agent):
+        found = json.loads(run("why", "--json", timeout_s=10).stdout)
+    assert any(note.startswith("Fairlead's groups on node") for note in found["notes"]), found["notes"]
+    (fleet,) = found["jobs"][0]["fleets"]
+    assert (fleet["source"], [one["rank"] for one in fleet["members"]]) == ("environment", [0, 1, 2, 3])
+
+
+@pytest.mark.nightly
+def test_timeline(driver, tmp_path):
+    """The track of an actor has the name of its group and its rank."""
+    assert run("timeline", "-o", str(tmp_path / "trace.json")).returncode == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert {f"policy rank {rank}" for rank in range(4)} <= names
 
 
 @pytest.mark.nightly
 def test_stopped_worker(driver, stop_process):
-    """A worker that is stopped is named, and those that wait for it are explained by it."""
-    pid = next(one["pid"] for one in read("status")["workers"] if one["rank"] == 1)
+    """A worker that is stopped is named, although others wait for another one too."""
+    pid = next(one["pid"] for one in members() if one["rank"] == 1)
     with stop_process(pid):
-        found = read("why", "--after", "1")["groups"][0]["findings"]
-    assert [(one["kind"], one["ranks"]) for one in found][:1] == [("stopped", [1])]
+        found, _ = blamed()
+    assert ("stopped", [1]) in [(one["kind"], one["ranks"]) for one in found]
+
+
+def test_dead_worker(driver, stop_process):
+    """A dead worker is named with its rank, even while its driver does not know of its death."""
+    driver.do("kill")
+    with stop_process(driver.pid):
+        deadline = time.monotonic() + 120
+        while ("dead", "policy", [1]) not in [(one["kind"], one["fleet"], one["ranks"]) for one in blamed()[0]]:
+            assert time.monotonic() < deadline
 
 
 @pytest.mark.nightly
 def test_restarted(driver):
-    """After a restart the new process is registered, with its incarnation."""
-    before = read("status")["workers"]
+    """After a restart the new processes have the ranks, and nothing is wrong."""
+    before = {one["rank"]: one["pid"] for one in members()}
     driver.do("recover")
-    after = read("status")["workers"]
-    assert [one["incarnation"] for one in after] == [0, 0, 0, 1]
-    assert after[3]["pid"] != before[3]["pid"]
-    assert [one["state"] for one in after] == ["idle"] * 4
-
-
-@pytest.mark.nightly
-def test_unequal_counts_of_calls(driver):
-    """After a restart, and a call of one worker alone, `why` names the worker that the others wait for, and no other.
-
-    `--at` chooses what is shown, and not who is looked at.
-    """
-    driver.do("meet")
-    for at in ([], ["--at", "dp=0"]):
-        (late,) = read("why", "--after", "1", *at)["groups"][0]["findings"]
-        assert (late["kind"], late["ranks"], late["waiting"]) == ("late", [2], [0, 1, 3])
-    driver.do("met")
-
-
-def test_dead_worker(driver, stop_process):
-    """A dead worker is reported with what it died of, also while its driver does not know it."""
-    driver.do("kill")
-    with stop_process(driver.pid):
-        deadline = time.monotonic() + 120
-        while (found := read("why")["groups"][0]["findings"]) and "process" not in found[0]["text"]:
-            assert time.monotonic() < deadline, found
-    assert (found[0]["kind"], found[0]["ranks"]) == ("dead", [1])
-    assert read("groups")["groups"][0]["dead"] == 1
-
-
-@pytest.mark.nightly
-def test_unknown_group(driver):
-    """A name that no group has is answered by those that are there."""
-    done = run("status", "--group", "critic")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("There is no group 'critic'. These are there: policy (")
-    done = run("status", "--at", "pp=0")
-    assert done.returncode == 3
-    assert "pp" in done.stderr
-
-
-def test_no_cluster(driver):
-    """Without a cluster the error says what to do."""
-    done = run("groups", "--address", "127.0.0.1:1")
-    assert done.returncode == 3
-    assert done.stderr.startswith("No Ray cluster answers at 127.0.0.1:1.")
+    after = members()
+    assert [one["rank"] for one in after] == [0, 1, 2, 3]
+    assert after[3]["pid"] != before[3]
+    assert decide().returncode == 0
 
 
 @pytest.mark.nightly
 def test_ended(driver, eventually):
-    """A group that was shut down is not listed any more."""
+    """After the shutdown of a group nothing speaks of it any more."""
     driver.do("end")
-    assert eventually(lambda: read("groups")["groups"] == [], 60)
+    assert eventually(lambda: members() == [], 60)
     # The driver of the job is still there, and waits for its input.
-    assert decide().returncode == 0
-    done = run("why", "--group", "policy")
-    assert done.returncode == 3
-    assert done.stderr == "No worker group is registered on this cluster.\n"
+    done = decide()
+    assert done.returncode == 0
+    assert "policy" not in done.stdout

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.nightly
 
 # The limit of everything that has none of its own, and of the commands.
 LIMIT_S, ANSWER_S = 1.0, 60.0
-COMMANDS = (["groups"], ["status"], ["stacks"], ["why"])
+COMMANDS = (["ps"], ["stacks"], ["why"])
 
 
 @pytest.mark.usefixtures("local_ray")
 def test_every_command(monkeypatch, call_in_time, stop_process, capsys):
-    """A command about groups says that the head does not answer."""
+    """Every command says that the head does not answer."""
     for module, name in (
         (placement_head, "LEAST_S"),
         (placement_head, "ALIVE_S"),

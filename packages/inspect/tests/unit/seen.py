@@ -87,6 +87,18 @@ def environ(rank, size, port=1):
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "h", "MASTER_PORT": str(port)}
 
 
+def label_of(rank, size, *, group="policy", waiting=False, step=None, **coords):
+    """Return what a Fairlead group says of one of its members."""
+    return {
+        "rank": rank,
+        "group": group,
+        "world_size": size,
+        "coords": coords,
+        "waiting": waiting,
+        "step": step,
+    }
+
+
 def fleet_of(stacks, *, driver_waits=True, how=None, **given):
     """Return a job whose actors stand at some stacks, with ranks in their environment."""
     size = len(stacks)

@@ -63,6 +63,7 @@ def large(monkeypatch):
         read_launches=lambda: 0,
     )
     monkeypatch.setattr(_fanout, "_ray_private", tables)
+    monkeypatch.setattr(_fanout, "read_labels", lambda *_: ({}, []))
     monkeypatch.setattr(_fanout, "ask_head", lambda what, function, *args, timeout_s: function(*args))
     monkeypatch.setattr(ray, "nodes", lambda: rows)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "ff000000"))
@@ -149,6 +150,18 @@ def test_without_task_events(large):
     large.read_calls = fail
     snapshot = _fanout.look_at_cluster(None)
     assert snapshot.notes == (f"no task events of job {JOB}: HeadTimeoutError",)
+    assert [one.ranks for one in diagnose(snapshot) if one.blames] == [(37,)]
+
+
+def test_without_groups(large, monkeypatch):
+    """If Fairlead's groups cannot be read, the look says so, and the rest of it is still there."""
+
+    def fail(*_):
+        raise HeadTimeoutError("no answer")
+
+    monkeypatch.setattr(_fanout, "read_labels", fail)
+    snapshot = _fanout.look_at_cluster(None)
+    assert snapshot.notes == ("no groups of Fairlead: HeadTimeoutError",)
     assert [one.ranks for one in diagnose(snapshot) if one.blames] == [(37,)]
 
 

@@ -74,6 +74,15 @@ def test_label():
         assert fleets(actors, {0: {LABEL: broken}, 1: {LABEL: broken}}) == [("class", "guess", [None, None])]
 
 
+def test_coordinates():
+    """A label may have coordinates; what is no coordinate is left out."""
+    texts = ['{"rank": 0, "group": "g", "coords": {"dp": 1, "tp": "x"}}', '{"rank": 1, "group": "g", "coords": 3}']
+    actors = [actor(number) for number in range(2)]
+    processes = [process(1000 + at, QUEUE, env={LABEL: text}) for at, text in enumerate(texts)]
+    (fleet,) = find_fleets(look(actors, processes))
+    assert [one.coords for one in fleet.members] == [{"dp": 1}, {}]
+
+
 def test_class_and_singles():
     """Actors of one class and owner are a guess, numbered by creation; single actors are no fleet."""
     actors = [actor(0, created=5.0), actor(1, created=2.0), actor(2, "Other"), actor(3, owner="w2")]

@@ -60,7 +60,7 @@ def test_examples_in_docstrings(monkeypatch):
 
 
 def test_alone():
-    """Without fairlead-workergroup the commands for any job are there, and neither numpy nor torch is loaded."""
+    """Without fairlead-workergroup all commands are there, and neither numpy nor torch is loaded."""
     code = (
         "import importlib.util, sys; find = importlib.util.find_spec; "
         "importlib.util.find_spec = lambda name, *of: None if name.startswith('fairlead_w') else find(name, *of); "

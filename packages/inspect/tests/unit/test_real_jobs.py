@@ -77,7 +77,7 @@ def test_all_ranks_spin():
 
 
 def test_checkpoint_on_a_dead_disk():
-    """A rank that writes its shard of a distributed checkpoint is not in a collective, although torch's name says so."""
+    """A rank that writes its shard of a distributed checkpoint is not in a collective, in spite of its folder's name."""
     folder = SITE + "torch/distributed/checkpoint/"
     write = (Frame(folder + "filesystem.py", "write_data", 600), Frame("/w/step.py", "checkpoint", 80))
     gather = (ALL_REDUCE[0], Frame(folder + "utils.py", "gather_object", 150), Frame("/w/step.py", "checkpoint", 80))
@@ -116,7 +116,7 @@ def test_a_rank_that_waits_for_a_peer_outside():
 
 
 def test_two_experiments():
-    """Two groups whose actors are called exp-0-0 to exp-1-1 are two sets: the ranks of one do not wait for the other."""
+    """Two groups whose actors are called exp-0-0 to exp-1-1 are two sets, which do not wait for each other."""
     actors = [actor(at, name=f"exp-{at // 2}-{at % 2}") for at in range(4)]
     processes = [process(1000 + at, ALL_REDUCE if at < 2 else QUEUE) for at in range(4)]
     assert verdict(look(actors, processes))[1] == []

@@ -150,7 +150,6 @@ def test_statuses(snapshot, monkeypatch, capsys):
     well = fleet_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
     looks = iter([well, well, snapshot])
     monkeypatch.setattr(_command, "look_here", lambda **_: next(looks, snapshot))
-    monkeypatch.setattr(_command, "find_groups_source", lambda: None)
     monkeypatch.setattr(_command.time, "sleep", lambda _: None)
     assert _command.main(["why", "--here", "--watch", "1"]) == 1
     assert capsys.readouterr().out.count("HANGS") == 1

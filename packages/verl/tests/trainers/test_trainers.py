@@ -125,9 +125,8 @@ def test_kill(folder):
         why = [sys.executable, "-m", "fairlead_inspect", "why", "--after=2", "--json", "--address", started["address"]]
         said = subprocess.run(why, env=ENV, capture_output=True, text=True)
         assert said.returncode == 1, said.stderr
-        (group,) = json.loads(said.stdout)["groups"]
-        assert [(one["kind"], one["ranks"]) for one in group["findings"]] == [("stopped", [1]), ("stuck", [0])]
-        assert "for rank(s) 1" in group["findings"][1]["text"]
+        found = [one for job in json.loads(said.stdout)["jobs"] for one in job["findings"] if one["blames"]]
+        assert [(one["kind"], one["ranks"]) for one in found] == [("stopped", [1])]
         assert len(read_metrics(folder)) == steps
         killed = time.time()
         os.kill(stopped, signal.SIGKILL)

@@ -176,12 +176,11 @@ def test_hang_on_the_gpu(real_ray, run_inspect):
         time.sleep(2)
         (status,) = group.get_worker_status()
         assert (status.method, status.state) == ("hang", "busy")
-        code, out = run_inspect("status")
+        code, out = run_inspect("ps")
         assert code == 0
-        assert "hang" in out
+        assert "policy" in out
         code, out = run_inspect("why", "--after", "1")
-        assert code == 0, "it has no peers to compare with"
-        assert "1 of 1 workers run a method" in out
+        assert code in (0, 4), "no process waits for it"
         code, out = run_inspect("stacks")
         assert code == 0
         assert re.search(r"line [1-9]\d* in synchronize", out)

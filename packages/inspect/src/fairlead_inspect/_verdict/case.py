@@ -108,7 +108,8 @@ class Case:
         kind = actor.class_name if actor else key[:8]
         if there is None:
             return kind + (f" {actor.name}" if actor and actor.name else "")
-        return f"{kind} {f'rank {there[1].rank}' if there[1].rank is not None else f'#{there[1].ordinal}'}"
+        number = f"rank {there[1].rank}" if there[1].rank is not None else f"#{there[1].ordinal}"
+        return f"{there[0].name} {number}"
 
     def describe_place(self, key: str) -> str:
         """Return what a process waits for in the kernel, as a clause, with a child that may hold it up."""
@@ -155,6 +156,8 @@ class Case:
             source = next((one.source for one in wait.fleet.members if one.key in keys[:1]), "")
             how = f"by {wait.fleet.rule}" + (f", rank from {source}" if source else "")
             evidence.insert(0, Evidence("worker set", f"{how} ({wait.fleet.confidence})"))
+        if (step := self.snapshot.labels.get(keys[0], {}).get("step")) is not None:
+            evidence.append(Evidence("group", f"its last step is {step}"))
         if since[0] is not None and kind == "late":
             evidence.append(Evidence(since[1], f"{since[0]:.1f} s ago", since[0]))
         return self.say(

@@ -2,8 +2,8 @@
 """Who waits for whom, and the processes at the end of the waits."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from .._model import Actor, Call, Fleet, Job, Member, Process, Snapshot
 from .libraries import is_infrastructure
@@ -161,6 +161,11 @@ class Graph:
         return self._members.get(key)
 
 
+def add_label(at: Position, label: Mapping[str, Any]) -> Position:
+    """Return the position of a process; one that has recorded that it waits for others is in a collective."""
+    return replace(at, kind="collective") if label.get("waiting") and at.kind != "idle" else at
+
+
 def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
     """Return the waits of one job."""
     by_pid = {(one.node_id, one.pid): one for one in snapshot.processes}
@@ -173,7 +178,10 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
     for task in tasks.values():
         if not task.actor_id and (task.node_id, task.pid) in by_pid:
             owned[f"task:{task.task_id}"] = by_pid[task.node_id, task.pid]
-    positions = {key: locate(one, driver=key.startswith("driver:")) for key, one in owned.items()}
+    positions = {
+        key: add_label(locate(one, driver=key.startswith("driver:")), snapshot.labels.get(key, {}))
+        for key, one in owned.items()
+    }
     for key, actor in actors.items():
         if actor.state == "ALIVE" and key not in positions:
             positions[key] = Position("unread")

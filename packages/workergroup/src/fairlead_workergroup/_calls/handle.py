@@ -193,8 +193,8 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
     """Return a handle of a group that another process of a cluster has made.
 
     Args:
-        name: the name of the group; if no group has that name, at least the first six digits of its id, as
-            `python -m fairlead_inspect groups` shows them.
+        name: the name of the group; if no group has that name, at least the first six digits of its id, which the
+            error shows if several groups have the name.
         address: the address of the cluster, as for `init_ray`; None for the one that this process is connected to, or
             else for "auto".
 

@@ -105,9 +105,13 @@ class RegisteredGroup:
         return f"{self.name} ({self.group_id[:SHOWN_DIGITS]})"
 
 
-def find_groups() -> list[RegisteredGroup]:
-    """Return every group of every job, in the order in which they were made."""
-    return merge_boards(read_boards(find_agents(), timeout_s=ANSWER_S))
+def find_groups(*, timeout_s: float = ANSWER_S) -> list[RegisteredGroup]:
+    """Return every group of every job, in the order in which they were made.
+
+    Args:
+        timeout_s: seconds for the answers of the agents. Those that do not answer in time are left out.
+    """
+    return merge_boards(read_boards(find_agents(), timeout_s=timeout_s))
 
 
 def find_group(name: str | None) -> RegisteredGroup:
@@ -123,7 +127,7 @@ def find_group(name: str | None) -> RegisteredGroup:
         raise WorkerGroupError("No worker group is registered on this cluster.")
     if not chosen:
         raise WorkerGroupError(f"There is no group {name!r}. These are there: {labels}.")
-    raise WorkerGroupError(f"Choose one of several groups (--group), by its name or the id in brackets: {labels}.")
+    raise WorkerGroupError(f"Choose one of several groups, by its name or the id in brackets: {labels}.")
 
 
 def read_group(group_id: str, job_id: str, worker_id: str, *, within_s: float) -> RegisteredGroup | None:
