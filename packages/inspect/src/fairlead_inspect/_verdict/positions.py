@@ -94,7 +94,9 @@ def locate(process: Process, *, driver: bool = False) -> Position:
         runs = _runs_task(thread, driver and thread.tid == process.pid)
         (tasks if runs else others).append(_locate(thread, process.window_s))
     # A library waits for the thread on which it runs code of the job.
-    tasks = [one for one in tasks if one.kind != "library"] or tasks
+    beside = [] if driver else [one for one in others if _is_of_job(one)]
+    tasks = [one for one in tasks if one.kind != "library"] or (tasks and beside) or tasks
+    others = [one for one in others if one not in tasks]
     waits_aside = any(one.kind in _WAITS for one in others)
     if not tasks:
         return Position(_without_task(process, others, driver=driver), _move_of(process.states, process.ticks))
@@ -118,8 +120,13 @@ def _without_task(process: Process, others: Iterable[Position], *, driver: bool)
     # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
     runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
     serves = any(one.name.startswith("AsyncIO Thread") for one in process.threads)
-    works = any((own := find_own(one.where)) and not PACKAGES.search(own.file) for one in others)
+    works = any(map(_is_of_job, others))
     return "opaque" if runs or serves or works else "idle"
+
+
+def _is_of_job(at: Position) -> bool:
+    """Return whether a thread stands in code of the job itself, and not of a package."""
+    return (own := find_own(at.where)) is not None and not PACKAGES.search(own.file)
 
 
 def _works(at: Position, window_s: float) -> bool:
