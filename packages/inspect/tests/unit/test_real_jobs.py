@@ -77,7 +77,7 @@ def test_all_ranks_spin():
 
 
 def test_checkpoint_on_a_dead_disk():
-    """A rank that writes its shard of a distributed checkpoint is not in a collective, in spite of its folder's name."""
+    """A rank that writes its shard of a distributed checkpoint is in no collective, in spite of its folder's name."""
     folder = SITE + "torch/distributed/checkpoint/"
     write = (Frame(folder + "filesystem.py", "write_data", 600), Frame("/w/step.py", "checkpoint", 80))
     gather = (ALL_REDUCE[0], Frame(folder + "utils.py", "gather_object", 150), Frame("/w/step.py", "checkpoint", 80))

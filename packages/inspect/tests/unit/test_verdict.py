@@ -502,7 +502,9 @@ def test_large_job():
         actors.append(Actor(actor_id(number), f"W{fleet}", JOB, node_id=NODE, pid=1000 + number, owner="driver"))
         stack = QUEUE if (fleet, rank) == (2, 7) else ALL_REDUCE
         processes.append(process(1000 + number, stack, env=environ(rank, 500, fleet)))
-    snapshot = look(actors, processes)
+    calls = tuple(Call(task(one.actor_id), "W.train", one.actor_id, "RUNNING", NOW - 500) for one in actors)
+    driver = process(811, GET, refs=[ref(one.actor_id) for one in actors], driver=True)
+    snapshot = look(actors, [*processes, driver], calls=calls)
     began = time.process_time()
     found = diagnose(snapshot)
     assert time.process_time() - began < 3  # 0.1 s on a machine that does nothing else

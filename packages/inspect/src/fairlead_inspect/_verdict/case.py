@@ -47,9 +47,8 @@ class Case:
 
     def call_age(self, key: str) -> float | None:
         """Return for how long the oldest call that runs in a process does so; None without one."""
-        running = [one for one in self.graph.tasks.values() if one.state == "RUNNING" and one.began]
-        began = [one.began for one in running if key in (one.actor_id, f"task:{one.task_id}")]
-        return self.snapshot.looked_at - min(began) if began else None
+        began = self.graph.call_began(key)
+        return None if began is None else self.snapshot.looked_at - began
 
     def age(self, key: str) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.

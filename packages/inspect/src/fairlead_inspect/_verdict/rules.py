@@ -314,10 +314,11 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     unknown = any(at.kind == "unread" or at.mixed for at in others) or case.at(case.driver).kind == "unread"
     if unknown or case.moving() or any(one.kind == "collective" for one in case.graph.waits):
         return None
-    standing = [key for key in _standing(case) if key not in explained and key != case.driver]
+    # Others may wait inside of a library for this one.
+    standing = [key for key in _standing(case) if case.at(key).kind == "user" and key not in {*explained, case.driver}]
     alike = {(case.at(key).where, (case.graph.fleet_of(key) or (key,))[0]) for key in standing}
     waits = [one for one in case.graph.waits if {*standing} & case.graph.reach(one.waiters)]
-    if len(alike) != 1 or not waits or any(case.at(key).kind != "user" for key in standing):
+    if len(alike) != 1 or not waits:
         return None
     wait = replace(waits[0], certain=True)
     # The waits are not certain, and all others are excluded.

@@ -65,8 +65,13 @@ class Graph:
     waits: tuple[Wait, ...]
     _next: dict[str, set[str]] = field(default_factory=dict)
     _members: dict[str, tuple[Fleet, Member]] = field(default_factory=dict)
+    _began: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for call in self.tasks.values():
+            if call.state == "RUNNING" and call.began:
+                key = _key_of(call, self.actors)
+                self._began[key] = min(call.began, self._began.get(key, call.began))
         self._members.update((one.key, (fleet, one)) for fleet in reversed(self.fleets) for one in fleet.members)
         for wait in self.waits:
             for waiter in wait.waiters:
@@ -156,6 +161,10 @@ class Graph:
                     stack.append((target, iter(gets.get(target, ()))))
         return ()
 
+    def call_began(self, key: str) -> float | None:
+        """Return when the oldest call began that runs in a process; None without one."""
+        return self._began.get(key)
+
     def fleet_of(self, key: str) -> tuple[Fleet, Member] | None:
         """Return the fleet of an actor, and its member there."""
         return self._members.get(key)
@@ -231,7 +240,9 @@ def _find_collective(
     # On a device each may wait for itself.
     joined = any(at[key].kind == "collective" for key in inside)
     certain &= joined or (fleet.confidence == "certain" and len(absent) < len(inside) > 1)
-    return Wait("collective", tuple(inside), tuple(absent), certain, fleet) if inside and (joined or absent) else None
+    if not inside or not (joined or (absent and certain)):
+        return None
+    return Wait("collective", tuple(inside), tuple(absent), certain, fleet)
 
 
 def _find_gets(
