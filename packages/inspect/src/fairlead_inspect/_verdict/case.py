@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._model import Confidence, Evidence, Finding, Fleet, Kind, Named, Snapshot, Suspect, Waiting
-from .libraries import is_infrastructure
+from .libraries import is_infrastructure, waits_for_child
 from .positions import OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait, driver_key
 
@@ -116,6 +116,8 @@ class Case:
         text = f", it waits for {at.thread.waits_on}" if at.thread is not None and at.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
         process = self.graph.processes.get(key)
+        if at.thread is None or not any(map(waits_for_child, at.thread.stack[:8])):
+            return text
         still = [one for one in (process.children if process else ()) if one.stack and not one.ticks]
         own = [(one, frame) for one in still if (frame := find_own(one.stack)) is not None]
         if own:

@@ -17,6 +17,8 @@ _COLLECTIVE = re.compile(
     r"-packages/(?:torch/distributed/(?:distributed_c10d|rendezvous|_functional_collectives|nn/functional)\.py"
     r"|ray/util/collective/|ray/train/(?:v2/)?collective/|mpi4py/|jax/_src/(?:distributed|multihost)"
     r"|jax/experimental/multihost_utils|deepspeed/comm/|horovod/)"
+    # `ray.train.report` is one too.
+    r"|-packages/ray/train/v2/.* \S*(?:_sync_checkpoint_dir_name|broadcast_from_rank_zero|_report_barrier)"
 )
 _RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group|_store_based_barrier)|init_collective")
 # Native code of these waits for devices and for other ranks without a frame of its own.
@@ -76,7 +78,7 @@ def is_own(frame: Frame) -> bool:
 
 def is_collective(frame: Frame) -> bool:
     """Return whether a frame is of a function in which ranks wait for each other."""
-    return _COLLECTIVE.search(frame.file) is not None
+    return _COLLECTIVE.search(f"{frame.file} {frame.function}") is not None
 
 
 def is_rendezvous(frame: Frame) -> bool:

@@ -177,8 +177,13 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
         return None
     if moving := [key for key in sinks if case.at(key).moves]:
         return case.say("working", moving, "makes progress: it computes", wait, fleet=wait.fleet, moves=True)
-    sinks = [key for key in sinks if not case.is_infrastructure(key)]
+    serving = {key for key in sinks if case.is_infrastructure(key)}
+    sinks = [key for key in sinks if key not in serving]
     if not sinks:
+        # A queue or a barrier of a library waits for others: whoever calls it may be the one that matters.
+        for one in case.graph.waits:
+            if called := serving & {*one.targets}:
+                suspects.update(dict.fromkeys(one.waiters, f"waits for {case.name(min(called))}"))
         return None
     end = _describe(case, sinks, wait)
     row = next(row for row in _TABLE if row.holds(end, case.after_s))
@@ -254,10 +259,13 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
         return None
     if (case.waited(wait) or 0.0) < case.after_s or any(one.moves for one in at):
         return None
-    classes = {tuple(frame for frame in one.where if frame.line or frame == one.where[0]) for one in at}
+    classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
+               for key in wait.waiters}  # fmt: skip
     if len(classes) > 1:
         text = f"are in {len(classes)} different collectives, or at different places of one"
-        return case.say("mismatch", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
+        one = case.say("mismatch", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
+        listed = [case.suspect(key, "one of those that stand there") for key in classes.values()]
+        return replace(one, suspects=tuple(listed[:MOST_SUSPECTS]))
     inner = at[0].inner.function if at[0].inner else "a collective"
     text = f"wait in {inner}: what they wait for is outside of Python"
     return case.say("together", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
@@ -333,7 +341,7 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
-    said = {one.pid for one in found if one.kind != "working" and one.pid}
+    said = {pid for one in found if one.kind != "working" for pid in (one.pid, *(of.pid for of in one.suspects)) if pid}
     listed = [case.suspect(key, text) for key, text in suspects.items()]
     listed = [one for one in listed if one.pid not in said or not one.pid]
     if not listed:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who waits for whom, and the processes at the end of the waits."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -203,7 +203,7 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
         waits += _find_gets(key, process, actors, tasks, snapshot.finished, alone=alone)
     waits += _find_arguments(actors, tasks)
     read = {waiter for one in waits for waiter in one.waiters}
-    waits += _find_calls(job, actors, tasks, {key: one for key, one in positions.items() if key not in read})
+    waits += _find_calls(job, actors, tasks, positions, read)
     return Graph(job, here, actors, tasks, owned, positions, tuple(waits))
 
 
@@ -216,11 +216,11 @@ def _find_collective(
     only if a member stands elsewhere.
     """
     at = {one.key: positions[one.key] for one in fleet.members if one.key in positions}
-    inside = [key for key, one in at.items() if one.kind == "collective"]
-    elsewhere = [
-        one.key for one in fleet.members if one.key not in at or at[one.key].kind not in ("collective", "device")
+    places = {one.where for one in at.values()}
+    inside = [
+        key for key, one in at.items() if one.kind == "collective" or (one.backward and one.stands and len(places) > 1)
     ]
-    if elsewhere:
+    if any(one.key not in at or at[one.key].kind not in ("collective", "device") for one in fleet.members):
         inside = [key for key, one in at.items() if one.kind == "collective" or (one.kind == "device" and one.stands)]
     # Of the others, those that wait for something else lead on to it.
     absent = [one.key for one in fleet.members if one.key not in inside and one.key in actors]
@@ -269,7 +269,9 @@ def _find_gets(
                 if target and (call := tasks.get(task_id)) is not None and call.state == LACKS_ARGUMENTS:
                     target = f"task:{task_id}"
                 certain &= bool(target) and (task_id in tasks or len(chosen) == 1)
-                if target and target != key:
+                # A call of itself that an actor waits for never begins.
+                queued = task_id in tasks and tasks[task_id].state != "RUNNING"
+                if target and (target != key or queued):
                     targets[target] = None
             if targets:
                 polls = any(one.polls for one in chosen)
@@ -293,7 +295,11 @@ def _find_arguments(actors: Mapping[str, Actor], tasks: Mapping[str, Call]) -> l
 
 
 def _find_calls(
-    job: Job, actors: Mapping[str, Actor], tasks: Mapping[str, Call], positions: Mapping[str, Position]
+    job: Job,
+    actors: Mapping[str, Actor],
+    tasks: Mapping[str, Call],
+    positions: Mapping[str, Position],
+    read: Container[str],
 ) -> list[Wait]:
     """Return what processes may wait for whose waits cannot be read: the calls that they have made.
 
@@ -315,7 +321,7 @@ def _find_calls(
         serves = key in actors and is_infrastructure(actors[key])
         unreadable = serves or at.kind in _UNREADABLE or key.startswith("driver:")
         targets = tuple(one for one in called.get(key, ()) if one != key)
-        if unreadable and targets and at.motion != "moving":
+        if key not in read and unreadable and targets and at.motion != "moving":
             waits.append(Wait("calls", (key,), targets, certain=False))
     return waits
 
