@@ -18,7 +18,7 @@ _COLLECTIVE = re.compile(
     r"|ray/util/collective/|ray/train/(?:v2/)?collective/|mpi4py/|jax/_src/(?:distributed|multihost)"
     r"|jax/experimental/multihost_utils|deepspeed/comm/|horovod/)"
     # `ray.train.report` is one too.
-    r"|-packages/ray/train/v2/.* \S*(?:_sync_checkpoint_dir_name|broadcast_from_rank_zero|_report_barrier)"
+    r"|-packages/ray/train/v2/.* \S*(?:_sync_checkpoint_dir_name|broadcast_from_rank_zero|barrier)"
 )
 _RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group|_store_based_barrier)|init_collective")
 # Native code of these waits for devices and for other ranks without a frame of its own.
