@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._model import Confidence, Evidence, Finding, Fleet, Kind, Named, Snapshot, Suspect, Waiting
-from .libraries import is_infrastructure, waits_for_child
+from .._model import Child, Confidence, Evidence, Finding, Fleet, Frame, Kind, Named, Snapshot, Suspect, Waiting
+from .libraries import PACKAGES, is_infrastructure, starts_child, waits_for_child
 from .positions import OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait, driver_key
 
@@ -53,10 +53,12 @@ class Case:
     def age(self, key: str) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
 
-        A thread that sleeps in the kernel says it itself. One that polls has waited since its call began. One that
-        spins has no age, since a long computation looks the same.
+        A thread that rests says it itself, and a child that it waits for more. One that polls has waited since its call
+        began. One that spins has no age, since a long computation looks the same.
         """
         at = self.at(key)
+        if (held := self.holding_child(key)) is not None and held[0].since_s is not None:
+            return held[0].since_s, "last run of its child"
         if at.motion in ("still", "disk", "stopped"):
             return at.since_s, RAN
         return (self.call_age(key), CALLED) if at.motion == "waking" else (None, "")
@@ -115,17 +117,25 @@ class Case:
         at = self.at(key)
         text = f", it waits for {at.thread.waits_on}" if at.thread is not None and at.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
-        process = self.graph.processes.get(key)
-        if at.thread is None or not any(map(waits_for_child, at.thread.stack[:8])):
-            return text
-        still = [one for one in (process.children if process else ()) if one.stack and not one.ticks]
-        own = [(one, frame) for one in still if (frame := find_own(one.stack)) is not None]
-        if own:
-            child, frame = own[0]
+        if (held := self.holding_child(key)) is not None:
+            child, frame = held
             file = frame.file.rpartition("/")[2]
             text += f"; its child process {child.pid} stands in {file}:{frame.line} {frame.function}"
             text += f" and waits for {child.waits_on}" if child.waits_on else ""
         return text
+
+    def holding_child(self, key: str) -> tuple[Child, Frame] | None:
+        """Return the child that a process waits for and that stands in code of the job, and the frame where it does."""
+        at, process = self.at(key), self.graph.processes.get(key)
+        if process is None or at.thread is None or not any(map(waits_for_child, at.thread.stack[:8])):
+            return None
+        for child in process.children:
+            # Below its start, a child that was forked has the frames of its parent.
+            ends = (number for number, frame in enumerate(child.stack) if starts_child(frame))
+            frame = find_own(child.stack[: next(ends, len(child.stack))])
+            if frame is not None and not child.ticks and not PACKAGES.search(frame.file):
+                return child, frame
+        return None
 
     # Findings.
 

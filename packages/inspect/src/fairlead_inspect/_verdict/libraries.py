@@ -113,6 +113,11 @@ def waits_for_child(frame: Frame) -> bool:
     return _CHILDREN.search(frame.file) is not None
 
 
+def starts_child(frame: Frame) -> bool:
+    """Return whether a frame is the one in which a process of `multiprocessing` begins."""
+    return frame.file.endswith("/multiprocessing/process.py")
+
+
 def is_infrastructure(actor: Actor) -> bool:
     """Return whether an actor is of a library and runs no code of the job, such as the controller of Ray Train."""
     return bool(_INFRASTRUCTURE.search(actor.module)) and not _USER_ACTORS.search(actor.class_name)

@@ -98,6 +98,8 @@ _TABLE = (
          "runs nothing: it was not called, or it has returned", blames=True),
     _Row("undecided", lambda end, after: end.at.kind == "idle", "runs nothing; its call may be over or wait"),
     _Row("undecided", lambda end, after: end.at.motion == "unknown", "was neither seen to rest nor to run"),
+    _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
+         "wakes up now and then at one line, and it is not known since when"),
     _Row("working", lambda end, after: not end.late and not (end.collective and end.at.motion == "spinning"),
          "is what others wait for, not for long enough to call it late"),
     _Row("disk", lambda end, after: end.at.motion == "disk" and end.certain and not end.missing,
@@ -204,6 +206,7 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
     sure = (
         alone
         and end.at.motion == "still"
+        and source == RAN
         and end.at.kind == "user"
         and not (end.at.thread and ":" in end.at.thread.waits_on)
     )
