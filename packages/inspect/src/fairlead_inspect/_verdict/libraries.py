@@ -23,7 +23,8 @@ _COLLECTIVE = re.compile(
 _RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group|_store_based_barrier)|init_collective")
 # Native code of these waits for devices and for other ranks without a frame of its own.
 _DEVICE = re.compile(
-    r"-packages/(?:torch/(?!utils/data/|distributed/checkpoint/|serialization)|jax/|jaxlib/|cupy/|tensorflow/|nccl/|deepspeed/|vllm/|sglang/)"
+    r"-packages/(?:torch/(?!utils/data/|distributed/checkpoint/|serialization)|jax/|jaxlib/|cupy/|tensorflow/"
+    r"|nccl/|deepspeed/|vllm/|sglang/|xgboost/|lightgbm/)"
 )
 # DDP and FSDP reduce gradients inside of it.
 _BACKWARD = "_engine_run_backward"

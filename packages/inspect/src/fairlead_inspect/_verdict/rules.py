@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .._fleets import find_fleets
 from .._model import Evidence, Finding, Fleet, Kind, Snapshot
-from .case import WAITED, Case
+from .case import RAN, WAITED, Case
 from .collectives import Mismatch, find_mismatch
 from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped
 from .positions import Position
