@@ -69,7 +69,8 @@ class Graph:
 
     def __post_init__(self) -> None:
         for call in self.tasks.values():
-            if call.state == "RUNNING" and call.began:
+            # A worker tells a second later that a call has begun.
+            if call.state in ("RUNNING", "SUBMITTED_TO_WORKER") and call.began:
                 key = _key_of(call, self.actors)
                 self._began[key] = min(call.began, self._began.get(key, call.began))
         self._members.update((one.key, (fleet, one)) for fleet in reversed(self.fleets) for one in fleet.members)
