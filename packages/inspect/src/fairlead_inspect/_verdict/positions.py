@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import dropwhile
 from typing import Literal
 
 from .._model import Frame, Process, Stack, Thread
@@ -61,6 +62,7 @@ class Position:
         backward: whether it computes gradients, which distributed models reduce there.
         busy_elsewhere: whether other threads or children use the CPU or the disk.
         mixed: whether other threads wait or run calls too, so that this one may not be what the process waits in.
+        loops: whether it moves within one function.
     """
 
     kind: PositionKind
@@ -73,6 +75,7 @@ class Position:
     backward: bool = False
     busy_elsewhere: bool = False
     mixed: bool = False
+    loops: bool = False
 
     @property
     def moves(self) -> bool:
@@ -137,8 +140,22 @@ def _works(at: Position, window_s: float) -> bool:
 
 
 def _locate(thread: Thread, window_s: float) -> Position:
-    at = _read(thread.stack, thread.waits_inside)
-    return replace(at, motion=_move(thread, window_s), thread=thread, since_s=thread.last_ran_s)
+    at, motion = _read(thread.stack, thread.waits_inside), _move(thread, window_s)
+    loops = motion == "moving" and _is_one_function(normalise(thread.before or ()), at.where)
+    return replace(at, motion=motion, thread=thread, since_s=thread.last_ran_s, loops=loops)
+
+
+def _is_one_function(before: Stack, after: Stack) -> bool:
+    """Return whether two positions are in one call of a function of the job, at any of its lines."""
+    first, second = _drop_packages(before), _drop_packages(after)
+    if not first or not second or (first[0].file, first[0].function) != (second[0].file, second[0].function):
+        return False
+    return first[1:] == second[1:]
+
+
+def _drop_packages(stack: Stack) -> Stack:
+    """Return the frames from the innermost one of the job's own code on."""
+    return tuple(dropwhile(lambda frame: PACKAGES.search(frame.file) is not None, stack))
 
 
 @lru_cache(4096)

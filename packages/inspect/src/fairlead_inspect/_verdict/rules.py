@@ -9,7 +9,7 @@ from .._model import Evidence, Finding, Fleet, Kind, Snapshot
 from .case import RAN, WAITED, Case
 from .collectives import Mismatch, find_mismatch
 from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped
-from .positions import Position
+from .positions import STANDS, Position
 from .waits import Wait, make_graph
 
 # A rank may wait so long for a file or a server and be well.
@@ -178,7 +178,10 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     if any(key in graph.waiters() or _is_absent(case, key) for key in sinks):
         return None
     if moving := [key for key in sinks if case.at(key).moves]:
-        return case.say("working", moving, "makes progress: it computes", wait, fleet=wait.fleet, moves=True)
+        if (text := _find_doubt(case, moving, wait)) is None:
+            return case.say("working", moving, "makes progress: it computes", wait, fleet=wait.fleet, moves=True)
+        suspects.update(dict.fromkeys(moving, text))
+        return None
     serving = {key for key in sinks if case.is_infrastructure(key)}
     sinks = [key for key in sinks if key not in serving]
     if not sinks:
@@ -195,6 +198,19 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     if row.kind == "working":
         return case.say("working", sinks, row.text, wait, fleet=wait.fleet, moves=True)
     return _blame(case, row, sinks, end, wait)
+
+
+def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
+    """Return why it is not sure that the only process that works makes progress; None if nothing speaks against it."""
+    key, at = moving[0], case.at(moving[0])
+    waited = wait.kind != "collective" or (case.waited(wait) or 0.0) >= case.after_s
+    if len(moving) > 1 or not waited:
+        return None
+    if at.motion in STANDS:
+        long = (case.age(key)[0] or 0.0) >= case.after_s
+        return "does not move, while another thread or a child process of it works" if long else None
+    long = (case.call_age(key) or 0.0) >= case.after_s
+    return "computes in one function since its call began: endless or slow" if at.loops and long else None
 
 
 def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) -> Finding:
