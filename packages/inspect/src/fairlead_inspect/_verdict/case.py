@@ -50,6 +50,12 @@ class Case:
         began = self.graph.call_began(key)
         return None if began is None else self.snapshot.looked_at - began
 
+    def count_calls(self, key: str) -> int:
+        """Return how many calls run in a process."""
+        return sum(
+            key in (one.actor_id, f"task:{one.task_id}") for one in self.graph.tasks.values() if one.state == "RUNNING"
+        )
+
     def age(self, key: str) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
 

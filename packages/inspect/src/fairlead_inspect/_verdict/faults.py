@@ -246,7 +246,7 @@ def find_deadlocks(case: Case) -> list[Finding]:
     graph = case.graph
     sure = graph.find_cycle(certain=True)
     if not (cycle := sure or graph.find_cycle(certain=False)):
-        return []
+        return _find_awaited_cycle(case)
     waits = [one for one in graph.waits if {*one.waiters} & {*cycle} and {*one.targets} & {*cycle}]
     at = [graph.positions[key] for key in cycle if key in graph.positions]
     still = bool(sure) and all(one.motion in ("still", "waking") for one in at)
@@ -261,6 +261,18 @@ def find_deadlocks(case: Case) -> list[Finding]:
     fact = Evidence("references in memory", names)
     one = case.blame("deadlock", cycle, text, waits[0], (None, ""), fact, sure=still)
     return [one if still else replace(one, blames=False, confidence="guess", moves=bool(met))]
+
+
+def _find_awaited_cycle(case: Case) -> list[Finding]:
+    """Name coroutines that have called each other, if their calls have run for long and nothing of the job moves."""
+    cycle = case.graph.find_cycle(certain=False, calls=True)
+    long = all((case.call_age(key) or 0.0) >= case.after_s and case.at(key).kind == "opaque" for key in cycle)
+    if len(cycle) < 2 or not long or case.moving():
+        return []
+    names = " -> ".join(case.name(key) for key in (*cycle, cycle[0]))
+    text = f"run calls that have called each other, and none of them moves: {names}"
+    wait = next(one for one in case.graph.waits if {*one.waiters} & {*cycle})
+    return [case.blame("deadlock", cycle, text, wait, (None, ""), Evidence("task events", names))]
 
 
 def _describe_reason(group: Reservation) -> str:

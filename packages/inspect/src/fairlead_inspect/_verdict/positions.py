@@ -106,8 +106,12 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     waits = [one for one in tasks if one.kind in _WAITS]
     chosen = next((one for one in tasks if one.motion == "moving"), (waits or tasks)[0])
     apart = len(waits) > 1 or (not waits and len({one.where for one in tasks}) > 1)
-    if chosen.motion != "moving" and (apart or (chosen.kind == "user" and waits_aside)):
+    # Calls of one actor may wait for each other, if all of them stand in code of the job.
+    rest = not waits_aside and all(one.kind == "user" and one.motion == "still" for one in tasks)
+    if chosen.motion != "moving" and ((apart and not rest) or (chosen.kind == "user" and waits_aside)):
         chosen = replace(chosen, kind="opaque")
+    elif rest:
+        chosen = min(tasks, key=lambda one: one.since_s or 0.0)
     own_ticks = (chosen.thread.ticks or 0) if chosen.thread else 0
     limit = max(WAKING_TICKS, 0.1 * TICKS_PER_S * process.window_s)
     aside = [one for one in (*tasks, *others) if one.thread is not chosen.thread]
@@ -115,7 +119,7 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     elsewhere |= any(one.ticks > WAKING_TICKS or {*one.states} & {*"RD"} for one in process.children)
     if _move_of(process.states, process.ticks) == "stopped":
         chosen = replace(chosen, motion="stopped")
-    return replace(chosen, mixed=len(tasks) > 1 or waits_aside, busy_elsewhere=elsewhere)
+    return replace(chosen, mixed=(len(tasks) > 1 and not rest) or waits_aside, busy_elsewhere=elsewhere)
 
 
 def _without_task(process: Process, others: Iterable[Position], *, driver: bool) -> PositionKind:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from .._fleets import find_fleets
 from .._model import Evidence, Finding, Fleet, Kind, Snapshot
-from .case import RAN, WAITED, Case
+from .case import CALLED, RAN, WAITED, Case
 from .collectives import Mismatch, find_mismatch
 from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped
+from .libraries import is_replica
 from .positions import STANDS, Position
 from .waits import Wait, make_graph
 
@@ -16,6 +17,7 @@ from .waits import Wait, make_graph
 AFTER_S = 60.0
 MOST_SUSPECTS = 5
 _STACKS = "python -m fairlead_inspect stacks shows where all processes stand; `why` again in a minute shows what moved"
+_REPLICA = "may serve a request of another replica, which Ray does not record"
 _RECORDS = (
     "the flight recorder tells which rank has not begun the collective: set TORCH_FR_DUMP_TEMP_FILE before the job "
     "starts; with NCCL 2.24 or newer, ncclras on a node lists the ranks of each communicator"
@@ -58,6 +60,7 @@ class _End:
         sleeps: whether one of them waits for a timer or has traffic.
         called: whether the caller of idle ones waits for their peers, so that they should have been called.
         missing: whether ranks of their set are missing.
+        paused: whether it is one task that runs, for as long as it takes to be late, without code of the job.
     """
 
     at: Position
@@ -70,6 +73,7 @@ class _End:
     sleeps: bool
     called: bool
     missing: bool
+    paused: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ _TABLE = (
          "is what others wait for, not for long enough to call it late"),
     _Row("late", lambda end, after: end.at.kind == "idle" and end.called and end.certain and not end.missing,
          "runs nothing: it was not called, or it has returned", blames=True),
+    _Row("late", lambda end, after: end.at.kind == "idle" and end.paused and end.certain,
+         "is a generator that waits until its items are taken, or waits inside of Ray", blames=True),
     _Row("undecided", lambda end, after: end.at.kind == "idle", "runs nothing; its call may be over or wait"),
     _Row("undecided", lambda end, after: end.at.motion == "unknown", "was neither seen to rest nor to run"),
     _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
@@ -194,6 +200,9 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     row = next(row for row in _TABLE if row.holds(end, case.after_s))
     if row.kind == "undecided":
         suspects.update(dict.fromkeys(sinks, row.text))
+        if any(key in graph.actors and is_replica(graph.actors[key]) for key in sinks):
+            more = [key for key, one in graph.actors.items() if is_replica(one) and one.state == "ALIVE"]
+            suspects.update(dict.fromkeys((key for key in more if key not in suspects), _REPLICA))
         return None
     if row.kind == "working":
         return case.say("working", sinks, row.text, wait, fleet=wait.fleet, moves=True)
@@ -216,7 +225,11 @@ def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
 def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) -> Finding:
     """Return the finding of a row that blames."""
     age, source = case.age(keys[0])
-    since = (end.waited, WAITED) if age is None or end.at.kind == "idle" else (age, source)
+    if end.paused or end.at.kind == "opaque":
+        age, source = case.call_age(keys[0]), CALLED
+    elif age is None or end.at.kind == "idle":
+        age, source = end.waited, WAITED
+    since = age, source
     # Whoever waits for a peer outside, or polls, may be served later.
     alone = len(keys) == 1 and wait.fleet is not None and wait.fleet.confidence == "certain"
     sure = (
@@ -253,7 +266,13 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
         sleeps=any(map(case.sleeps, keys)),
         called=collective and all(_caller_waits(case, key, wait) for key in keys),
         missing=bool(wait.fleet and wait.fleet.missing and not case.snapshot.partial),
+        paused=wait.kind == "get" and [*keys] == [key for key in keys if _is_paused(case, key)][:1],
     )
+
+
+def _is_paused(case: Case, key: str) -> bool:
+    call = case.call_age(key)
+    return key.startswith("task:") and call is not None and call >= case.after_s and not case.at(key).moves
 
 
 def _is_absent(case: Case, key: str) -> bool:
@@ -341,21 +360,48 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     unknown = any(at.kind == "unread" or at.mixed for at in others) or case.at(case.driver).kind == "unread"
     if unknown or case.moving() or any(one.kind == "collective" for one in case.graph.waits):
         return None
-    # Others may wait inside of a library for this one.
-    standing = [key for key in _standing(case) if case.at(key).kind == "user" and key not in {*explained, case.driver}]
-    alike = {(case.at(key).where, (case.graph.fleet_of(key) or (key,))[0]) for key in standing}
-    waits = [one for one in case.graph.waits if {*standing} & case.graph.reach(one.waiters)]
+    standing = [key for key in _standing(case) if key not in {*explained, case.driver}]
+    # Others may wait inside of a library, or in a coroutine, for the one in code of the job.
+    users = [key for key in standing if case.at(key).kind == "user"]
+    chosen = users or standing or _find_callers(case)
+    if not users and standing and not _is_awaited(case, standing):
+        return None
+    alike = {(case.at(key).where, (case.graph.fleet_of(key) or (key,))[0]) for key in chosen}
+    waits = [one for one in case.graph.waits if {*chosen} & case.graph.reach(one.waiters) - {*one.waiters}]
     if len(alike) != 1 or not waits:
         return None
-    wait = replace(waits[0], certain=True)
-    # The waits are not certain, and all others are excluded.
-    end = replace(_describe(case, standing, wait), certain=True, collective=False, waited=0.0)
-    row = next(row for row in _TABLE if row.holds(end, case.after_s))
-    return (
-        replace(_blame(case, row, standing, end, replace(wait, fleet=None)), confidence="likely")
-        if row.blames
-        else None
-    )
+    end = replace(_describe(case, chosen, waits[0]), certain=True, collective=False, waited=0.0)
+    row = next(row for row in (*_ONLY, *_TABLE) if row.holds(end, case.after_s))
+    wait = replace(waits[0], fleet=None)
+    return replace(_blame(case, row, chosen, end, wait), confidence="likely") if row.blames else None
+
+
+def _is_awaited(case: Case, keys: Sequence[str]) -> bool:
+    """Return whether a coroutine is the only call that a process awaits whose own waits cannot be read."""
+    key = keys[0]
+    awaited = any(one.kind == "calls" and key in one.targets for one in case.graph.waits)
+    alone = len(keys) == 1 and awaited and case.count_calls(key) == 1 and not case.graph.waits_of(key)
+    return alone and case.at(key).kind == "opaque" and case.at(key).thread is None
+
+
+# What is said of the only process that stands, before the rows for the ends of waits that are certain.
+_ONLY = (
+    _Row("late", lambda end, after: end.at.kind == "opaque",
+         "runs a call in a coroutine, which shows no position, and does not move", blames=True),
+    _Row("late", lambda end, after: end.at.kind == "ray-get",
+         "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
+)  # fmt: skip
+
+
+def _find_callers(case: Case) -> list[str]:
+    """Return the processes that have waited for long for an actor of a library, such as a queue, which waits itself."""
+    found = dict[str, None]()
+    for wait in case.graph.waits:
+        if wait.kind == "get" and all(map(case.is_infrastructure, wait.targets)):
+            found.update(dict.fromkeys(key for key in wait.waiters if key != case.driver))
+    ends = case.graph.waiters()
+    serving = {key for wait in case.graph.waits for key in wait.targets if case.is_infrastructure(key)}
+    return [key for key in found if (case.call_age(key) or 0.0) >= case.after_s and not serving & ends]
 
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:

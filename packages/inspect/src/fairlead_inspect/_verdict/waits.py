@@ -135,12 +135,18 @@ class Graph:
             path.insert(0, before[path[0]])
         return path
 
-    def find_cycle(self, *, certain: bool) -> tuple[str, ...]:
-        """Return the keys of a cycle of `ray.get`, or of one with collectives, or none; of certain waits, or of all."""
+    def find_cycle(self, *, certain: bool, calls: bool = False) -> tuple[str, ...]:
+        """Return the keys of a cycle of `ray.get`, or of one with collectives, or none.
+
+        Args:
+            certain: of certain waits only.
+            calls: or of calls that may be awaited.
+        """
         gets: dict[str, list[str]] = {}
         for wait in self.waits:
             alike = wait.fleet is None or wait.fleet.confidence == "certain"
-            if wait.kind not in ("wait", "calls") and not wait.polls and alike and (wait.certain or not certain):
+            kinds = ("wait",) if calls else ("wait", "calls")
+            if wait.kind not in kinds and not wait.polls and alike and (wait.certain or not certain):
                 for waiter in wait.waiters:
                     gets.setdefault(waiter, []).extend(wait.targets)
         done: set[str] = set()
