@@ -20,7 +20,9 @@ from ._verdict.rules import exit_status
 from ._verdict.waits import add_label
 
 # Of the JSON; fields are added, and never renamed.
-SCHEMA = 1
+SCHEMA = 2
+# Names of fields that differ in JSON.
+_FIELDS = {"fleet": "worker_set"}
 _WORD = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|signature|\bsig|auth|key)"
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s&]+)"""
 _NAME = rf"{_WORD}(?:s|[_-][\w-]*)?[\"']?\s*[=:]\s*|--?[\w-]*{_WORD}[\w-]*\s+"
@@ -160,7 +162,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
         actors = [one for one in snapshot.actors if one.job_id == job.job_id and one.state == "ALIVE"]
         driver = f"driver pid {job.pid} on {addresses.get(job.node_id, 'an unknown node')}, " if job.pid else ""
         numbers = {
-            "fleet": sum(one.job_id == job.job_id for one in fleets),
+            "worker set": sum(one.job_id == job.job_id for one in fleets),
             "actor": len(actors),
             "node": len({one.node_id for one in actors}),
         }
@@ -253,7 +255,7 @@ def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) 
     return {
         "id": job.job_id,
         "driver": {"pid": job.pid, "node": job.node_id, "entrypoint": job.entrypoint},
-        "fleets": [{field: one[name] for field, name in names.items()} for one in here],
+        "worker_sets": [{field: one[name] for field, name in names.items()} for one in here],
         "findings": [_finding_fields(one) for one in findings if one.job_id == job.job_id],
     }
 
@@ -261,11 +263,16 @@ def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) 
 def _finding_fields(one: Finding) -> dict[str, Any]:
     fields = asdict(one)
     fields["actors"] = [{"id": of.id, "class": of.class_name, "name": of.name} for of in one.actors]
-    return {name: value for name, value in fields.items() if name != "job_id"}
+    return {_FIELDS.get(name, name): value for name, value in fields.items() if name != "job_id"}
+
+
+def to_fields(one: StackClass) -> dict[str, Any]:
+    """Return the fields of a class of stacks in JSON."""
+    return {_FIELDS.get(name, name): value for name, value in asdict(one).items()}
 
 
 def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
-    """Return a row for each process, by fleet and rank, and where it stands."""
+    """Return a row for each process, by worker set and rank, and where it stands."""
     members = {one.key: (fleet, one) for fleet in find_fleets(snapshot) for one in fleet.members}
     actors = {(one.node_id, one.pid): one for one in snapshot.actors if one.pid}
     drivers = {(one.node_id, one.pid): one.job_id for one in snapshot.jobs}
@@ -276,7 +283,7 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         fleet, member = members.get(actor.actor_id, (None, Member("")))
         label = snapshot.labels.get(actor.actor_id, {})
         position = add_label(locate(process, driver=driver), label)
-        row: dict[str, Any] = {"fleet": fleet.name if fleet else "", "rank": member.rank}
+        row: dict[str, Any] = {"worker_set": fleet.name if fleet else "", "rank": member.rank}
         row |= {"coords": member.coords, "step": label.get("step")}
         row["ordinal"] = member.ordinal if fleet else None
         row |= {"rank_source": member.source, "actor": actor.actor_id, "class": actor.class_name, "name": actor.name}
@@ -286,7 +293,9 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         where = list(map(asdict, _frames(position)))
         row |= {"memory_bytes": process.memory_bytes, "where": where, "note": process.note}
         rows.append((row, position))
-    return sorted(rows, key=lambda one: (one[0]["job"], one[0]["fleet"], one[0]["rank"] or 0, one[0]["ordinal"] or 0))
+    return sorted(
+        rows, key=lambda one: (one[0]["job"], one[0]["worker_set"], one[0]["rank"] or 0, one[0]["ordinal"] or 0)
+    )
 
 
 def _frames(position: Position) -> Stack:
@@ -310,14 +319,14 @@ def make_table(*columns: str, flexible: Sequence[str]) -> Table:
 def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> RenderableType:
     """Return a table with a line for each process."""
     steps = ["step"] if any(row["step"] is not None for row, _ in rows) else []
-    columns = "fleet", "rank", "node", "pid", "", "does", *steps, "cpu", "last ran", "memory"
+    columns = "worker set", "rank", "node", "pid", "", "does", *steps, "cpu", "last ran", "memory"
     table = make_table(*columns, flexible=["at"])
     for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
         stack = at.thread.stack if at.thread else at.where
         where = write_stack(stack) or row["note"] or row["title"]
         rank = _rank(row) + write_coords(row["coords"])
-        cells = [row["fleet"] or row["class"], rank, row["node"], str(row["pid"]), row["state"]]
+        cells = [row["worker_set"] or row["class"], rank, row["node"], str(row["pid"]), row["state"]]
         step = "" if row["step"] is None else str(row["step"])
         cells += [
             f"{at.kind}, {at.motion}",
@@ -338,7 +347,7 @@ def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
         snapshot: a look that `look` returned.
     """
     classes = group_pairs(
-        ((row["fleet"] or row["class"], at.kind, at.where), (row, at)) for row, at in list_processes(snapshot)
+        ((row["worker_set"] or row["class"], at.kind, at.where), (row, at)) for row, at in list_processes(snapshot)
     )
     folded = [
         StackClass(
