@@ -134,6 +134,8 @@ def _name(finding: Finding, members: Mapping[str, Member]) -> str:
     if finding.subject:
         return finding.subject
     who = _who(finding.ranks, finding.ordinals)
+    if finding.fleet and finding.ordinals and not finding.ranks:
+        return f"{finding.fleet} {who}"
     if who and finding.fleet:
         first, *others = [members[one.id].coords for one in finding.actors if one.id in members] or [{}]
         common = {axis: at for axis, at in first.items() if all(one.get(axis) == at for one in others)}
@@ -166,11 +168,11 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
             "actor": len(actors),
             "node": len({one.node_id for one in actors}),
         }
-        counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
-        head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted}), seen in {snapshot.took_s:.1f} s"
+        counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items() if number)
+        head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted or 'no actors'}), seen in {snapshot.took_s:.1f} s"
         parts += [Text(clean(head), style="bold"), *(_draw_finding(one, members, verbose) for one in here)]
         if not here:
-            parts.append(Text("Nothing waits for a process that does not move.", style="green"))
+            parts.append(Text("Nothing hangs: no process waits for one that stands still.", style="green"))
     parts.append(draw_gaps(snapshot))
     return Group(*parts) if snapshot.jobs else Text(NO_JOB)
 
@@ -182,7 +184,8 @@ def draw_gaps(snapshot: Snapshot) -> RenderableType:
     if unread := [one for one in snapshot.processes if one.note]:
         nodes = len({one.node_id for one in unread})
         notes = "; ".join(sorted({one.note for one in unread})[:3])
-        text = f"Stacks of {len(unread)} processes on {nodes} nodes are unreadable: {notes}."
+        count = f"{len(unread)} process{'es' * (len(unread) != 1)} on {nodes} node{'s' * (nodes != 1)}"
+        text = f"No stacks of {count}: {notes}."
         lines.append(text + (f" {PTRACE}" if is_refused(notes) else ""))
     return Group(*(Text(clean(one), style="yellow") for one in (*lines, *snapshot.notes[:8])))
 
@@ -222,7 +225,8 @@ def _describe(waiting: Waiting) -> str:
     who = _who(waiting.ranks, waiting.ordinals)
     since = "" if waiting.since_s is None else f", for {write_seconds(waiting.since_s)}"
     wait = "waits" if waiting.count == 1 else "wait"
-    return f"{waiting.count} {wait}{f' ({who})' if who else ''} at {write_stack(waiting.where)}{since}"
+    place = write_stack(waiting.where)
+    return f"{waiting.count} {wait}{f' ({who})' if who else ''}{f' at {place}' if place else ''}{since}"
 
 
 def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -302,6 +306,10 @@ def _frames(position: Position) -> Stack:
     return frames_of_code(position.thread.stack) if position.thread else position.where
 
 
+def _does(at: Position) -> str:
+    return at.kind if at.motion == "unknown" else f"{at.kind}, {at.motion}"
+
+
 def _rank(row: Mapping[str, Any]) -> str:
     return str(row["rank"]) if row["rank"] is not None else f"#{row['ordinal']}" if row["ordinal"] is not None else ""
 
@@ -329,7 +337,7 @@ def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> Renderabl
         cells = [row["worker_set"] or row["class"], rank, row["node"], str(row["pid"]), row["state"]]
         step = "" if row["step"] is None else str(row["step"])
         cells += [
-            f"{at.kind}, {at.motion}",
+            _does(at),
             *([step] if steps else []),
             f"{row['cpu']:.0%}",
             ran,

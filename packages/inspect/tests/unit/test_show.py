@@ -72,7 +72,7 @@ def test_gaps():
     looked = replace(seen, processes=(refused, *others), nodes=(seen.nodes[0], silent), notes=("10.0.0.1: no x",))
     shown = " ".join(drawn(draw_findings(looked, ())).split())
     assert "Node 10.0.0.9: no answer within 5.0 s" in shown
-    assert f"Stacks of 1 processes on 1 nodes are unreadable: Permission denied (os error 13). {PTRACE}" in shown
+    assert f"No stacks of 1 process on 1 node: Permission denied (os error 13). {PTRACE}" in shown
     assert "10.0.0.1: no x" in shown
 
 

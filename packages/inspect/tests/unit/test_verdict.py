@@ -295,7 +295,7 @@ def test_actor_of_a_placement_group(reservations, said):
     pending = actor(0, "Big", state="PENDING_CREATION", pid=0, resources=held)
     driver = process(811, GET, refs=[ref(actor_id(0))], driver=True, title="python")
     (found,) = diagnose(look([pending], [driver], reservations=reservations))
-    assert found.text.startswith("has not started: PENDING_CREATION, it requests 1 CPU of placement group ")
+    assert found.text.startswith("has not started: it requests 1 CPU of placement group ")
     assert said in found.text
     assert "_group_" not in found.text
 
@@ -369,7 +369,7 @@ def test_opaque_and_unread():
         actors=tuple(replace(one, node_id="n2") if one.pid == 1001 else one for one in snapshot.actors),
     )
     (found,) = [one for one in diagnose(silent) if one.kind == "node-silent"]
-    assert found.text == "is on node 10.0.0.2, which told nothing: no answer within 4 s"
+    assert found.text == "is on node 10.0.0.2, which did not answer: no answer within 4 s"
     assert blamed(silent) == []
     lost = replace(silent, nodes=(silent.nodes[0], replace(silent.nodes[1], answer="lost", alive=False)))
     assert blamed(lost) == [("node-lost", (1,), "certain")]
@@ -387,12 +387,12 @@ def test_processes_that_cannot_be_read(pids, said):
     changed = tuple(replace(one, **LATE) if one.pid in pids else one for one in processes)
     (found,) = diagnose(look([actor(0, "A"), actor(1, "B")], changed))
     assert (found.kind, found.blames, found.moves, found.subject) == ("undecided", False, False, said)
-    assert "not readable" in found.text
+    assert "cannot be read" in found.text
     assert exit_status([found]) == 4
 
 
 def test_objects_that_cannot_be_read():
-    """A driver that waits for objects whose ids are not readable is a suspect."""
+    """A driver that waits for objects whose ids cannot be read is a suspect."""
     driver = process(811, GET, driver=True)
     (found,) = diagnose(look([actor(0, "A")], [driver, process(1000, IDLE)]))
     assert (found.kind, found.blames, found.subject, exit_status([found])) == ("undecided", False, "driver", 4)
