@@ -273,10 +273,34 @@ def nightly(session: nox.Session) -> None:
     if not session.posargs:
         session.notify("examples", posargs=["all"])
     here = install_wheels(session)
+    if "inspect" in names:
+        install(session, *LIBRARIES)
     shutil.copytree(ROOT / PLANTED, here / PLANTED)
     tests = [*(f"packages/{name}" for name in sorted(names)), *[PLANTED] * ("inspect" in names)]
     with session.chdir(here):
         run_tests(session, *options, *TWO_PROCESSES, *tests, **OFTEN)
+
+
+# What the programs around Ray's libraries import.
+LIBRARIES = "ray[data,rllib,serve,train,tune]", "xgboost", "dask[dataframe]", "distributed", "joblib", "modin"
+
+
+@nox.session
+def hang(session: nox.Session) -> None:
+    """Let `why` judge jobs that hang, and print a table: `-- planted`, `-- libraries` (all, or one by name), `-- gpu`.
+
+    A case takes about 30 seconds, and a program around a library two minutes: 40 of them take more than an hour.
+    """
+    kind, *names = session.posargs or ["planted"]
+    if kind not in ("planted", "libraries", "gpu"):
+        session.error(f"there are no hangs called {kind!r}; there are planted, libraries and gpu")
+    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch", *PYTEST, "psutil", *LIBRARIES)
+    if kind == "libraries":
+        file, env = f"{PLANTED}/test_libraries.py", {"FAIRLEAD_LIBRARIES": names[0] if names else "all"}
+    else:
+        file, env = f"{PLANTED}/test_truth.py", {"FAIRLEAD_TRUTH": "10"} if kind == "planted" else {}
+    options = ["-k", "gpu"] if kind == "gpu" else []
+    run_tests(session, file, "-s", "-m", "nightly or not nightly", "--timeout=1800", *options, **env)
 
 
 @nox.session

@@ -111,7 +111,8 @@ def main(case):
     pids = ray.get([one.join.remote(port, SIZE + (case == "all")) for one in actors])
     calls = [one.step.remote(case) for one in actors]
     time.sleep(2)
-    print(json.dumps({"job": ray.get_runtime_context().get_job_id(), "pids": pids}), flush=True)
+    sys.stdout.write(json.dumps({"job": ray.get_runtime_context().get_job_id(), "pids": pids}) + "\n")
+    sys.stdout.flush()
     sys.stdin.read()
     os.unlink(f"/dev/shm/{name}")
     del calls

@@ -8,6 +8,7 @@ default of `--after`, and prints the table.
 
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ EVERY = os.environ.get("FAIRLEAD_LIBRARIES", "")
 AFTER_S = 60.0 if EVERY else 20.0
 IN_CI: tuple[str, ...] = ()
 AT_NIGHT: tuple[str, ...] = ()
+# What a library of Ray needs that Ray alone does not install.
+EXTRAS = {"ray.data": "pyarrow", "ray.train": "pyarrow", "ray.tune": "pyarrow", "ray.serve": "fastapi"}
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 
 
@@ -36,12 +39,30 @@ def read_truth(name):
     return ast.literal_eval(next(values))
 
 
+def find_lacking(name):
+    """Return the packages that a program imports and this environment lacks."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    names = {alias.name for one in ast.walk(tree) if isinstance(one, ast.Import) for alias in one.names}
+    for one in ast.walk(tree):
+        if isinstance(one, ast.ImportFrom):
+            names |= {f"{one.module}.{alias.name}" for alias in one.names} if one.module == "ray" else {one.module}
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    wanted = {one.partition(".")[0] for one in names if one != "hangs"}
+    wanted |= {extra for library, extra in EXTRAS.items() if library in text}
+    return sorted(one for one in wanted if importlib.util.find_spec(one) is None)
+
+
 @contextlib.contextmanager
 def run_program(name, folder):
     """Run a program on a Ray of its own until it says that it hangs, and yield its environment and what it noted."""
     mark, address = folder / "mark", folder / "address"
     env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
-    env |= {"MARK_FILE": str(mark), "ADDRESS_FILE": str(address), "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}
+    env |= {
+        "MARK_FILE": str(mark),
+        "ADDRESS_FILE": str(address),
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "disabled",
+    }
     with (folder / "log").open("w") as log:
         job = subprocess.Popen([sys.executable, FOLDER / f"{name}.py"], env=env, cwd=folder, stdout=log, stderr=log)
     try:
@@ -105,15 +126,17 @@ CHOSEN = PROGRAMS if EVERY else [*IN_CI, *AT_NIGHT]
 def test_program(name):
     """The guilty process is named or among the suspects; no innocent one is blamed; a hang is never an all-clear."""
     truth = read_truth(name)
-    for library in truth["needs"]:
-        pytest.importorskip(library)
-    with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # a short path
-        with run_program(name, Path(folder)) as (env, job, mark):
-            time.sleep(AFTER_S + 4)
-            assert job.poll() is None, "the program has ended"
-            command = [sys.executable, "-m", "fairlead_inspect", "why", "--json", "--after", str(AFTER_S)]
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-            noted = json.loads(mark.read_text())
+    if lacking := find_lacking(name):
+        pytest.skip(f"needs {', '.join(lacking)}")
+    with (
+        tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp", ignore_cleanup_errors=True) as folder,  # a short path
+        run_program(name, Path(folder)) as (env, job, mark),
+    ):
+        time.sleep(AFTER_S + 4)
+        assert job.poll() is None, "the program has ended"
+        command = [sys.executable, "-m", "fairlead_inspect", "why", "--json", "--after", str(AFTER_S)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        noted = json.loads(mark.read_text())
     assert done.returncode in (0, 1, 4), done.stderr
     result = judge(truth, noted, json.loads(done.stdout), done.returncode)
     sys.stdout.write(f"| {name} | {truth['library']} | {result} | load {os.getloadavg()[0]:.0f} |\n")

@@ -211,8 +211,8 @@ def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
             in threads
         )  # fmt: skip
         below = tuple(
-            Child(child, name, states_, ticks_, tuple(Frame(*frame) for frame in stack), waits_on)
-            for child, name, states_, ticks_, stack, waits_on in children
+            Child(child, name, states_, ticks_, tuple(Frame(*frame) for frame in stack), waits_on, since_s)
+            for child, name, states_, ticks_, stack, waits_on, since_s in children
         )
         rest[-1] = tuple(Record(*one) for one in rest[-1])
         found.append(Process(node, pid, title, states, ticks, window_s, seen, environ, below, *rest))

@@ -79,7 +79,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that a worker has started: states in both looks, the CPU ticks between them, and where it stands.
+    """A process that a worker has started: states in both looks, CPU ticks between them, where it stands, since when.
 
     Stacks of children are read only where the worker stands in code that waits for a child.
     """
@@ -90,6 +90,7 @@ class Child:
     ticks: int = 0
     stack: Stack = ()
     waits_on: str = ""
+    since_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ray.util import placement_group, remove_placement_group
 
 from fairlead_inspect import _ray_private
 from fairlead_inspect._node.references import FUNCTIONS, ID_BYTES, LISTS, SAMPLE, calibrate
-from fairlead_inspect._verdict.positions import _TRAIN_THREAD
 from fairlead_inspect._verdict.waits import is_promise
 
 NEVER = "fairlead-test-never"
@@ -47,13 +46,32 @@ def test_numbers():
     assert {*FUNCTIONS} == {"get", "wait", "get_objects"}
 
 
-def test_thread_of_ray_train():
-    """Ray Train runs the user's function in the file and the function by which its thread is known."""
-    # Without pandas and others it cannot be imported.
-    path = Path(ray.__file__).parent / "train/v2/_internal/execution/worker_group/thread_runner.py"
-    assert "target=_run_target" in path.read_text()
-    assert _TRAIN_THREAD.search(f"{path} ThreadRunner.run.<locals>._run_target")
-    assert not _TRAIN_THREAD.search(f"{path} ThreadRunner._monitor_target")
+# Of libraries: a file of Ray, and what the rules rely on there. Most cannot be imported without pandas and others.
+SOURCES = {
+    "train/v2/_internal/execution/worker_group/thread_runner.py": ["class ThreadRunner", "target=_run_target"],
+    "train/v2/_internal/execution/worker_group/worker.py": ["class RayTrainWorker"],
+    "train/v2/_internal/execution/context.py": ["def _sync_checkpoint_dir_name_across_ranks"],
+    "train/v2/_internal/execution/collective_impl.py": ["def barrier", "def broadcast_from_rank_zero"],
+    "train/v2/_internal/execution/controller/controller.py": ["class TrainController"],
+    "air/_internal/util.py": ["class RunnerThread(threading.Thread)", "def run(self)"],
+    "tune/trainable/function_trainable.py": ["class ImplicitFunc", "RunnerThread("],
+    "data/_internal/execution/util.py": ["class _SingleThreadedWrapper", "ThreadPoolExecutor(max_workers=1)"],
+    "data/_internal/execution/operators/actor_pool_map_operator.py": ["class _MapWorker"],
+    "serve/_private/replica.py": ["class ReplicaActor"],
+    "serve/_private/controller.py": ["class ServeController"],
+    "rllib/env/single_agent_env_runner.py": ["class SingleAgentEnvRunner"],
+    "util/multiprocessing/pool.py": ["class PoolActor"],
+    "util/queue.py": ["class _QueueActor"],
+    "dag/compiled_dag_node.py": ["def do_exec_tasks"],
+    "experimental/channel/shared_memory_channel.py": ["def read"],
+}
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_libraries(file):
+    """The threads and classes by which the rules recognise code of the job are where they were."""
+    text = (Path(ray.__file__).parent / file).read_text(encoding="utf-8")
+    assert [one for one in SOURCES[file] if one not in text] == []
 
 
 def test_raylets(job):

@@ -106,12 +106,19 @@ def test_waiting_process(start, processor):
 
 
 def test_spinning_process(start):
-    """A process that uses a core stands at one line, and has run just now."""
-    process, _ = see(start("spin"), 1.0)
-    (thread,) = process.threads
-    assert thread.ticks > 2
-    assert thread.before is not None
-    assert thread.stack[0].function == thread.before[0].function == "hang"
+    """A process that uses a core stands at one line, and has run just now.
+
+    Its stack is read while it runs, and is torn now and then.
+    """
+    pid, deadline = start("spin"), time.monotonic() + 60
+    while True:
+        process, _ = see(pid, 1.0)
+        (thread,) = process.threads
+        assert thread.ticks > 2
+        assert thread.before is not None
+        if thread.stack[0].function == thread.before[0].function == "hang":
+            break
+        assert time.monotonic() < deadline, process
 
 
 def test_stopped_process(start):

@@ -77,7 +77,7 @@ def test_all_ranks_spin():
 
 
 def test_checkpoint_on_a_dead_disk():
-    """A rank that writes its shard of a distributed checkpoint is not in a collective, in spite of its folder's name."""
+    """A rank that writes its shard of a distributed checkpoint is in no collective, in spite of its folder's name."""
     folder = SITE + "torch/distributed/checkpoint/"
     write = (Frame(folder + "filesystem.py", "write_data", 600), Frame("/w/step.py", "checkpoint", 80))
     gather = (ALL_REDUCE[0], Frame(folder + "utils.py", "gather_object", 150), Frame("/w/step.py", "checkpoint", 80))
@@ -220,7 +220,8 @@ def test_all_who_wait_are_counted():
 
 def test_child_that_holds_up_its_rank():
     """A rank that waits for its data loader is named with the child that stands."""
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    loads = (QUEUE[0], Frame(SITE + "torch/utils/data/dataloader.py", "_try_get_data", 1), *QUEUE[2:])
+    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, loads])
     stack = (Frame("/w/data.py", "__getitem__", 16), Frame("/w/data.py", "<module>", 1))
     child = Child(7, "python", ("S", "S"), 0, stack, "a pipe")
     held = [replace(one, children=(child,)) if one.pid == 1002 else one for one in snapshot.processes]
@@ -238,6 +239,27 @@ def test_controllers_of_libraries_are_no_suspects():
     status, _, found = verdict(look([controller, worker], [driver, process(1000, LOOP), hung], calls=calls))
     assert (status, [one.class_name for one in found[0].actors]) == (1, ["RayTrainWorker"])
     assert 1000 not in suspects(found)
+
+
+def test_call_of_itself():
+    """An actor that waits for a call of itself, which cannot begin, is in a deadlock with itself."""
+    own = (Call(task(actor_id(0), 2), "score", actor_id(0), "SUBMITTED_TO_WORKER", NOW - 90),)
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True)
+    calls = (Call(task(actor_id(0)), "run", actor_id(0), "RUNNING", NOW - 90), *own)
+    (found,) = diagnose(look([actor(0)], [driver, process(1000, GET, refs=[ref(actor_id(0), 2)])], calls=calls))
+    assert (found.kind, found.blames, found.pid) == ("deadlock", True, 1000)
+    assert found.text == "waits for a call of itself, which cannot begin before this one is over"
+
+
+def test_queue_of_a_library():
+    """Who waits for a queue of Ray that nobody fills is a suspect, and neither the queue nor the driver is."""
+    queue = actor(0, "_QueueActor", module="ray.util.queue")
+    calls = (Call(task(queue.actor_id), "put", queue.actor_id, "RUNNING", NOW - 90),)
+    driver = process(811, GET, refs=[ref(actor_id(1))], driver=True)
+    waits = process(1001, GET, refs=[ref(queue.actor_id)])
+    serves = replace(process(1000, IDLE), title="ray::_QueueActor.put")
+    status, blamed, found = verdict(look([queue, actor(1, "Producer")], [driver, waits, serves], calls=calls))
+    assert (status, blamed, suspects(found)) == (4, [], [1001])
 
 
 def test_file_system_that_does_not_answer(tmp_path):

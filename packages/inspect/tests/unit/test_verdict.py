@@ -502,8 +502,25 @@ def test_large_job():
         actors.append(Actor(actor_id(number), f"W{fleet}", JOB, node_id=NODE, pid=1000 + number, owner="driver"))
         stack = QUEUE if (fleet, rank) == (2, 7) else ALL_REDUCE
         processes.append(process(1000 + number, stack, env=environ(rank, 500, fleet)))
-    snapshot = look(actors, processes)
+    calls = tuple(Call(task(one.actor_id), "W.train", one.actor_id, "RUNNING", NOW - 500) for one in actors)
+    driver = process(811, GET, refs=[ref(one.actor_id) for one in actors], driver=True)
+    snapshot = look(actors, [*processes, driver], calls=calls)
     began = time.process_time()
     found = diagnose(snapshot)
     assert time.process_time() - began < 3  # 0.1 s on a machine that does nothing else
     assert [(one.fleet, one.ranks) for one in found if one.blames] == [("W2", (7,))]
+
+
+def test_chain_of_waits():
+    """The chain goes through the processes that wait, even if the driver has created the one at their end itself."""
+    controller, trainer = actor(0, "Controller"), actor(1, "Trainer")
+    waits = process(1000, GET, refs=[ref(trainer.actor_id)], title="ray::Controller.run")
+    calls = tuple(
+        Call(task(one.actor_id), f"{one.class_name}.run", one.actor_id, "RUNNING", NOW - 200)
+        for one in (controller, trainer)
+    )
+    driver = process(811, QUEUE, driver=True, title="python")
+    seen = look([controller, trainer], [waits, process(1001, QUEUE, title="ray::Trainer.run"), driver], calls=calls)
+    (found,) = diagnose(seen)
+    assert found.blames
+    assert found.chain == ("driver", "Controller", "Trainer")

@@ -28,7 +28,7 @@ from .processes import (
 )
 from .pyspy import MISSING, dump, find_pyspy
 from .references import SAMPLE, calibrate
-from .waits import read_kernel_wait
+from .waits import SLEEP, read_kernel_wait
 
 AT_A_TIME = 4
 # Children of one process whose stacks are read, if it stands in code that waits for a child.
@@ -202,17 +202,25 @@ def _finish(
             bool(WAITS_INSIDE.search(lines.get((file, line), ""))),
             thread["references"],
             thread["unread"],
-            thread.get("waits_on", ""),
+            _name_sleep(thread.get("waits_on", ""), lines.get((file, line), "")),
         ))  # fmt: skip
     children = [
-        (child, read_title(child), (state, after[0]), after[1] - ticks, *row.get("inside", {}).get(child, ([], "")))
+        (
+            child, read_title(child), (state, after[0]), after[1] - ticks,
+            *row.get("inside", {}).get(child, ([], "")), _read_age(child, child, clocks),
+        )
         for child, (state, ticks) in row["children"].items()
         if (after := row["children_after"][child])[0]
-    ]
+    ]  # fmt: skip
     states, note = tuple(row["states"]), row["note"] if not threads else ""
     file = read_wait(pid) if states == ("D", "D") else ""
     return (pid, row["title"], states, row["ticks"][1] - row["ticks"][0], row["at"][1] - row["at"][0], threads,
             row["environ"], children, row["memory"], note, file, row["records"])  # fmt: skip
+
+
+def _name_sleep(waits_on: str, line: str) -> str:
+    """Return what a thread waits for; a library that polls sleeps without a line that says so, as SQLite does."""
+    return "a timer of native code" if waits_on == SLEEP and line and "sleep" not in line else waits_on
 
 
 def _read_age(pid: int, tid: int, clocks: dict[int, float | None]) -> float | None:

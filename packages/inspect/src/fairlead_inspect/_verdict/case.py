@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._model import Confidence, Evidence, Finding, Fleet, Kind, Named, Snapshot, Suspect, Waiting
-from .libraries import is_infrastructure
+from .._model import Child, Confidence, Evidence, Finding, Fleet, Frame, Kind, Named, Snapshot, Suspect, Waiting
+from .libraries import PACKAGES, is_infrastructure, starts_child, waits_for_child
 from .positions import OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait, driver_key
 
@@ -47,17 +47,18 @@ class Case:
 
     def call_age(self, key: str) -> float | None:
         """Return for how long the oldest call that runs in a process does so; None without one."""
-        running = [one for one in self.graph.tasks.values() if one.state == "RUNNING" and one.began]
-        began = [one.began for one in running if key in (one.actor_id, f"task:{one.task_id}")]
-        return self.snapshot.looked_at - min(began) if began else None
+        began = self.graph.call_began(key)
+        return None if began is None else self.snapshot.looked_at - began
 
     def age(self, key: str) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
 
-        A thread that sleeps in the kernel says it itself. One that polls has waited since its call began. One that
-        spins has no age, since a long computation looks the same.
+        A thread that rests says it itself, and a child that it waits for more. One that polls has waited since its call
+        began. One that spins has no age, since a long computation looks the same.
         """
         at = self.at(key)
+        if (held := self.holding_child(key)) is not None and held[0].since_s is not None:
+            return held[0].since_s, "last run of its child"
         if at.motion in ("still", "disk", "stopped"):
             return at.since_s, RAN
         return (self.call_age(key), CALLED) if at.motion == "waking" else (None, "")
@@ -116,15 +117,25 @@ class Case:
         at = self.at(key)
         text = f", it waits for {at.thread.waits_on}" if at.thread is not None and at.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
-        process = self.graph.processes.get(key)
-        still = [one for one in (process.children if process else ()) if one.stack and not one.ticks]
-        own = [(one, frame) for one in still if (frame := find_own(one.stack)) is not None]
-        if own:
-            child, frame = own[0]
+        if (held := self.holding_child(key)) is not None:
+            child, frame = held
             file = frame.file.rpartition("/")[2]
             text += f"; its child process {child.pid} stands in {file}:{frame.line} {frame.function}"
             text += f" and waits for {child.waits_on}" if child.waits_on else ""
         return text
+
+    def holding_child(self, key: str) -> tuple[Child, Frame] | None:
+        """Return the child that a process waits for and that stands in code of the job, and the frame where it does."""
+        at, process = self.at(key), self.graph.processes.get(key)
+        if process is None or at.thread is None or not any(map(waits_for_child, at.thread.stack[:8])):
+            return None
+        for child in process.children:
+            # Below its start, a child that was forked has the frames of its parent.
+            ends = (number for number, frame in enumerate(child.stack) if starts_child(frame))
+            frame = find_own(child.stack[: next(ends, len(child.stack))])
+            if frame is not None and not child.ticks and not PACKAGES.search(frame.file):
+                return child, frame
+        return None
 
     # Findings.
 
@@ -217,9 +228,12 @@ class Case:
         )
 
     def _chain(self, key: str, wait: Wait) -> tuple[str, ...]:
-        """Return the waits that lead to a process, from the driver if that waits."""
-        start = self.driver if key in self.graph.reach([self.driver]) else wait.waiters[0]
-        path = self.graph.find_path(start, key)
+        """Return the waits that lead to a process, from the driver if they do; its calls show the way to those."""
+        path = self.graph.find_path(self.driver, key, calls=False)
+        if len(path) == 1:
+            waits = self.graph.find_path(wait.waiters[0], key, calls=False)
+            path = waits if len(waits) > 1 else self.graph.find_path(wait.waiters[0], key)
+            path = [*self.graph.find_path(self.driver, path[0])[:-1], *path]
         return tuple(self.name(one) for one in path) if len(path) > 1 else ()
 
 

@@ -255,8 +255,11 @@ def find_deadlocks(case: Case) -> list[Finding]:
         still &= not any(case.at(key).moves for key in graph.sinks(cycle))
         still &= all((case.waited(one) or 0.0) >= case.after_s for one in met)
     names = " -> ".join(case.name(key) for key in (*cycle, cycle[0]))
+    text = f"wait for each other: {names}"
+    if len(cycle) == 1:
+        text = "waits for a call of itself, which cannot begin before this one is over"
     fact = Evidence("references in memory", names)
-    one = case.blame("deadlock", cycle, f"wait for each other: {names}", waits[0], (None, ""), fact, sure=still)
+    one = case.blame("deadlock", cycle, text, waits[0], (None, ""), fact, sure=still)
     return [one if still else replace(one, blames=False, confidence="guess", moves=bool(met))]
 
 

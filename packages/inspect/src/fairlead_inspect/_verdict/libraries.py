@@ -17,11 +17,14 @@ _COLLECTIVE = re.compile(
     r"-packages/(?:torch/distributed/(?:distributed_c10d|rendezvous|_functional_collectives|nn/functional)\.py"
     r"|ray/util/collective/|ray/train/(?:v2/)?collective/|mpi4py/|jax/_src/(?:distributed|multihost)"
     r"|jax/experimental/multihost_utils|deepspeed/comm/|horovod/)"
+    # `ray.train.report` is one too.
+    r"|-packages/ray/train/v2/.* \S*(?:_sync_checkpoint_dir_name|broadcast_from_rank_zero|barrier)"
 )
 _RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group|_store_based_barrier)|init_collective")
 # Native code of these waits for devices and for other ranks without a frame of its own.
 _DEVICE = re.compile(
-    r"-packages/(?:torch/(?!utils/data/|distributed/checkpoint/|serialization)|jax/|jaxlib/|cupy/|tensorflow/|nccl/|deepspeed/|vllm/|sglang/)"
+    r"-packages/(?:torch/(?!utils/data/|distributed/checkpoint/|serialization)|jax/|jaxlib/|cupy/|tensorflow/"
+    r"|nccl/|deepspeed/|vllm/|sglang/|xgboost/|lightgbm/)"
 )
 # DDP and FSDP reduce gradients inside of it.
 _BACKWARD = "_engine_run_backward"
@@ -76,7 +79,7 @@ def is_own(frame: Frame) -> bool:
 
 def is_collective(frame: Frame) -> bool:
     """Return whether a frame is of a function in which ranks wait for each other."""
-    return _COLLECTIVE.search(frame.file) is not None
+    return _COLLECTIVE.search(f"{frame.file} {frame.function}") is not None
 
 
 def is_rendezvous(frame: Frame) -> bool:
@@ -109,6 +112,11 @@ def is_server(frame: Frame) -> bool:
 def waits_for_child(frame: Frame) -> bool:
     """Return whether a frame may wait for a process that its own one has started."""
     return _CHILDREN.search(frame.file) is not None
+
+
+def starts_child(frame: Frame) -> bool:
+    """Return whether a frame is the one in which a process of `multiprocessing` begins."""
+    return frame.file.endswith("/multiprocessing/process.py")
 
 
 def is_infrastructure(actor: Actor) -> bool:

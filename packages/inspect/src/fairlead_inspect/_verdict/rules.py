@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .._fleets import find_fleets
 from .._model import Evidence, Finding, Fleet, Kind, Snapshot
-from .case import WAITED, Case
+from .case import RAN, WAITED, Case
 from .collectives import Mismatch, find_mismatch
 from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped
 from .positions import Position
@@ -100,6 +100,8 @@ _TABLE = (
          "runs nothing: its call may be over, or wait for its turn"),
     _Row("undecided", lambda end, after: end.at.motion == "unknown",
          "was not seen long enough to say whether it moves"),
+    _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
+         "wakes up now and then at one line, and it is not known since when"),
     _Row("working", lambda end, after: not end.late and not (end.collective and end.at.motion == "spinning"),
          "others wait for it, but it has not stood still for as long as --after"),
     _Row("disk", lambda end, after: end.at.motion == "disk" and end.certain and not end.missing,
@@ -182,8 +184,13 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
         return case.say(
             "working", moving, "others wait for it, and it makes progress", wait, fleet=wait.fleet, moves=True
         )
-    sinks = [key for key in sinks if not case.is_infrastructure(key)]
+    serving = {key for key in sinks if case.is_infrastructure(key)}
+    sinks = [key for key in sinks if key not in serving]
     if not sinks:
+        # A queue or a barrier of a library waits for others: whoever calls it may be the one that matters.
+        for one in case.graph.waits:
+            if called := serving & {*one.targets}:
+                suspects.update(dict.fromkeys(one.waiters, f"waits for {case.name(min(called))}"))
         return None
     end = _describe(case, sinks, wait)
     row = next(row for row in _TABLE if row.holds(end, case.after_s))
@@ -204,6 +211,7 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
     sure = (
         alone
         and end.at.motion == "still"
+        and source == RAN
         and end.at.kind == "user"
         and not (end.at.thread and ":" in end.at.thread.waits_on)
     )
@@ -259,10 +267,13 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
         return None
     if (case.waited(wait) or 0.0) < case.after_s or any(one.moves for one in at):
         return None
-    classes = {tuple(frame for frame in one.where if frame.line or frame == one.where[0]) for one in at}
+    classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
+               for key in wait.waiters}  # fmt: skip
     if len(classes) > 1:
         text = f"are in {len(classes)} different collectives, or at different places of one"
-        return case.say("mismatch", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
+        one = case.say("mismatch", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
+        listed = [case.suspect(key, "one of those that stand there") for key in classes.values()]
+        return replace(one, suspects=tuple(listed[:MOST_SUSPECTS]))
     inner = at[0].inner.function if at[0].inner else "a collective"
     text = f"wait in {inner}: what they wait for is outside of Python"
     return case.say("together", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
@@ -319,10 +330,11 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     unknown = any(at.kind == "unread" or at.mixed for at in others) or case.at(case.driver).kind == "unread"
     if unknown or case.moving() or any(one.kind == "collective" for one in case.graph.waits):
         return None
-    standing = [key for key in _standing(case) if key not in explained and key != case.driver]
+    # Others may wait inside of a library for this one.
+    standing = [key for key in _standing(case) if case.at(key).kind == "user" and key not in {*explained, case.driver}]
     alike = {(case.at(key).where, (case.graph.fleet_of(key) or (key,))[0]) for key in standing}
     waits = [one for one in case.graph.waits if {*standing} & case.graph.reach(one.waiters)]
-    if len(alike) != 1 or not waits or any(case.at(key).kind != "user" for key in standing):
+    if len(alike) != 1 or not waits:
         return None
     wait = replace(waits[0], certain=True)
     # The waits are not certain, and all others are excluded.
@@ -337,7 +349,7 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
-    said = {one.pid for one in found if one.kind != "working" and one.pid}
+    said = {pid for one in found if one.kind != "working" for pid in (one.pid, *(of.pid for of in one.suspects)) if pid}
     listed = [case.suspect(key, text) for key, text in suspects.items()]
     listed = [one for one in listed if one.pid not in said or not one.pid]
     if not listed:

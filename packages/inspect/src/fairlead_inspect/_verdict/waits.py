@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who waits for whom, and the processes at the end of the waits."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -65,8 +65,14 @@ class Graph:
     waits: tuple[Wait, ...]
     _next: dict[str, set[str]] = field(default_factory=dict)
     _members: dict[str, tuple[Fleet, Member]] = field(default_factory=dict)
+    _began: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for call in self.tasks.values():
+            # A worker tells a second later that a call has begun.
+            if call.state in ("RUNNING", "SUBMITTED_TO_WORKER") and call.began:
+                key = _key_of(call, self.actors)
+                self._began[key] = min(call.began, self._began.get(key, call.began))
         self._members.update((one.key, (fleet, one)) for fleet in reversed(self.fleets) for one in fleet.members)
         for wait in self.waits:
             for waiter in wait.waiters:
@@ -114,13 +120,17 @@ class Graph:
             if not {f"task:{key}", one.actor_id} & waiters
         )
 
-    def find_path(self, start: str, end: str) -> list[str]:
-        """Return the shortest way of waits from one key to another; the end alone if there is none."""
+    def find_path(self, start: str, end: str, *, calls: bool = True) -> list[str]:
+        """Return the shortest way of waits from one key to another, with those for `calls` or not; or the end alone."""
+        following: dict[str, set[str]] = {}
+        for wait in self.waits:
+            for waiter in wait.waiters if calls or wait.kind != "calls" else ():
+                following.setdefault(waiter, set()).update(wait.targets)
         before: dict[str, str] = {}
         left = [start]
         while left and end not in before:
             here = left.pop(0)
-            for target in sorted(self.waits_of(here)):
+            for target in sorted(following.get(here, ())):
                 if target not in before:
                     before[target] = here
                     left.append(target)
@@ -155,6 +165,10 @@ class Graph:
                     path.append(target)
                     stack.append((target, iter(gets.get(target, ()))))
         return ()
+
+    def call_began(self, key: str) -> float | None:
+        """Return when the oldest call began that runs in a process; None without one."""
+        return self._began.get(key)
 
     def fleet_of(self, key: str) -> tuple[Fleet, Member] | None:
         """Return the fleet of an actor, and its member there."""
@@ -194,7 +208,7 @@ def make_graph(snapshot: Snapshot, job: Job, fleets: Iterable[Fleet]) -> Graph:
         waits += _find_gets(key, process, actors, tasks, snapshot.finished, alone=alone)
     waits += _find_arguments(actors, tasks)
     read = {waiter for one in waits for waiter in one.waiters}
-    waits += _find_calls(job, actors, tasks, {key: one for key, one in positions.items() if key not in read})
+    waits += _find_calls(job, actors, tasks, positions, read)
     return Graph(job, here, actors, tasks, owned, positions, tuple(waits))
 
 
@@ -207,11 +221,11 @@ def _find_collective(
     only if a member stands elsewhere.
     """
     at = {one.key: positions[one.key] for one in fleet.members if one.key in positions}
-    inside = [key for key, one in at.items() if one.kind == "collective"]
-    elsewhere = [
-        one.key for one in fleet.members if one.key not in at or at[one.key].kind not in ("collective", "device")
+    places = {one.where for one in at.values()}
+    inside = [
+        key for key, one in at.items() if one.kind == "collective" or (one.backward and one.stands and len(places) > 1)
     ]
-    if elsewhere:
+    if any(one.key not in at or at[one.key].kind not in ("collective", "device") for one in fleet.members):
         inside = [key for key, one in at.items() if one.kind == "collective" or (one.kind == "device" and one.stands)]
     # Of the others, those that wait for something else lead on to it.
     absent = [one.key for one in fleet.members if one.key not in inside and one.key in actors]
@@ -231,7 +245,9 @@ def _find_collective(
     # On a device each may wait for itself.
     joined = any(at[key].kind == "collective" for key in inside)
     certain &= joined or (fleet.confidence == "certain" and len(absent) < len(inside) > 1)
-    return Wait("collective", tuple(inside), tuple(absent), certain, fleet) if inside and (joined or absent) else None
+    if not inside or not (joined or (absent and certain)):
+        return None
+    return Wait("collective", tuple(inside), tuple(absent), certain, fleet)
 
 
 def _find_gets(
@@ -258,7 +274,9 @@ def _find_gets(
                 if target and (call := tasks.get(task_id)) is not None and call.state == LACKS_ARGUMENTS:
                     target = f"task:{task_id}"
                 certain &= bool(target) and (task_id in tasks or len(chosen) == 1)
-                if target and target != key:
+                # A call of itself that an actor waits for never begins.
+                queued = task_id in tasks and tasks[task_id].state != "RUNNING"
+                if target and (target != key or queued):
                     targets[target] = None
             if targets:
                 polls = any(one.polls for one in chosen)
@@ -282,7 +300,11 @@ def _find_arguments(actors: Mapping[str, Actor], tasks: Mapping[str, Call]) -> l
 
 
 def _find_calls(
-    job: Job, actors: Mapping[str, Actor], tasks: Mapping[str, Call], positions: Mapping[str, Position]
+    job: Job,
+    actors: Mapping[str, Actor],
+    tasks: Mapping[str, Call],
+    positions: Mapping[str, Position],
+    read: Container[str],
 ) -> list[Wait]:
     """Return what processes may wait for whose waits cannot be read: the calls that they have made.
 
@@ -304,7 +326,7 @@ def _find_calls(
         serves = key in actors and is_infrastructure(actors[key])
         unreadable = serves or at.kind in _UNREADABLE or key.startswith("driver:")
         targets = tuple(one for one in called.get(key, ()) if one != key)
-        if unreadable and targets and at.motion != "moving":
+        if key not in read and unreadable and targets and at.motion != "moving":
             waits.append(Wait("calls", (key,), targets, certain=False))
     return waits
 
