@@ -61,7 +61,7 @@ RUNNABLE = [page for page in PAGES if page != ERRORS and any(block.why_not is No
 ALONE = {
     "compiled-graphs.md": "For each compiled graph, Ray keeps an actor until its driver exits.",
     "faq.md": "Two reservations compete for exactly four CPUs.",
-    "guides/hung-jobs.md": "The page labels its process for the rest of its life.",
+    "guides/hung-jobs.md": "The page labels its process for the rest of its life, and looks at all jobs of its Ray.",
     "guides/jobs.md": "Two drivers compete for exactly two CPUs.",
     "guides/placement.md": "The page starts a cluster of several nodes, and removes one of them.",
     "guides/tpu-executor.md": "The page starts a cluster of simulated TPU slices, and kills hosts of it.",

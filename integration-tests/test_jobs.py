@@ -114,7 +114,7 @@ def test_two_jobs(jobs: Callable[[str], Job], eventually: Callable[..., bool]) -
         text=True,
         timeout=120,
     ).stdout
-    members = {(row["job"], row["pid"]) for row in json.loads(listed)["processes"] if row["fleet"] == "policy"}
+    members = {(row["job"], row["pid"]) for row in json.loads(listed)["processes"] if row["worker_set"] == "policy"}
     assert members == {(job.job_id, pid) for job in (one, other) for pid in job.pids}
 
     one.process.kill()

@@ -81,9 +81,9 @@ def test_hung_over_hosts(namespaces, shifted, stop_process):
         assert "secret" not in done.stdout
     (job,) = json.loads(why.stdout)["jobs"]
     (late,) = [one for one in job["findings"] if one["blames"]]
-    assert (late["kind"], late["fleet"], late["ranks"]) == ("late", "policy", [5])
-    (coords,) = [one["coords"] for fleet in job["fleets"] for one in fleet["members"] if one["rank"] == 5]
+    assert (late["kind"], late["worker_set"], late["ranks"]) == ("late", "policy", [5])
+    (coords,) = [one["coords"] for fleet in job["worker_sets"] for one in fleet["members"] if one["rank"] == 5]
     assert coords == {"dp": 2, "tp": 1}
     assert "driver" in {one["kind"] for one in job["findings"]}
-    ranks = [one["ranks"] for one in json.loads(stacks.stdout)["stacks"] if one["fleet"] == "policy"]
+    ranks = [one["ranks"] for one in json.loads(stacks.stdout)["stacks"] if one["worker_set"] == "policy"]
     assert ranks == [["5"], ["0", "1", "2", "3", "4", "6", "7"]]

@@ -3,9 +3,9 @@
 
 import argparse
 import contextlib
+import datetime
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -20,7 +20,7 @@ from ._arguments import new_file, seconds
 from ._chrome import write_file
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._job_trace import make_job_trace
-from ._model import Snapshot
+from ._model import Finding, Snapshot
 from ._ray_private import read_spans
 from ._report import write_report
 from ._show import (
@@ -32,6 +32,7 @@ from ._show import (
     draw_stacks,
     fold_stacks,
     list_processes,
+    to_fields,
     to_json,
 )
 from ._verdict.rules import AFTER_S, diagnose, exit_status
@@ -45,6 +46,10 @@ exit status:
   4  `why` cannot decide: something does not move, or a part that matters could not be read
   130 after Ctrl-C, 141 if the reader of the output has gone
 """
+
+
+# `--watch` ends if it lists the same suspects in so many snapshots, one after the other.
+MOST_EQUAL = 3
 
 
 class CommandError(Exception):
@@ -99,7 +104,13 @@ def _make_parser() -> argparse.ArgumentParser:
     why.add_argument(
         "--after", type=seconds, metavar="S", help=f"call a process late that has not moved for so long ({AFTER_S:g})"
     )
-    why.add_argument("--watch", type=seconds, metavar="S", help="look again so often, until something hangs")
+    why.add_argument(
+        "--watch",
+        type=seconds,
+        metavar="S",
+        help="look again every S seconds until something hangs (1), or "
+        "the same suspects have stood still in 3 snapshots (4)",
+    )
     why.add_argument(
         "--report", type=new_file, metavar="FILE", help="write the verdict, the processes and their stacks as HTML"
     )
@@ -143,27 +154,45 @@ def _look(options: argparse.Namespace) -> Snapshot:
 
 
 def _why(options: argparse.Namespace, output: Output) -> int:
+    before, equal = frozenset[object](), 0
     while True:
-        status = _why_once(options, output)
+        findings = _why_once(options, output)
+        status = exit_status(findings)
         if options.watch is None or status == 1:
             return status
+        suspects = _list_suspects(findings)
+        equal = equal + 1 if suspects == before else 1
+        if suspects and equal == MOST_EQUAL:
+            return status
+        before = suspects
         output.flush()
         time.sleep(options.watch)
 
 
-def _why_once(options: argparse.Namespace, output: Output) -> int:
+def _list_suspects(findings: Iterable[Finding]) -> frozenset[object]:
+    """Return who stands still where, by the findings that blame no process; all ranks in one collective are such."""
+    there = [one for one in findings if not (one.blames or one.moves)]
+    suspects = {(one.name, one.node, one.pid, one.where) for finding in there for one in finding.suspects}
+    ranks = {(one.kind, one.fleet, one.ranks, one.ordinals) for one in there if one.kind in ("together", "mismatch")}
+    return frozenset(suspects | ranks)
+
+
+def _why_once(options: argparse.Namespace, output: Output) -> Sequence[Finding]:
     snapshot = _look(options)
     findings = diagnose(snapshot, after_s=AFTER_S if options.after is None else options.after)
     if options.json:
         output.print_json(to_json(snapshot, findings))
     else:
+        if options.watch is not None:
+            moment = datetime.datetime.fromtimestamp(snapshot.looked_at, datetime.UTC)
+            output.print(Text(f"{moment:%Y-%m-%d %H:%M:%S} UTC"))
         output.print(draw_findings(snapshot, findings, verbose=options.verbose))
     if options.report is not None:
         try:
             write_report(snapshot, findings, options.report)
         except OSError as error:
             raise CommandError(f"Cannot write the report: {error}. Name another file with --report.") from error
-    return exit_status(findings)
+    return findings
 
 
 def _ps(options: argparse.Namespace, output: Output) -> int:
@@ -179,7 +208,7 @@ def _ps(options: argparse.Namespace, output: Output) -> int:
 def _stacks(options: argparse.Namespace, output: Output) -> int:
     classes = fold_stacks(_look(options))
     if options.json:
-        output.print_json(clean_all({"schema": SCHEMA, "stacks": [asdict(one) for one in classes]}))
+        output.print_json(clean_all({"schema": SCHEMA, "stacks": [to_fields(one) for one in classes]}))
     else:
         output.print(draw_stacks(classes))
     return 0

@@ -66,7 +66,7 @@ def label(
 
     Args:
         rank: its number in the group.
-        group: the name of the group, which is that of its fleet.
+        group: the name of the group, which is that of its worker set.
         world_size: how many ranks the group has.
         coords: its coordinates by axis, for people.
 

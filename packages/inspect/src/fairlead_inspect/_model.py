@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of one look at a cluster: processes, actors, jobs, fleets and findings. All frozen."""
+"""The values of one look at a cluster: processes, actors, jobs, worker sets and findings. All frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -258,7 +258,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Member:
-    """An actor of a fleet: its id, its rank if known, where that is from, its number by creation, and coordinates."""
+    """An actor of a worker set: its id, its rank if known, where that is from, its number by creation, coordinates."""
 
     key: str
     rank: int | None = None
@@ -364,7 +364,7 @@ class StackClass:
     """Processes that stand at the same place.
 
     Attributes:
-        fleet: their fleet, or their class without one.
+        fleet: their worker set, or their class without one.
         does: what they do there, such as "collective" or "get".
         ranks: the rank of each as a number, as "#2" if only its place in the creation is known, or "".
         pids: the process id of each.
@@ -412,12 +412,12 @@ class Finding:
     Attributes:
         kind: what was found, such as "late" or "dead"; the reference of the command line lists all.
         job_id: the job.
-        confidence: how sure the statement is: "certain", "likely" or "guess".
+        confidence: how sure the blame, or the statement, is: "certain", "likely" or "guess".
         rank_confidence: how sure the ranks are; None if it names none.
         blames: whether it names the cause of a wait.
         text: the statement in words.
         subject: what it is about, if that is not a process, such as a placement group.
-        fleet: the fleet that it is about.
+        fleet: the worker set that it is about.
         ranks: the ranks that it is about.
         ordinals: whom it is about without a rank, by their creation.
         actors: the actors that it is about.
@@ -432,7 +432,7 @@ class Finding:
         evidence: the facts behind it.
         remedy: what to do; empty if that depends on the job.
         moves: whether it may still make progress.
-        suspects: if nobody is blamed, the processes that stand still, those that have for longest first.
+        suspects: processes that may be the cause, if none is blamed: code of the job first, then by age.
     """
 
     kind: Kind

@@ -20,7 +20,9 @@ from ._verdict.rules import exit_status
 from ._verdict.waits import add_label
 
 # Of the JSON; fields are added, and never renamed.
-SCHEMA = 1
+SCHEMA = 2
+# Names of fields that differ in JSON.
+_FIELDS = {"fleet": "worker_set"}
 _WORD = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|signature|\bsig|auth|key)"
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s&]+)"""
 _NAME = rf"{_WORD}(?:s|[_-][\w-]*)?[\"']?\s*[=:]\s*|--?[\w-]*{_WORD}[\w-]*\s+"
@@ -132,6 +134,8 @@ def _name(finding: Finding, members: Mapping[str, Member]) -> str:
     if finding.subject:
         return finding.subject
     who = _who(finding.ranks, finding.ordinals)
+    if finding.fleet and finding.ordinals and not finding.ranks:
+        return f"{finding.fleet} {who}"
     if who and finding.fleet:
         first, *others = [members[one.id].coords for one in finding.actors if one.id in members] or [{}]
         common = {axis: at for axis, at in first.items() if all(one.get(axis) == at for one in others)}
@@ -160,15 +164,15 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding], *, verbose: b
         actors = [one for one in snapshot.actors if one.job_id == job.job_id and one.state == "ALIVE"]
         driver = f"driver pid {job.pid} on {addresses.get(job.node_id, 'an unknown node')}, " if job.pid else ""
         numbers = {
-            "fleet": sum(one.job_id == job.job_id for one in fleets),
+            "worker set": sum(one.job_id == job.job_id for one in fleets),
             "actor": len(actors),
             "node": len({one.node_id for one in actors}),
         }
-        counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
-        head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted}), seen in {snapshot.took_s:.1f} s"
+        counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items() if number)
+        head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted or 'no actors'}), seen in {snapshot.took_s:.1f} s"
         parts += [Text(clean(head), style="bold"), *(_draw_finding(one, members, verbose) for one in here)]
         if not here:
-            parts.append(Text("Nothing waits for a process that does not move.", style="green"))
+            parts.append(Text("Nothing hangs: no process waits for one that stands still.", style="green"))
     parts.append(draw_gaps(snapshot))
     return Group(*parts) if snapshot.jobs else Text(NO_JOB)
 
@@ -180,7 +184,8 @@ def draw_gaps(snapshot: Snapshot) -> RenderableType:
     if unread := [one for one in snapshot.processes if one.note]:
         nodes = len({one.node_id for one in unread})
         notes = "; ".join(sorted({one.note for one in unread})[:3])
-        text = f"Stacks of {len(unread)} processes on {nodes} nodes are unreadable: {notes}."
+        count = f"{len(unread)} process{'es' * (len(unread) != 1)} on {nodes} node{'s' * (nodes != 1)}"
+        text = f"No stacks of {count}: {notes}."
         lines.append(text + (f" {PTRACE}" if is_refused(notes) else ""))
     return Group(*(Text(clean(one), style="yellow") for one in (*lines, *snapshot.notes[:8])))
 
@@ -220,7 +225,8 @@ def _describe(waiting: Waiting) -> str:
     who = _who(waiting.ranks, waiting.ordinals)
     since = "" if waiting.since_s is None else f", for {write_seconds(waiting.since_s)}"
     wait = "waits" if waiting.count == 1 else "wait"
-    return f"{waiting.count} {wait}{f' ({who})' if who else ''} at {write_stack(waiting.where)}{since}"
+    place = write_stack(waiting.where)
+    return f"{waiting.count} {wait}{f' ({who})' if who else ''}{f' at {place}' if place else ''}{since}"
 
 
 def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -253,7 +259,7 @@ def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) 
     return {
         "id": job.job_id,
         "driver": {"pid": job.pid, "node": job.node_id, "entrypoint": job.entrypoint},
-        "fleets": [{field: one[name] for field, name in names.items()} for one in here],
+        "worker_sets": [{field: one[name] for field, name in names.items()} for one in here],
         "findings": [_finding_fields(one) for one in findings if one.job_id == job.job_id],
     }
 
@@ -261,11 +267,16 @@ def _job_fields(job: Job, fleets: Iterable[Fleet], findings: Iterable[Finding]) 
 def _finding_fields(one: Finding) -> dict[str, Any]:
     fields = asdict(one)
     fields["actors"] = [{"id": of.id, "class": of.class_name, "name": of.name} for of in one.actors]
-    return {name: value for name, value in fields.items() if name != "job_id"}
+    return {_FIELDS.get(name, name): value for name, value in fields.items() if name != "job_id"}
+
+
+def to_fields(one: StackClass) -> dict[str, Any]:
+    """Return the fields of a class of stacks in JSON."""
+    return {_FIELDS.get(name, name): value for name, value in asdict(one).items()}
 
 
 def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
-    """Return a row for each process, by fleet and rank, and where it stands."""
+    """Return a row for each process, by worker set and rank, and where it stands."""
     members = {one.key: (fleet, one) for fleet in find_fleets(snapshot) for one in fleet.members}
     actors = {(one.node_id, one.pid): one for one in snapshot.actors if one.pid}
     drivers = {(one.node_id, one.pid): one.job_id for one in snapshot.jobs}
@@ -276,7 +287,7 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         fleet, member = members.get(actor.actor_id, (None, Member("")))
         label = snapshot.labels.get(actor.actor_id, {})
         position = add_label(locate(process, driver=driver), label)
-        row: dict[str, Any] = {"fleet": fleet.name if fleet else "", "rank": member.rank}
+        row: dict[str, Any] = {"worker_set": fleet.name if fleet else "", "rank": member.rank}
         row |= {"coords": member.coords, "step": label.get("step")}
         row["ordinal"] = member.ordinal if fleet else None
         row |= {"rank_source": member.source, "actor": actor.actor_id, "class": actor.class_name, "name": actor.name}
@@ -286,11 +297,17 @@ def list_processes(snapshot: Snapshot) -> list[tuple[dict[str, Any], Position]]:
         where = list(map(asdict, _frames(position)))
         row |= {"memory_bytes": process.memory_bytes, "where": where, "note": process.note}
         rows.append((row, position))
-    return sorted(rows, key=lambda one: (one[0]["job"], one[0]["fleet"], one[0]["rank"] or 0, one[0]["ordinal"] or 0))
+    return sorted(
+        rows, key=lambda one: (one[0]["job"], one[0]["worker_set"], one[0]["rank"] or 0, one[0]["ordinal"] or 0)
+    )
 
 
 def _frames(position: Position) -> Stack:
     return frames_of_code(position.thread.stack) if position.thread else position.where
+
+
+def _does(at: Position) -> str:
+    return at.kind if at.motion == "unknown" else f"{at.kind}, {at.motion}"
 
 
 def _rank(row: Mapping[str, Any]) -> str:
@@ -310,17 +327,17 @@ def make_table(*columns: str, flexible: Sequence[str]) -> Table:
 def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> RenderableType:
     """Return a table with a line for each process."""
     steps = ["step"] if any(row["step"] is not None for row, _ in rows) else []
-    columns = "fleet", "rank", "node", "pid", "", "does", *steps, "cpu", "last ran", "memory"
+    columns = "worker set", "rank", "node", "pid", "", "does", *steps, "cpu", "last ran", "memory"
     table = make_table(*columns, flexible=["at"])
     for row, at in rows[:MOST_ROWS]:
         ran = "" if at.since_s is None else f"{write_seconds(at.since_s)} ago"
         stack = at.thread.stack if at.thread else at.where
         where = write_stack(stack) or row["note"] or row["title"]
         rank = _rank(row) + write_coords(row["coords"])
-        cells = [row["fleet"] or row["class"], rank, row["node"], str(row["pid"]), row["state"]]
+        cells = [row["worker_set"] or row["class"], rank, row["node"], str(row["pid"]), row["state"]]
         step = "" if row["step"] is None else str(row["step"])
         cells += [
-            f"{at.kind}, {at.motion}",
+            _does(at),
             *([step] if steps else []),
             f"{row['cpu']:.0%}",
             ran,
@@ -338,7 +355,7 @@ def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
         snapshot: a look that `look` returned.
     """
     classes = group_pairs(
-        ((row["fleet"] or row["class"], at.kind, at.where), (row, at)) for row, at in list_processes(snapshot)
+        ((row["worker_set"] or row["class"], at.kind, at.where), (row, at)) for row, at in list_processes(snapshot)
     )
     folded = [
         StackClass(

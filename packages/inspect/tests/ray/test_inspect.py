@@ -132,14 +132,14 @@ def blamed():
     done = decide("--json", holds=lambda done: done.returncode == 1)
     assert (done.returncode, done.stderr) == (1, ""), done.stdout
     (job,) = json.loads(done.stdout)["jobs"]
-    (fleet,) = [one for one in job["fleets"] if one["key"] == "policy"]
+    (fleet,) = [one for one in job["worker_sets"] if one["key"] == "policy"]
     assert (fleet["source"], fleet["confidence"], fleet["world_size"]) == ("group", "certain", 4)
     return [one for one in job["findings"] if one["blames"]], {one["rank"]: one["coords"] for one in fleet["members"]}
 
 
 def members():
     """Return the rows of the group in `ps`."""
-    return [one for one in json.loads(run("ps", "--json").stdout)["processes"] if one["fleet"] == "policy"]
+    return [one for one in json.loads(run("ps", "--json").stdout)["processes"] if one["worker_set"] == "policy"]
 
 
 @pytest.mark.smoke
@@ -159,7 +159,7 @@ def test_driver_stopped_and_worker_hung(driver, stop_process):
     with stop_process(driver.pid):
         for _ in range(RUNS):
             (late,), coords = blamed()
-            assert (late["kind"], late["fleet"], late["ranks"], late["confidence"]) == (
+            assert (late["kind"], late["worker_set"], late["ranks"], late["confidence"]) == (
                 "late",
                 "policy",
                 [3],
@@ -172,7 +172,7 @@ def test_driver_stopped_and_worker_hung(driver, stop_process):
         assert [(one["does"], one["step"]) for one in members()] == [("collective", 7)] * 3 + [("user", 7)]
         found = {tuple(one["ranks"]): one for one in json.loads(run("stacks", "--json").stdout)["stacks"]}
         assert found["0", "1", "2"]["where"][0]["function"].endswith("barrier")
-        assert found[("3",)]["fleet"] == "policy"
+        assert found[("3",)]["worker_set"] == "policy"
 
 
 def test_driver_runs(driver):
@@ -189,7 +189,7 @@ def test_agent_stopped(driver, stop_process):
     with stop_process(agent):
         found = json.loads(run("why", "--json", timeout_s=10).stdout)
     assert any(note.startswith("Fairlead's groups on node") for note in found["notes"]), found["notes"]
-    (fleet,) = found["jobs"][0]["fleets"]
+    (fleet,) = found["jobs"][0]["worker_sets"]
     assert (fleet["source"], [one["rank"] for one in fleet["members"]]) == ("environment", [0, 1, 2, 3])
 
 
@@ -216,7 +216,7 @@ def test_dead_worker(driver, stop_process):
     driver.do("kill")
     with stop_process(driver.pid):
         deadline = time.monotonic() + 120
-        while ("dead", "policy", [1]) not in [(one["kind"], one["fleet"], one["ranks"]) for one in blamed()[0]]:
+        while ("dead", "policy", [1]) not in [(one["kind"], one["worker_set"], one["ranks"]) for one in blamed()[0]]:
             assert time.monotonic() < deadline
 
 

@@ -45,3 +45,5 @@ def test_named_address(address, tmp_path, kept, mode, status):
     assert done.returncode == status, done.stderr
     assert ("RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in done.stderr) is (status == 3)
     assert "Traceback" not in done.stderr
+    if status == 0:
+        assert done.stderr == ""

@@ -50,7 +50,7 @@ def test_late_rank(hung):
     assert (late.waiting.count, late.waiting.ranks) == (3, (0, 1, 2))
     assert ("group", "its last step is 7") in [(one.source, one.text) for one in late.evidence]
     assert "rank 3 (dp=1, tp=1) of policy on 10.0.0.1" in shown(hung)
-    (fleet,) = to_json(hung, (late,))["jobs"][0]["fleets"]
+    (fleet,) = to_json(hung, (late,))["jobs"][0]["worker_sets"]
     assert (fleet["key"], fleet["source"], fleet["world_size"]) == ("policy", "group", 4)
     assert [one["coords"] for one in fleet["members"]][2:] == [{"dp": 1, "tp": 0}, {"dp": 1, "tp": 1}]
 

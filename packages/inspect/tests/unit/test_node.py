@@ -211,3 +211,14 @@ def test_here(start):
     snapshot = look_here(window_s=0.0)
     assert [one.job_id for one in snapshot.jobs] == ["here"]
     assert all(one.title.startswith("ray::") for one in snapshot.processes)
+
+
+def test_refused(tmp_path, monkeypatch):
+    """The note is py-spy's reason, even where a variable asks programs in Rust for a backtrace behind it."""
+    monkeypatch.setenv("RUST_BACKTRACE", "1")
+    program = tmp_path / "py-spy"
+    reason, frame = '>&2 echo "    1: Permission denied (os error 13)"', '>&2 echo "  10: main"'
+    program.write_text(f'#!/bin/sh\n{reason}\n[ "$RUST_BACKTRACE" = 0 ] || {frame}\nexit 1\n')
+    program.chmod(0o755)
+    note = "Permission denied (os error 13)"
+    assert dump(os.getpid(), str(program), -1, time.monotonic() + 60) == ([], note)

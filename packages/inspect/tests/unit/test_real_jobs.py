@@ -151,7 +151,7 @@ def test_autoscaler(launches, status):
     snapshot = look([waiting], [driver], nodes=(Node("n1", "10.0.0.1", resources={"CPU": 8.0}),), launches=launches)
     (found,) = diagnose(snapshot)
     assert (found.kind, exit_status([found])) == ("pending", status)
-    assert "it requests 8 GPU; no node has GPU" in found.text
+    assert "it requests 8 GPU; no node has any GPU" in found.text
     assert found.confidence == ("likely" if launches else "certain")
 
 
@@ -169,7 +169,7 @@ def test_runtime_environment():
     driver = process(811, GET, refs=[(pending.task_id + "00000001", False)], driver=True)
     (found,) = diagnose(look([], [driver], calls=(pending,), nodes=(Node("n1", "h", resources={"CPU": 8.0}),)))
     assert (found.kind, found.blames, exit_status([found])) == ("pending", False, 4)
-    assert "its runtime environment (pip) may still be being installed" in found.text
+    assert "Ray may still be installing its runtime environment (pip)" in found.text
 
 
 def test_arguments_of_a_task():

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, QUEUE, fleet_of
+from seen import ALL_REDUCE, LOOP, QUEUE, fleet_of
 
 from fairlead_inspect import _command
 from fairlead_inspect._model import Node
@@ -72,7 +72,7 @@ def test_gaps():
     looked = replace(seen, processes=(refused, *others), nodes=(seen.nodes[0], silent), notes=("10.0.0.1: no x",))
     shown = " ".join(drawn(draw_findings(looked, ())).split())
     assert "Node 10.0.0.9: no answer within 5.0 s" in shown
-    assert f"Stacks of 1 processes on 1 nodes are unreadable: Permission denied (os error 13). {PTRACE}" in shown
+    assert f"No stacks of 1 process on 1 node: Permission denied (os error 13). {PTRACE}" in shown
     assert "10.0.0.1: no x" in shown
 
 
@@ -83,10 +83,10 @@ def test_json(snapshot):
     assert "\\u001b" not in json.dumps(fields)
     (job,) = fields["jobs"]
     (found,) = job["findings"]
-    assert (fields["schema"], fields["wrong"], fields["status"], fields["complete"]) == (1, True, 1, False)
+    assert (fields["schema"], fields["wrong"], fields["status"], fields["complete"]) == (2, True, 1, False)
     assert (found["kind"], found["ranks"], found["where"][1]["line"]) == ("late", [2], 33)
     assert (found["waiting"]["count"], found["actors"][0]["class"]) == (2, "Worker")
-    assert [one["rank"] for one in job["fleets"][0]["members"]] == [0, 1, 2]
+    assert [one["rank"] for one in job["worker_sets"][0]["members"]] == [0, 1, 2]
 
 
 def test_stacks(snapshot):
@@ -160,3 +160,22 @@ def test_statuses(snapshot, monkeypatch, capsys):
         assert _command.main([*command, "--here", "--json"]) == 0
     looks = iter([fleet_of([ALL_REDUCE] * 2), well])
     assert [_command.main(["why", "--here"]) for _ in range(2)] == [4, 0]
+
+
+def test_watch(monkeypatch, capsys):
+    """`--watch` prints when it looked, and ends with 4 once it has listed the same suspects three times in a row."""
+    spins = {"ticks": 100, "switches": 3, "before": LOOP, "states": ("R", "R")}
+    one, two = (fleet_of([LOOP] * size, how=dict.fromkeys(range(size), spins)) for size in (1, 2))
+    together = fleet_of([ALL_REDUCE] * 2)
+    well = fleet_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
+    monkeypatch.setattr(_command.time, "sleep", lambda _: None)
+    for looks in ([one, one, two, well, two, two, two], [well, well, well, together, together, together]):
+        left = iter(looks)
+        monkeypatch.setattr(_command, "look_here", lambda left=left, **_: next(left))
+        assert _command.main(["why", "--here", "--watch", "1"]) == 4
+        assert next(left, None) is None
+        lines = capsys.readouterr().out.splitlines()
+        assert lines.count("1970-01-01 02:46:40 UTC") == len(looks)
+    monkeypatch.setattr(_command, "look_here", lambda **_: one)
+    assert _command.main(["why", "--here"]) == 4
+    assert " UTC" not in capsys.readouterr().out

@@ -296,7 +296,7 @@ def test_actor_of_a_placement_group(reservations, said):
     pending = actor(0, "Big", state="PENDING_CREATION", pid=0, resources=held)
     driver = process(811, GET, refs=[ref(actor_id(0))], driver=True, title="python")
     (found,) = diagnose(look([pending], [driver], reservations=reservations))
-    assert found.text.startswith("has not started: PENDING_CREATION, it requests 1 CPU of placement group ")
+    assert found.text.startswith("has not started: it requests 1 CPU of placement group ")
     assert said in found.text
     assert "_group_" not in found.text
 
@@ -370,7 +370,7 @@ def test_opaque_and_unread():
         actors=tuple(replace(one, node_id="n2") if one.pid == 1001 else one for one in snapshot.actors),
     )
     (found,) = [one for one in diagnose(silent) if one.kind == "node-silent"]
-    assert found.text == "is on node 10.0.0.2, which told nothing: no answer within 4 s"
+    assert found.text == "is on node 10.0.0.2, which did not answer: no answer within 4 s"
     assert blamed(silent) == []
     lost = replace(silent, nodes=(silent.nodes[0], replace(silent.nodes[1], answer="lost", alive=False)))
     assert blamed(lost) == [("node-lost", (1,), "certain")]
@@ -388,12 +388,12 @@ def test_processes_that_cannot_be_read(pids, said):
     changed = tuple(replace(one, **LATE) if one.pid in pids else one for one in processes)
     (found,) = diagnose(look([actor(0, "A"), actor(1, "B")], changed))
     assert (found.kind, found.blames, found.moves, found.subject) == ("undecided", False, False, said)
-    assert "not readable" in found.text
+    assert "cannot be read" in found.text
     assert exit_status([found]) == 4
 
 
 def test_objects_that_cannot_be_read():
-    """A driver that waits for objects whose ids are not readable is a suspect."""
+    """A driver that waits for objects whose ids cannot be read is a suspect."""
     driver = process(811, GET, driver=True)
     (found,) = diagnose(look([actor(0, "A")], [driver, process(1000, IDLE)]))
     assert (found.kind, found.blames, found.subject, exit_status([found])) == ("undecided", False, "driver", 4)
@@ -510,3 +510,18 @@ def test_large_job():
     found = diagnose(snapshot)
     assert time.process_time() - began < 3  # 0.1 s on a machine that does nothing else
     assert [(one.fleet, one.ranks) for one in found if one.blames] == [("W2", (7,))]
+
+
+def test_chain_of_waits():
+    """The chain goes through the processes that wait, even if the driver has created the one at their end itself."""
+    controller, trainer = actor(0, "Controller"), actor(1, "Trainer")
+    waits = process(1000, GET, refs=[ref(trainer.actor_id)], title="ray::Controller.run")
+    calls = tuple(
+        Call(task(one.actor_id), f"{one.class_name}.run", one.actor_id, "RUNNING", NOW - 200)
+        for one in (controller, trainer)
+    )
+    driver = process(811, QUEUE, driver=True, title="python")
+    seen = look([controller, trainer], [waits, process(1001, QUEUE, title="ray::Trainer.run"), driver], calls=calls)
+    (found,) = diagnose(seen)
+    assert found.blames
+    assert found.chain == ("driver", "Controller", "Trainer")

@@ -122,8 +122,8 @@ def attach_to(
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
     The options are further arguments of `ray.init`. The head has `timeout_s` to answer, and then a node of this machine
-    to appear; None is for `ATTACH_S`. With `private`, for commands, it may be the Ray of another program, and if a
-    cluster that was named wants a token, that of the user is taken, as Ray does for a cluster that it finds.
+    to appear; None is for `ATTACH_S`. With `private`, for commands, it may be the Ray of another program, and the token
+    of the user is taken for a cluster that was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     target = find_target(named, private=private)
@@ -131,16 +131,10 @@ def attach_to(
         return None
     address = target.address
 
-    def connect(*, find_token: bool) -> None:
-        run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
-
     try:
-        try:
-            connect(find_token=not target.is_named)
-        except ray.exceptions.AuthenticationError:
-            if not (private and target.is_named):
-                raise
-            connect(find_token=True)
+        # Without the token Ray's client would log that it is missing.
+        find_token = private or not target.is_named
+        run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
         if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
             raise PlacementError(
                 f"The Ray cluster at {address}, which {target.reason}, answers, but this process sees none of its "

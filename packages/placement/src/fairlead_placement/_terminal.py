@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -95,6 +96,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
         if address == "local":
             raise ValueError("--address local would start a cluster of its own; leave it out, or name a running one")
         job = JobConfig(metadata={COMMAND_MARK: "yes"})
+        logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` does below, but before Ray finds a token
         attach_to(
             address, timeout_s=timeout_s, private=True, job_config=job, log_to_driver=False, logging_level="error"
         )

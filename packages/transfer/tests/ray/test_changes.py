@@ -197,7 +197,7 @@ def test_inspection_during_a_send(groups, tmp_path, eventually):
         with held_send(source, link, 1, tmp_path, eventually) as send:
             status, seen = inspect("ps")
             assert status == 0
-            members = [one for one in seen["processes"] if one["fleet"] == "policy"]
+            members = [one for one in seen["processes"] if one["worker_set"] == "policy"]
             assert [(one["rank"], one["does"]) for one in members] == [(0, "user"), (1, "user")]
             # No worker makes progress, but not for as long as would be suspicious.
             status, seen = inspect("why", "--after", "100")

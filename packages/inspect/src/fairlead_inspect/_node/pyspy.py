@@ -36,13 +36,14 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
         until: the deadline, by `time.monotonic`.
     """
     note, found = LATE if program else MISSING, None
+    environ = {**os.environ, "RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}  # whose last line would be the reason
     for _ in range(TRIES if program else 0):
         # No value of a local leaves this function: `ray.get` has the list that it waits for there, and its timeout.
         command = [program, "dump", "--nonblocking", "--json", "--locals", "--pid", str(pid)]
         if (left := until - time.monotonic()) <= 0:
             break
         try:
-            done = subprocess.run(command, capture_output=True, timeout=left, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=left, env=environ, check=False)
             threads = json.loads(done.stdout) if done.returncode == 0 else None
         except subprocess.TimeoutExpired:
             note = LATE
@@ -51,7 +52,8 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
             note = f"py-spy: {type(error).__name__}"
             continue
         if threads is None:
-            note = (done.stderr.decode(errors="replace").strip().splitlines() or ["py-spy failed"])[-1][:200]
+            reasons = done.stderr.decode(errors="replace").strip().splitlines() or ["py-spy failed"]
+            note = reasons[-1].lstrip(" 0123456789:")[:200]  # causes are numbered
             if "ermission denied" in note:
                 break
             continue

@@ -234,9 +234,12 @@ class Case:
         )
 
     def _chain(self, key: str, wait: Wait) -> tuple[str, ...]:
-        """Return the waits that lead to a process, from the driver if that waits."""
-        start = self.driver if key in self.graph.reach([self.driver]) else wait.waiters[0]
-        path = self.graph.find_path(start, key)
+        """Return the waits that lead to a process, from the driver if they do; its calls show the way to those."""
+        path = self.graph.find_path(self.driver, key, calls=False)
+        if len(path) == 1:
+            waits = self.graph.find_path(wait.waiters[0], key, calls=False)
+            path = waits if len(waits) > 1 else self.graph.find_path(wait.waiters[0], key)
+            path = [*self.graph.find_path(self.driver, path[0])[:-1], *path]
         return tuple(self.name(one) for one in path) if len(path) > 1 else ()
 
 

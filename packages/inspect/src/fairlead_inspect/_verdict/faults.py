@@ -19,8 +19,8 @@ _REASONS = {
     "INFEASIBLE": "no node can hold it, even when it is idle (INFEASIBLE)",
     "NO_RESOURCES": "others hold what it needs (NO_RESOURCES)",
 }
-_NODES = "python -m fairlead_placement nodes shows what each node has, and who holds it"
-_STATUS = "ray status shows what is free and what is requested"
+_NODES = "`python -m fairlead_placement nodes` shows what each node has, and who holds it"
+_STATUS = "`ray status` shows what is free and what is requested"
 
 
 def find_dead(case: Case) -> list[Finding]:
@@ -70,7 +70,7 @@ def _find_dead_peers(case: Case) -> list[Finding]:
         if age < case.after_s or not peers or len(waits) < len(peers):
             continue
         fact = Evidence("actor table", f"DEAD: {actor.death.cause}", age)
-        text = f"is dead: {actor.death.cause}; all others of its class have stood in their calls since then"
+        text = f"is dead: {actor.death.cause}; the other actors of its class have not moved since then"
         wait = Wait("get", tuple(peers), (key,))
         found.append(case.blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact))
     return found
@@ -124,7 +124,7 @@ def find_nodes(case: Case) -> list[Finding]:
             fact, text = Evidence("node table", node.note), "is on a node that Ray calls dead"
             found.append(case.blame("node-lost", there, text, wait, (None, ""), fact, sure=True))
         elif there and node.answer == "silent":
-            text, fact = f"is on node {node.address}, which told nothing: {node.note}", Evidence("probe", node.note)
+            text, fact = f"is on node {node.address}, which did not answer: {node.note}", Evidence("probe", node.note)
             found.append(case.say("node-silent", there, text, wait, evidence=(fact,)))
     return found
 
@@ -136,22 +136,22 @@ def find_pending(case: Case) -> list[Finding]:
         for key in wait.targets:
             actor, task = case.graph.actors.get(key), case.graph.tasks.get(key.removeprefix("task:"))
             if actor is not None and actor.state in _PENDING:
-                state, source, began, what = actor.state, "actor table", actor.created, "has not started"
+                state, source, began = actor.state, "actor table", actor.created
                 requests, environment = actor.resources, actor.environment
             elif actor is None and task is not None and task.state.startswith("PENDING"):
                 if task.state == LACKS_ARGUMENTS and key in case.graph.waiters():
                     continue
-                state, source, began, what = task.state, "task events", task.began, f"task {task.name} has not started"
+                state, source, began = task.state, "task events", task.began
                 requests, environment = task.resources, task.environment
             else:
                 continue
             age = case.snapshot.looked_at - began if began else None
             lacks = _find_lacking(case, requests)
-            text = f"{what}: {state}{_describe_request(case, requests)}{lacks}"
+            text = f"has not started{_describe_request(case, requests)}{lacks}"
             if environment and not lacks:
-                text += f"; its runtime environment ({', '.join(environment)}) may still be being installed"
+                text += f"; Ray may still be installing its runtime environment ({', '.join(environment)})"
             sure = wait.certain and bool(lacks) and not case.snapshot.launches
-            fact = Evidence(source, text, age)
+            fact = Evidence(source, state, age)
             one = case.blame("pending", [key], text, wait, (age, "Ray's tables"), fact, sure=sure)
             waits_on = case.snapshot.launches or (not lacks and case.graph.frees(case.since))
             moves = (age is not None and age < case.after_s) or bool(waits_on)
@@ -178,9 +178,9 @@ def _find_lacking(case: Case, resources: Mapping[str, float]) -> str:
     for name, amount in wants.items():
         most = max(one.get(name, 0.0) for one in nodes)
         if most < amount:
-            return f"; the node of the cluster with most of it has {most:g} {name}" if most else f"; no node has {name}"
+            return f"; no node has more than {most:g} {name}" if most else f"; no node has any {name}"
     fits = any(all(one.get(name, 0.0) >= amount for name, amount in wants.items()) for one in nodes)
-    return "" if fits else "; no single node has all of it"
+    return "" if fits else "; no single node has all of that"
 
 
 def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
@@ -190,7 +190,7 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
         return ""
     ids = {name.partition("_group_")[2].rpartition("_")[2] for name in resources if "_group_" in name}
     groups = [one for one in case.snapshot.reservations if one.group_id in ids]
-    text = ", it requests " + ", ".join(f"{amount:g} {base}" for base, amount in wants.items())
+    text = ": it requests " + ", ".join(f"{amount:g} {base}" for base, amount in wants.items())
     if groups:
         return f"{text} of {groups[0].label}, which {_describe_reason(groups[0])}"
     return text + (f" of placement group {min(ids)[:8]}" if ids else "")
@@ -201,7 +201,7 @@ def _find_missing(case: Case, wait: Wait, fleet: Fleet) -> Finding:
     joining = all(case.at(key).rendezvous for key in wait.waiters)
     # The driver, or a task, may have one of these ranks.
     joining &= {one.environ.get("RANK") for one in case.graph.processes.values()}.isdisjoint(map(str, fleet.missing))
-    text = "is not there: no actor of Ray has that rank"
+    text = "has not joined: no actor has that rank"
     one = case.say("missing", [], text, wait, fleet=fleet, blames=long and joining, moves=not long)
     return replace(one, ranks=fleet.missing[:256], rank_confidence=fleet.confidence)
 

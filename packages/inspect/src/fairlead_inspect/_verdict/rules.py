@@ -16,11 +16,11 @@ from .waits import Wait, make_graph
 # A rank may wait so long for a file or a server and be well.
 AFTER_S = 60.0
 MOST_SUSPECTS = 5
-_STACKS = "python -m fairlead_inspect stacks shows where all processes stand; `why` again in a minute shows what moved"
+_STACKS = "`stacks` shows where all processes stand; `why` again in a minute shows which of them moved"
 _REPLICA = "may serve a request of another replica, which Ray does not record"
 _RECORDS = (
-    "the flight recorder tells which rank has not begun the collective: set TORCH_FR_DUMP_TEMP_FILE before the job "
-    "starts; with NCCL 2.24 or newer, ncclras on a node lists the ranks of each communicator"
+    "torch's flight recorder names the rank that has not begun the collective: set TORCH_FR_DUMP_TEMP_FILE before the "
+    "job starts; with NCCL 2.24 or newer, ncclras on a node lists the ranks of each communicator"
 )
 
 
@@ -89,34 +89,37 @@ class _Row:
 # The first row that holds is the finding. The second argument is the time after which a process is late.
 _TABLE = (
     _Row("undecided", lambda end, after: end.at.kind in ("opaque", "channel"),
-         "runs a call, of which another thread or coroutine may wait"),
-    _Row("undecided", lambda end, after: end.at.kind == "unread", "cannot be read"),
+         "runs a call, and another thread or a coroutine of it may wait"),
+    _Row("undecided", lambda end, after: end.at.kind == "unread", "its stacks cannot be read"),
     _Row("undecided", lambda end, after: end.at.kind in ("device", "collective"),
-         "may wait for a device or for a rank"),
+         "may wait for its device or for another rank"),
     _Row("undecided", lambda end, after: end.at.kind in ("library", "ray-get"),
-         "waits in Ray or a library of it, for what is not known"),
+         "waits inside Ray or one of its libraries, and it is not known what for"),
     _Row("undecided", lambda end, after: not end.alike, "does not move; it may wait for another one"),
     _Row("working", lambda end, after: end.collective and end.waited < after,
-         "is what others wait for, not for long enough to call it late"),
+         "others wait for it, but it has not stood still for as long as --after"),
     _Row("late", lambda end, after: end.at.kind == "idle" and end.called and end.certain and not end.missing,
          "runs nothing: it was not called, or it has returned", blames=True),
     _Row("late", lambda end, after: end.at.kind == "idle" and end.paused and end.certain,
          "is a generator that waits until its items are taken, or waits inside of Ray", blames=True),
-    _Row("undecided", lambda end, after: end.at.kind == "idle", "runs nothing; its call may be over or wait"),
-    _Row("undecided", lambda end, after: end.at.motion == "unknown", "was neither seen to rest nor to run"),
+    _Row("undecided", lambda end, after: end.at.kind == "idle",
+         "runs nothing: its call may be over, or wait for its turn"),
+    _Row("undecided", lambda end, after: end.at.motion == "unknown",
+         "was not seen long enough to say whether it moves"),
     _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
          "wakes up now and then at one line, and it is not known since when"),
     _Row("working", lambda end, after: not end.late and not (end.collective and end.at.motion == "spinning"),
-         "is what others wait for, not for long enough to call it late"),
+         "others wait for it, but it has not stood still for as long as --after"),
     _Row("disk", lambda end, after: end.at.motion == "disk" and end.certain and not end.missing,
-         "waits for a disk or a driver of the kernel", blames=True),
+         "waits for a disk or for a device driver", blames=True),
     _Row("undecided", lambda end, after: end.sleeps and not (end.collective and end.at.motion == "still"),
-         "waits on purpose, or has traffic"),
+         "sleeps on purpose, or has traffic"),
     _Row("late", lambda end, after: end.at.motion == "still" and end.certain and not end.missing,
          "does not move", blames=True),
     _Row("late", lambda end, after: end.at.motion == "waking" and end.certain and not end.missing,
-         "wakes up now and then at one line", blames=True),
-    _Row("undecided", lambda end, after: end.at.motion == "spinning", "uses a core at one line: endless or slow"),
+         "stands at one line, where it only wakes up to look again", blames=True),
+    _Row("undecided", lambda end, after: end.at.motion == "spinning",
+         "uses a whole core at one line: an endless loop, or long work"),
     _Row("undecided", lambda end, after: True, "does not move; it may wait for another one"),
 )  # fmt: skip
 
@@ -146,7 +149,7 @@ def _judge(case: Case) -> list[Finding]:
     if not any(one.blames for one in found):
         works = any(one.kind == "working" for one in found)
         standing = [key for key in _standing(case) if key not in explained and not (works and key == case.driver)]
-        suspects = dict.fromkeys(standing, "has not moved in its call") | suspects
+        suspects = dict.fromkeys(standing, "its call has not moved") | suspects
         # What is at the end of one wait may be on the way of another.
         pids = {case.graph.processes[key].pid for key in suspects if key in case.graph.processes}
         found = [one for one in found if one.kind != "working" or one.pid not in pids]
@@ -185,7 +188,8 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
         return None
     if moving := [key for key in sinks if case.at(key).moves]:
         if (text := _find_doubt(case, moving, wait)) is None:
-            return case.say("working", moving, "makes progress: it computes", wait, fleet=wait.fleet, moves=True)
+            said = "others wait for it, and it makes progress"
+            return case.say("working", moving, said, wait, fleet=wait.fleet, moves=True)
         suspects.update(dict.fromkeys(moving, text))
         return None
     serving = {key for key in sinks if case.is_infrastructure(key)}
@@ -434,7 +438,10 @@ def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
         for key in left
         if case.at(key).kind == "ray-get" and key not in known and not graph.processes[key].references
     ]
-    why = {"not readable": unread, "in ray.get for objects whose ids are not readable": blind}
+    why = {
+        "cannot be read, so any of them may hang": unread,
+        "in ray.get for objects whose ids cannot be read, so it is not known what for": blind,
+    }
     for text, keys in why.items():
         if not keys:
             continue
@@ -442,8 +449,8 @@ def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
         subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
         notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
         facts = tuple(Evidence("probe", note) for note in notes)
-        said = f"{text}, so that it is not known what waits there"
-        found.append(case.say("undecided", keys, said, None, confidence="guess", subject=subject, evidence=facts))
+        one = case.say("undecided", keys, text, None, confidence="guess", subject=subject, evidence=facts)
+        found.append(one if len(keys) == 1 else replace(one, pid=0, node="", where=()))
     return found
 
 

@@ -120,13 +120,17 @@ class Graph:
             if not {f"task:{key}", one.actor_id} & waiters
         )
 
-    def find_path(self, start: str, end: str) -> list[str]:
-        """Return the shortest way of waits from one key to another; the end alone if there is none."""
+    def find_path(self, start: str, end: str, *, calls: bool = True) -> list[str]:
+        """Return the shortest way of waits from one key to another, with those for `calls` or not; or the end alone."""
+        following: dict[str, set[str]] = {}
+        for wait in self.waits:
+            for waiter in wait.waiters if calls or wait.kind != "calls" else ():
+                following.setdefault(waiter, set()).update(wait.targets)
         before: dict[str, str] = {}
         left = [start]
         while left and end not in before:
             here = left.pop(0)
-            for target in sorted(self.waits_of(here)):
+            for target in sorted(following.get(here, ())):
                 if target not in before:
                     before[target] = here
                     left.append(target)
