@@ -17,46 +17,31 @@ import ray
 from ._calls.handle import GroupHandle
 from ._calls.sender import Need, Sender, find_sender
 from ._group import RayWorkerGroup
-from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Snapshot, WorkerProcess
-from ._observe.evidence import judge_errors, read_deaths
-from ._observe.head import alive_nodes, process_is_alive
-from ._observe.observer import STUCK_AFTER_S
-from ._observe.publications import RegisteredGroup, find_group, find_groups
+from ._observe.evidence import judge_errors
+from ._observe.head import alive_nodes
+from ._observe.publications import RegisteredGroup, find_groups
 from ._observe.query import cancel_calls, late_workers
-from ._observe.status import State, state_of
-from ._observe.stuck import find_innermost, find_method_frames
-from ._remote.outside import look_at_process, look_from_outside
+from ._remote.outside import look_from_outside
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
-    "Evidence",
     "Member",
     "Need",
     "RegisteredGroup",
     "Reply",
-    "STUCK_AFTER_S",
     "Snapshot",
-    "State",
     "WorkerProcess",
     "add_state",
     "alive_nodes",
     "cancel",
     "check_calls",
     "collect",
-    "decide",
-    "find_group",
     "find_groups",
-    "find_innermost",
-    "find_method_frames",
-    "look_at_process",
     "look_from_outside",
-    "process_is_alive",
-    "read_deaths",
     "read_members",
     "send_function",
-    "state_of",
     "wait_for_turn",
 ]
 

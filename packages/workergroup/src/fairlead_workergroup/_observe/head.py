@@ -49,11 +49,6 @@ def dead_actors() -> frozenset[str]:
     return _ask("list the dead actors", _ray_private.dead_actors)
 
 
-def death_causes(job_id: str) -> dict[str, str]:
-    """Return what the dead actors of a job died of."""
-    return _ask(f"list the dead actors of job {job_id}", _ray_private.death_causes, job_id)
-
-
 def actors_being_made() -> frozenset[str]:
     """Return the actors of this job that have been requested and not yet created."""
     return _ask("list the actors that are being created", _ray_private.actors_being_made)
