@@ -36,7 +36,7 @@ from .._world import Deadline
 from ..exceptions import WorkerGroupError
 from .map import MapOptions
 from .plan import Mesh
-from .sender import Sender, set_sender
+from .sender import Sender
 from .view import Target, TypedCalls
 
 # All nodes of a group get a publication within milliseconds of each other.
@@ -184,7 +184,6 @@ class GroupHandle(TypedCalls):
             with head_deadline(HEAD_S):
                 group = self._identity.read(within_s=SETTLED_S)
                 sender = _make_sender(self._identity, group, self._lock)
-            set_sender(self, sender)
             self._sender = sender
         return sender
 
