@@ -281,10 +281,6 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         values = [] if execution.options.discard else [values] if execution.is_single else values
         return [item for items in values for item in items] if execution.yields_items else values
 
-    def method_name(self) -> str:
-        """Return the name of the method that was called."""
-        return self._execution.method.name
-
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         """Return the reference that travels to the workers of another call.
 
