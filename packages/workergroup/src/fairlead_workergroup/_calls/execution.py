@@ -179,16 +179,14 @@ class Execution:
         """Repeat an attempt on lost workers, or on all if all were restarted; return whether there is another one."""
         self.check_open()
         self.wait_until_sent(Deadline.after(0.0))
-        return bool(self.options.retries) and self._repeat_once(attempt, deadline)
-
-    def _repeat_once(self, attempt: int, limit: Deadline) -> bool:
-        """Repeat an attempt, unless another thread does; return whether there is another attempt."""
+        if not self.options.retries:
+            return False
         mine, at = _world.current.event(), 0
         try:
             while self.attempt == attempt:
                 if (other := self._repeating.setdefault((attempt, at), mine)) is mine:
-                    return self._repeat(limit)
-                if not wait_for_event(other, limit):
+                    return self._repeat(deadline)
+                if not wait_for_event(other, deadline):  # another thread repeats it
                     raise self.late_error(self.pending())
                 at += 1
             return True

@@ -29,14 +29,9 @@ def alive_nodes() -> frozenset[str]:
     return _ask("list the nodes", spi.alive_nodes)
 
 
-def drain_deadlines() -> dict[str, float]:
-    """Return when the nodes end that are draining, as `spi.drain_deadlines` does."""
-    return _ask("list the nodes that are draining", spi.drain_deadlines)
-
-
 def draining_nodes() -> frozenset[str]:
     """Return the nodes that are draining."""
-    return frozenset(drain_deadlines())
+    return frozenset(_ask("list the nodes that are draining", spi.drain_deadlines))
 
 
 def find_agents() -> list[Agent]:
