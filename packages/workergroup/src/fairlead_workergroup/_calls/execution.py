@@ -402,7 +402,11 @@ class Execution:
         return [epochs for error in self._find_errors().values() if (epochs := refused_epochs(error)) is not None]
 
     def _refused_error(self) -> EpochError:
-        """Return the error of a call of a handle that workers have refused; cancel the rest of the call."""
+        """Return the error of a call of a handle that workers have refused; cancel the rest of the call.
+
+        Even if the caller's timeout is shorter, this waits up to 1 s (`REFUSED_S`) for the other workers, so that the
+        error can name those that have run the call, and up to 2 s more for the new roster.
+        """
         if self._refused is None:
             ends = list(self.completions.values())
             _world.current.wait(ends, num_returns=len(ends), timeout=REFUSED_S, fetch_local=False)

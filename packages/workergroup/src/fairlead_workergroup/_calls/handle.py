@@ -112,7 +112,8 @@ class GroupHandle(TypedCalls):
 
     Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
     Then taking the results raises `EpochError`, which says which ranks have run the call and which have refused it, and
-    cancels the rest. The handle reads the present workers first, so that the call can be made again.
+    cancels the rest. The handle reads the present workers first, so that the call can be made again. This may take a
+    few seconds more than the timeout of the call.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the node agent, about a millisecond.
