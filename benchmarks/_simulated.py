@@ -112,8 +112,7 @@ class Actor:
     def _send(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reference:
         cloudpickle.dumps((method, args, kwargs))
         answer = Reference()
-        took = {"import": 0.0, "constructor": self._after_s}
-        value = {"pid": 0, "started": 0, "took": took} if method == "_fairlead_start" else None
+        value = {"pid": 0, "started": 0} if method == "_fairlead_start" else None
         self._answers.add(self._after_s, answer, value)
         return answer
 

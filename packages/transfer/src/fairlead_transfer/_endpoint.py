@@ -164,7 +164,7 @@ class Endpoint:
             raise self._error(orders, version, "stage", blocked[0], NO_SHARED_MEMORY)
         return StagedPieces(orders.rank, version, channels, _prove_staged(orders, orders.rank, version, channels))
 
-    def fetch(self, orders: EndpointOrders, staged: Iterable[StagedPieces], *, timeout: float) -> None:
+    def fetch(self, orders: EndpointOrders, staged: Iterable[StagedPieces]) -> None:
         """Map the pieces of one version, and hold them until `commit`. The tensors stay as they are.
 
         Raises:
@@ -193,7 +193,7 @@ class Endpoint:
         self._refuse("target", reply.get("refused", ()))
         self._expect(orders, tuple(map(tuple, reply["tensors"])))
         replies = {rank: {"staged": {"channels": one.channels}} for rank, one in pieces.items()}
-        reply = self._ask("fetch", version, *self._give(orders), replies, timeout)
+        reply = self._ask("fetch", version, *self._give(orders), replies, 0.0)
         self._orders = orders
         self._refuse("target", reply.get("refused", ()))
         if "blocked" in reply:

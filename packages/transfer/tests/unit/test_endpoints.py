@@ -50,7 +50,7 @@ def test_transfer(sides):
         w += version
         staged = [travel(one.stage(mine, version)) for one, mine in zip(sources, orders[0], strict=True)]
         for one, mine in zip(targets, orders[1], strict=True):
-            one.fetch(mine, staged, timeout=10)
+            one.fetch(mine, staged)
         assert not np.array_equal(np.hstack(copies), w)
         assert [one.commit() for one in targets] == [version] * 2
         assert np.array_equal(np.hstack(copies), w)
@@ -74,14 +74,14 @@ def test_membership(sides):
     with pytest.raises(PermissionError, match="orders of source 1, which is not this endpoint as a source"):
         sources[0].stage(plan.sources[1], 1)
     with pytest.raises(PermissionError, match="orders of source 0, which is not this endpoint as a target"):
-        targets[0].fetch(plan.sources[0], [], timeout=10)
+        targets[0].fetch(plan.sources[0], [])
     staged = [one.stage(mine, 1) for one, mine in zip(sources, plan.sources, strict=True)]
     stranger = Endpoint({"w": np.zeros((4, 6))})
     strange = plan_endpoints([stranger.describe()], [targets[0].describe()])
     foreign = stranger.stage(strange.sources[0], 1)
     for pieces in ([foreign, staged[1]], [replace(staged[0], version=2), staged[1]]):
         with pytest.raises(PermissionError, match="Source 0 has not proved that it belongs to this transfer"):
-            targets[0].fetch(plan.targets[0], pieces, timeout=10)
+            targets[0].fetch(plan.targets[0], pieces)
     stranger.close()
     assert other.sources == plan.sources
     assert not copies[0].any()
@@ -93,14 +93,14 @@ def test_failures_before_the_commit(sides):
     plan = plan_all(sources, targets)
     staged = [one.stage(mine, 1) for one, mine in zip(sources, plan.sources, strict=True)]
     with pytest.raises(TransferError, match=r"it needs pieces of source 1, and got those of sources \[0\]"):
-        targets[0].fetch(plan.targets[0], staged[:1], timeout=10)
+        targets[0].fetch(plan.targets[0], staged[:1])
     newer = sources[1].stage(plan.sources[1], 2)
     with pytest.raises(ValueError, match=r"The sources have staged versions \[1, 2\]"):
-        targets[0].fetch(plan.targets[0], [staged[0], newer], timeout=10)
+        targets[0].fetch(plan.targets[0], [staged[0], newer])
     with pytest.raises(TransferError, match="Stage the version again"):
-        targets[0].fetch(plan.targets[0], staged, timeout=10)
+        targets[0].fetch(plan.targets[0], staged)
     staged[1] = sources[1].stage(plan.sources[1], 1)
-    targets[0].fetch(plan.targets[0], staged, timeout=10)
+    targets[0].fetch(plan.targets[0], staged)
     sources[0].stage(plan.sources[0], 1)
     with pytest.raises(TransferError, match="a source has staged again or was closed") as caught:
         targets[0].commit()
@@ -109,7 +109,7 @@ def test_failures_before_the_commit(sides):
         targets[0].commit()
     targets[1].replace({"w": np.zeros((4, 6))})
     with pytest.raises(LayoutMismatchError, match="it has changed since the plan was made: plan again"):
-        targets[1].fetch(plan.targets[1], staged, timeout=10)
+        targets[1].fetch(plan.targets[1], staged)
     assert not copies[0].any()
     targets[0].close()
     with pytest.raises(ValueError, match="has been closed"):
@@ -126,16 +126,16 @@ def test_orders_after_a_failure(sides, monkeypatch):
 
     others = [one.stage(mine, 1) for one, mine in zip(sources, other.sources, strict=True)]
     staged = [one.stage(mine, 1) for one, mine in zip(sources, plan.sources, strict=True)]
-    targets[0].fetch(plan.targets[0], staged, timeout=10)
+    targets[0].fetch(plan.targets[0], staged)
     with monkeypatch.context() as patch:
         patch.setattr(segment, "Segment", fail)
         with pytest.raises(MemoryError):
             sources[0].stage(other.sources[0], 2)
         patch.setattr(end, "await_replies", fail)
         with pytest.raises(MemoryError):
-            targets[0].fetch(other.targets[0], others, timeout=10)
+            targets[0].fetch(other.targets[0], others)
     staged = [one.stage(mine, 3) for one, mine in zip(sources, plan.sources, strict=True)]
-    targets[0].fetch(plan.targets[0], staged, timeout=10)
+    targets[0].fetch(plan.targets[0], staged)
     assert targets[0].commit() == 3
     assert np.array_equal(copies[0], w[:, :3])
 

@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ import ray
 from ray import ObjectRef
 from ray.core.generated.gcs_pb2 import ActorTableData
 
-# Ray's accounts of deaths may have advice of several lines.
-CAUSE_CHARACTERS = 240
 # The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
 # Ray's methods for that are not documented.
 TASK_BYTES = 24
@@ -82,27 +79,13 @@ def actors_being_made() -> frozenset[str]:
     return frozenset(_read_actors("DEPENDENCIES_UNREADY")).union(_read_actors("PENDING_CREATION"))
 
 
-def _read_actors(state: str, job_id: str = "") -> Mapping[str, Any]:
-    """Return Ray's rows of the actors of a job, or of this one, that are in some state, by actor id."""
+def _read_actors(state: str) -> Mapping[str, Any]:
+    """Return Ray's rows of the actors of this job that are in some state, by actor id."""
     read_table = getattr(ray._private.state.state, "actor_table", None)
     if read_table is None:
         return {}
-    job = ray.JobID(bytes.fromhex(job_id or ray.get_runtime_context().get_job_id()))
+    job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
     return dict(read_table(None, job, state))
-
-
-def death_causes(job_id: str) -> dict[str, str]:
-    """Return what the dead actors of a job died of, in one request without the dashboard; empty without this API."""
-    return {actor_id: _cause_of(row.get("DeathCause")) for actor_id, row in _read_actors("DEAD", job_id).items()}
-
-
-def _cause_of(cause: Any) -> str:
-    """Return the first line of Ray's account of a death, whichever of its forms it has."""
-    for form in ("oom_context", "actor_died_error_context", "actor_unschedulable_context"):
-        context = getattr(cause, form, None)
-        if text := str(getattr(context, "error_message", "")).strip():
-            return textwrap.shorten(text.splitlines()[0], CAUSE_CHARACTERS, placeholder=" ...")
-    return "Ray does not say what it died of."
 
 
 def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:

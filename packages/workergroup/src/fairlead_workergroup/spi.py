@@ -14,49 +14,33 @@ from typing import Any, TypeVar
 
 import ray
 
-from ._calls.handle import GroupHandle
-from ._calls.sender import Need, Sender, find_sender
+from ._calls.sender import Need, find_sender
 from ._group import RayWorkerGroup
-from ._membership.judge import Evidence, decide
 from ._membership.model import Member, Snapshot, WorkerProcess
-from ._observe.evidence import judge_errors, read_deaths
-from ._observe.head import alive_nodes, process_is_alive
-from ._observe.observer import STUCK_AFTER_S
-from ._observe.publications import RegisteredGroup, find_group, find_groups
+from ._observe.evidence import judge_errors
+from ._observe.head import alive_nodes
+from ._observe.publications import RegisteredGroup, find_groups
 from ._observe.query import cancel_calls, late_workers
-from ._observe.status import State, state_of
-from ._observe.stuck import find_innermost, find_method_frames
-from ._remote.outside import look_at_process, look_from_outside
+from ._remote.outside import look_from_outside
 from ._world import Deadline
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
-    "Evidence",
     "Member",
     "Need",
     "RegisteredGroup",
     "Reply",
-    "STUCK_AFTER_S",
     "Snapshot",
-    "State",
     "WorkerProcess",
     "add_state",
     "alive_nodes",
     "cancel",
     "check_calls",
     "collect",
-    "decide",
-    "find_group",
     "find_groups",
-    "find_innermost",
-    "find_method_frames",
-    "look_at_process",
     "look_from_outside",
-    "process_is_alive",
-    "read_deaths",
     "read_members",
     "send_function",
-    "state_of",
     "wait_for_turn",
 ]
 
@@ -90,13 +74,13 @@ class Reply:
         return self.error is None and self.failure is None and self.late is None
 
 
-def read_members(group: RayWorkerGroup | GroupHandle) -> Snapshot:
+def read_members(group: RayWorkerGroup) -> Snapshot:
     """Return the members of a group as they are now.
 
     Raises:
         WorkerGroupError: the group, or its Ray, has been shut down.
     """
-    return _sender(group).roster.check_alive()
+    return find_sender(group).roster.check_alive()
 
 
 def send_function(
@@ -178,9 +162,7 @@ def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
 
 
-def check_calls(
-    group: RayWorkerGroup | GroupHandle, check: Callable[[str, Sequence[int]], Need | None]
-) -> Callable[[], None]:
+def check_calls(group: RayWorkerGroup, check: Callable[[str, Sequence[int]], Need | None]) -> Callable[[], None]:
     """Let a function refuse calls that this process makes with a group; return the function that ends that.
 
     It gets the name of the method and the ranks, and refuses the call by an error, which its caller gets. It is asked
@@ -190,7 +172,7 @@ def check_calls(
     It may return a condition, which workers whose async methods overlap check when they begin the method: Ray may
     deliver the call to them after a request that was sent later.
     """
-    return _add(_sender(group).checks, check)
+    return _add(find_sender(group).checks, check)
 
 
 def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
@@ -198,7 +180,7 @@ def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
 
     While the group changes its members no call is sent, so this waits for the end of the change.
     """
-    return _sender(group).membership.gate.run(lambda: True, Deadline.after(timeout_s)) is not None
+    return find_sender(group).membership.gate.run(lambda: True, Deadline.after(timeout_s)) is not None
 
 
 def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:
@@ -212,7 +194,7 @@ def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Calla
     Raises:
         ValueError: another function shows something under this key.
     """
-    shown = _sender(group).roster.shown
+    shown = find_sender(group).roster.shown
     if shown.setdefault(key, read) is not read:
         raise ValueError(f"inspect() of {group!r} shows something under {key!r} already")
 
@@ -234,19 +216,13 @@ def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:
     return remove
 
 
-def _sender(group: RayWorkerGroup | GroupHandle) -> Sender:
-    if isinstance(group, GroupHandle):
-        _ = group.epoch  # this connects the handle to the group
-    return find_sender(group)
-
-
 def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
     try:
         return Reply(worker, ray.get(ref))
     except ray.exceptions.RayTaskError as error:
         return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
     except ray.exceptions.RayError as error:
-        roster = _sender(group).roster
+        roster = find_sender(group).roster
         lost = judge_errors(roster.judge, {worker: error})
         roster.note(lost)
         return Reply(worker, failure=lost[0].failure()) if lost else Reply(worker, error=error)

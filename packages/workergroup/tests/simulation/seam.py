@@ -303,8 +303,8 @@ def send_only_the_epoch(patch: Any) -> None:
     """Survivors of a restart or a replacement are sent the number of the epoch, and no other facts."""
     since = WorkerFacts.since
 
-    def reverted(facts: WorkerFacts, before: WorkerFacts | None) -> Any:
-        if before is None or before.world_size != facts.world_size:
+    def reverted(facts: WorkerFacts, before: WorkerFacts) -> Any:
+        if before.world_size != facts.world_size:
             return since(facts, before)
         return {"epoch": facts.epoch}
 

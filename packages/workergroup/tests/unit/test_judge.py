@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import fairlead_workergroup
 from fairlead_placement import HeadTimeoutError
-from fairlead_workergroup._membership.judge import Judge
+from fairlead_workergroup._membership.judge import Evidence, Judge, decide
 from fairlead_workergroup._observe import evidence as witnesses
 from fairlead_workergroup._observe.evidence import RayWitnesses, check_head, evidence_of, judge_errors
-from fairlead_workergroup.spi import Evidence, WorkerProcess, decide
+from fairlead_workergroup.spi import WorkerProcess
 
 WORKER = WorkerProcess(3, {"dp": 3}, "a" * 8, "10.0.0.1", 77, 123, "actor")
 
@@ -232,6 +232,6 @@ def test_one_module_reads_deaths():
         for one in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             names = [name.name for name in one.names] if isinstance(one, ast.ImportFrom) else []
             names += [one.attr] if isinstance(one, ast.Attribute) else []
-            if {"dead_actors", "death_causes", "ActorDiedError", "WorkerCrashedError", "NodeDiedError"} & {*names}:
+            if {"dead_actors", "ActorDiedError", "WorkerCrashedError", "NodeDiedError"} & {*names}:
                 found.add(str(module.relative_to(folder)))
     assert found == {"_observe/head.py", "_observe/evidence.py"}

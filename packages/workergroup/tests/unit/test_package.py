@@ -28,7 +28,6 @@ OF_THE_HEAD = {
     "actors_being_made",
     "alive_nodes",
     "dead_actors",
-    "death_causes",
     "drain_deadlines",
     "draining_nodes",
     "find_agents",

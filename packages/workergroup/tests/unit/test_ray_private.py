@@ -53,13 +53,3 @@ def test_how_it_ended():
     """Without the text of this version of Ray both are unknown; the output of the worker is not that text."""
     assert private.how_it_ended(RuntimeError("The actor died.")) == (None, None)
     assert private.how_it_ended(RuntimeError("It died.\nLast log: Worker exits with an exit code 4")) == (None, None)
-
-
-def test_death_causes(monkeypatch):
-    """Of each dead actor the first line of Ray's account is returned; no actor is known without the table."""
-    died = SimpleNamespace(actor_died_error_context=SimpleNamespace(error_message="Its process died.\nMore."))
-    rows = {"a": {"DeathCause": died}, "b": {"DeathCause": None}}
-    monkeypatch.setattr(ray._private.state, "state", SimpleNamespace(actor_table=lambda *_: rows))
-    assert private.death_causes("01000000") == {"a": "Its process died.", "b": "Ray does not say what it died of."}
-    monkeypatch.setattr(ray._private.state, "state", SimpleNamespace())
-    assert private.death_causes("01000000") == {}

@@ -3,7 +3,7 @@
 
 import pytest
 
-from fairlead_workergroup.spi import find_method_frames
+from fairlead_workergroup._observe.stuck import find_method_frames
 
 from ..faults import let_nodes_report
 from ..observed import make_observer

@@ -253,7 +253,7 @@ class WeightStream:
         memory, endpoint = unpacker.make(rows), self._own()
         endpoint.replace({"bucket": memory})
         with self._blaming_itself():
-            endpoint.fetch(self._orders[rows], staged, timeout=self._timeout)
+            endpoint.fetch(self._orders[rows], staged)
             endpoint.commit()
         endpoint.replace({})
         self._tell(0, "copied", bucket)

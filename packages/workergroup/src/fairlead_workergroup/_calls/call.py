@@ -41,18 +41,20 @@ else:
     Result = TypeVar("Result", covariant=True)
 
 
-def make_order(
+def dispatch(
     sender: Sender,
+    owner: object,  # the group, which stays alive as long as a caller waits for the call
     method: str | Callable[..., Any] | Method,
     recipients: Recipients,
     args: Sequence[Column],
     kwargs: Mapping[str, Column],
     options: CallOptions,
     *,
+    may_wait: bool = True,  # on an event loop, send the call later instead of blocking the loop
     sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
     passes: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
-) -> Order:
-    """Check a call, store the values that have to be stored, and return what is ready to be sent."""
+) -> Execution:
+    """Check a call, store the values that have to be stored, and send it."""
     began = _world.current.now()
     if options.retries:
         sender.check_retries(options.retries)
@@ -68,23 +70,7 @@ def make_order(
     # Before this call's turn: storing a large value must not delay the calls of other threads.
     columns = store_columns(method, args, kwargs, Arguments())
     requests = make_requests(method, recipients, columns, list(kwargs))
-    return order._replace(requests=list(requests) if options.retries else requests)
-
-
-def dispatch(
-    sender: Sender,
-    owner: object,  # the group, which stays alive as long as a caller waits for the call
-    method: str | Callable[..., Any] | Method,
-    recipients: Recipients,
-    args: Sequence[Column],
-    kwargs: Mapping[str, Column],
-    options: CallOptions,
-    *,
-    may_wait: bool = True,  # on an event loop, send the call later instead of blocking the loop
-    **others: Any,  # as for `make_order`
-) -> Execution:
-    """Store the values that have to be stored, and send a call."""
-    order = make_order(sender, method, recipients, args, kwargs, options, **others)
+    order = order._replace(requests=list(requests) if options.retries else requests)
     # The public function raises an exception if there is no loop, and every call asks.
     blocking = not may_wait or _get_running_loop() is None
     sent = sender.send(order) if blocking else sender.send_or_queue(order)
@@ -280,10 +266,6 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         values: Any = self.result()
         values = [] if execution.options.discard else [values] if execution.is_single else values
         return [item for items in values for item in items] if execution.yields_items else values
-
-    def method_name(self) -> str:
-        """Return the name of the method that was called."""
-        return self._execution.method.name
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         """Return the reference that travels to the workers of another call.

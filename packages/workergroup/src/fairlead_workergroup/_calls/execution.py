@@ -179,16 +179,14 @@ class Execution:
         """Repeat an attempt on lost workers, or on all if all were restarted; return whether there is another one."""
         self.check_open()
         self.wait_until_sent(Deadline.after(0.0))
-        return bool(self.options.retries) and self._repeat_once(attempt, deadline)
-
-    def _repeat_once(self, attempt: int, limit: Deadline) -> bool:
-        """Repeat an attempt, unless another thread does; return whether there is another attempt."""
+        if not self.options.retries:
+            return False
         mine, at = _world.current.event(), 0
         try:
             while self.attempt == attempt:
                 if (other := self._repeating.setdefault((attempt, at), mine)) is mine:
-                    return self._repeat(limit)
-                if not wait_for_event(other, limit):
+                    return self._repeat(deadline)
+                if not wait_for_event(other, deadline):  # another thread repeats it
                     raise self.late_error(self.pending())
                 at += 1
             return True
@@ -404,7 +402,11 @@ class Execution:
         return [epochs for error in self._find_errors().values() if (epochs := refused_epochs(error)) is not None]
 
     def _refused_error(self) -> EpochError:
-        """Return the error of a call of a handle that workers have refused; cancel the rest of the call."""
+        """Return the error of a call of a handle that workers have refused; cancel the rest of the call.
+
+        Even if the caller's timeout is shorter, this waits up to 1 s (`REFUSED_S`) for the other workers, so that the
+        error can name those that have run the call, and up to 2 s more for the new roster.
+        """
         if self._refused is None:
             ends = list(self.completions.values())
             _world.current.wait(ends, num_returns=len(ends), timeout=REFUSED_S, fetch_local=False)

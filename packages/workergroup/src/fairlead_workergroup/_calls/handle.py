@@ -36,7 +36,7 @@ from .._world import Deadline
 from ..exceptions import WorkerGroupError
 from .map import MapOptions
 from .plan import Mesh
-from .sender import Sender, set_sender
+from .sender import Sender
 from .view import Target, TypedCalls
 
 # All nodes of a group get a publication within milliseconds of each other.
@@ -112,7 +112,8 @@ class GroupHandle(TypedCalls):
 
     Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
     Then taking the results raises `EpochError`, which says which ranks have run the call and which have refused it, and
-    cancels the rest. The handle reads the present workers first, so that the call can be made again.
+    cancels the rest. The handle reads the present workers first, so that the call can be made again. This may take a
+    few seconds more than the timeout of the call.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the node agent, about a millisecond.
@@ -184,7 +185,6 @@ class GroupHandle(TypedCalls):
             with head_deadline(HEAD_S):
                 group = self._identity.read(within_s=SETTLED_S)
                 sender = _make_sender(self._identity, group, self._lock)
-            set_sender(self, sender)
             self._sender = sender
         return sender
 

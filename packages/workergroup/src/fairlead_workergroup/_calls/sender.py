@@ -264,12 +264,12 @@ _senders: weakref.WeakKeyDictionary[object, Sender] = weakref.WeakKeyDictionary(
 
 
 def set_sender(group: object, sender: Sender) -> None:
-    """Note the sender of a group or handle, which must not refer to it."""
+    """Note the sender of a group, which must not refer to it."""
     _senders[group] = sender
 
 
 def find_sender(group: object) -> Sender:
-    """Return the sender of a group or handle."""
+    """Return the sender of a group."""
     try:
         return _senders[group]
     except KeyError:

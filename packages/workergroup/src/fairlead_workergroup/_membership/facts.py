@@ -22,17 +22,14 @@ class WorkerFacts:
         """Return the facts as the worker publishes them."""
         return {**vars(self), "coords": dict(self.coords), "env": dict(self.env)}
 
-    def since(self, before: "WorkerFacts | None") -> dict[str, Any]:
-        """Return what differs from the facts that a worker holds; all facts for one that holds none.
+    def since(self, before: "WorkerFacts") -> dict[str, Any]:
+        """Return what differs from the facts that a worker holds.
 
         >>> old = WorkerFacts(0, 1, 0, 2, "a", {}, {"LOCAL_RANK": "1"})
         >>> WorkerFacts(0, 2, 0, 2, "a", {}, {"LOCAL_RANK": "0"}).since(old)
         {'epoch': 2, 'env': {'LOCAL_RANK': '0'}}
         """
-        mine = self.to_dict()
-        if before is None:
-            return mine
-        changed = {name: value for name, value in mine.items() if value != getattr(before, name)}
+        changed = {name: value for name, value in self.to_dict().items() if value != getattr(before, name)}
         if "env" in changed:
             changed["env"] = {name: value for name, value in self.env.items() if before.env.get(name) != value}
         return changed

@@ -19,7 +19,7 @@ from .._membership.model import Member, WorkerProcess
 from .._ray_private import how_it_ended, is_known_dead
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
-from .head import dead_actors, death_causes
+from .head import dead_actors
 from .memory import MemoryLimit
 from .query import ANSWER_S, ask_nodes
 
@@ -142,11 +142,6 @@ def check_head(verdicts: Iterable[Verdict], *, since: float) -> None:
     for one in (one for verdict in verdicts for one in verdict.evidence):
         if (one.source, one.says) == ("actor-state", "silent") and one.at >= since:
             raise HeadTimeoutError(one.text)
-
-
-def read_deaths(jobs: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return what the dead actors of each job died of, by their ids."""
-    return {job: death_causes(job) for job in jobs}
 
 
 class RayWitnesses:

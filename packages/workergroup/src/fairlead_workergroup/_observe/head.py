@@ -29,14 +29,9 @@ def alive_nodes() -> frozenset[str]:
     return _ask("list the nodes", spi.alive_nodes)
 
 
-def drain_deadlines() -> dict[str, float]:
-    """Return when the nodes end that are draining, as `spi.drain_deadlines` does."""
-    return _ask("list the nodes that are draining", spi.drain_deadlines)
-
-
 def draining_nodes() -> frozenset[str]:
     """Return the nodes that are draining."""
-    return frozenset(drain_deadlines())
+    return frozenset(_ask("list the nodes that are draining", spi.drain_deadlines))
 
 
 def find_agents() -> list[Agent]:
@@ -47,11 +42,6 @@ def find_agents() -> list[Agent]:
 def dead_actors() -> frozenset[str]:
     """Return the actors of this job that are dead."""
     return _ask("list the dead actors", _ray_private.dead_actors)
-
-
-def death_causes(job_id: str) -> dict[str, str]:
-    """Return what the dead actors of a job died of."""
-    return _ask(f"list the dead actors of job {job_id}", _ray_private.death_causes, job_id)
 
 
 def actors_being_made() -> frozenset[str]:

@@ -71,7 +71,7 @@ class RegisteredGroup:
         created: in seconds since the epoch by its driver's clock.
         namespace: Ray's namespace of its actors.
         epoch: the number of changes of membership so far.
-        driver: the `job_id`, `worker_id`, `node_id`, `host`, `pid` and `started` of its process.
+        driver: the `job_id`, `worker_id` and `node_id` of its process.
         members: its workers by ascending rank, without those of lost nodes.
         agents: the agent of each of its nodes, by Ray's id of the node.
         publication: the number of the latest publication.
@@ -114,12 +114,12 @@ def find_groups(*, timeout_s: float = ANSWER_S) -> list[RegisteredGroup]:
     return merge_boards(read_boards(find_agents(), timeout_s=timeout_s))
 
 
-def find_group(name: str | None) -> RegisteredGroup:
+def find_group(name: str) -> RegisteredGroup:
     """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits."""
     groups = find_groups()
-    chosen = [one for one in groups if name in (None, one.name)]
-    if not chosen and len(name or "") >= SHOWN_DIGITS:
-        chosen = [one for one in groups if one.group_id.startswith(name or "")]
+    chosen = [one for one in groups if name == one.name]
+    if not chosen and len(name) >= SHOWN_DIGITS:
+        chosen = [one for one in groups if one.group_id.startswith(name)]
     if len(chosen) == 1:
         return chosen[0]
     labels = ", ".join(one.label for one in groups)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts that a group publishes at its nodes' agents: names, places, processes, and never the user's values."""
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +12,7 @@ from fairlead_placement.spi import await_published, publish, withdraw
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
 from .._ray_private import actor_id_of
-from .._remote.process import mark_of, start_tick
+from .._remote.process import mark_of
 
 # Of the published data; readers of another version leave the group out.
 SCHEMA = 2
@@ -62,9 +60,6 @@ class Registration:
                 "job_id": context.get_job_id(),
                 "worker_id": context.get_worker_id(),
                 "node_id": context.get_node_id(),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "started": start_tick(os.getpid()),
             },
         }
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from .describe import load
 from .devices import show_devices
 from .host import add_to_path
@@ -33,10 +31,9 @@ def do_nothing(worker: Any) -> None:
 def warm_up(
     worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes, devices: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Import a class with the variables of its workers, except those of a rank; return pid, start tick and node."""
+    """Import a class with the variables of its workers, except those of a rank; return pid and start tick."""
     os.environ.update(variables)
     show_devices(devices, variables)
     add_to_path(path)
     load(target)
-    node_id = ray.get_runtime_context().get_node_id()
-    return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id}
+    return {"pid": os.getpid(), "started": start_tick(os.getpid())}

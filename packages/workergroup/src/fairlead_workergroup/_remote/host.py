@@ -104,14 +104,8 @@ class WorkerHost:
             _prepare_error("__init__", error)
             raise
         self._fairlead_record.end(self._fairlead_key)
-        context = ray.get_runtime_context()
-        return {
-            "pid": os.getpid(),
-            "started": start_tick(os.getpid()),
-            "node_id": context.get_node_id(),
-            "python": sys.executable,
-            "accelerator_ids": context.get_accelerator_ids(),
-        }
+        node_id = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id}
 
     def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
         """Run a method and drop its result, so that nothing is stored or sent back."""

@@ -2,11 +2,10 @@
 """The look of an agent at the workers of its node, for other processes. Shipped by value."""
 
 import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
-from .process import Process, process_state, read_marks, read_processes, start_tick
+from .process import Process, process_state, read_marks, read_processes
 from .progress import look
 
 # A process, and what the identity of the worker begins with, which finds the process while it is not known.
@@ -50,8 +49,3 @@ def _resident(pid: int) -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0  # it has just ended
-
-
-def look_at_process(pid: int, started: int, host: str) -> str:
-    """Return the letter of the state of a process that is said to be on this machine; "" if it is not."""
-    return process_state(pid) if host == socket.gethostname() and start_tick(pid) == started else ""
