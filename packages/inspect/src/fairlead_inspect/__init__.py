@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._look import label, look
-    from ._model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
     from ._report import write_report
     from ._show import fold_stacks
-    from ._verdict.rules import diagnose
+    from ._verdict.rules import diagnose, exit_status
+    from .model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "Suspect",
     "Waiting",
     "diagnose",
+    "exit_status",
     "fold_stacks",
     "label",
     "look",
@@ -35,10 +36,10 @@ __all__ = [
 # Loaded when they are used: they need Ray.
 _MODULES = {
     **dict.fromkeys(
-        ("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Suspect", "Waiting"), "._model"
+        ("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Suspect", "Waiting"), ".model"
     ),
     **dict.fromkeys(("label", "look"), "._look"),
-    "diagnose": "._verdict.rules",
+    **dict.fromkeys(("diagnose", "exit_status"), "._verdict.rules"),
     "fold_stacks": "._show",
     "write_report": "._report",
 }

@@ -20,7 +20,6 @@ from ._arguments import new_file, seconds
 from ._chrome import write_file
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
 from ._job_trace import make_job_trace
-from ._model import Finding, Snapshot
 from ._ray_private import read_spans
 from ._report import write_report
 from ._show import (
@@ -36,6 +35,7 @@ from ._show import (
     to_json,
 )
 from ._verdict.rules import AFTER_S, diagnose, exit_status
+from .model import Finding, Snapshot
 
 _EPILOG = """\
 exit status:

@@ -16,7 +16,8 @@ from fairlead_placement.spi import ask_head, run_in_thread
 
 from . import _ray_private
 from ._groups import read_labels
-from ._model import (
+from ._node.look import look, look_from_task
+from .model import (
     Actor,
     Call,
     Child,
@@ -31,7 +32,6 @@ from ._model import (
     Stack,
     Thread,
 )
-from ._node.look import look, look_from_task
 
 _T = TypeVar("_T")
 _Labels = tuple[dict[str, dict[str, Any]], list[str]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ._model import Actor, Confidence, Fleet, Member, Process, Snapshot
+from .model import Actor, Confidence, Fleet, Member, Process, Snapshot
 
 LABEL = "FAIRLEAD_INSPECT_LABEL"
 # What tells the fleets of one job apart, beside the address of their rendezvous.

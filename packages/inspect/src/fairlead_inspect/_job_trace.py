@@ -8,8 +8,8 @@ from fairlead_placement.spi import group_pairs
 
 from ._chrome import Event, choose_track, name_track, to_microseconds
 from ._fleets import find_fleets
-from ._model import Snapshot, Span
 from ._show import clean
+from .model import Snapshot, Span
 
 
 def make_job_trace(snapshot: Snapshot, spans: Iterable[Span]) -> dict[str, Any]:

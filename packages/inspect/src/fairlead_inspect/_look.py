@@ -11,7 +11,7 @@ from fairlead_placement import init_ray
 
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster
 from ._fleets import LABEL
-from ._model import Snapshot
+from .model import Snapshot
 
 # Of a label: environments travel, and are read while a job hangs.
 MOST_BYTES = 1024

@@ -13,7 +13,7 @@ import ray
 
 from fairlead_placement.spi import COMMAND_MARK
 
-from ._model import Actor, Call, Death, Job, Reservation, Span
+from .model import Actor, Call, Death, Job, Reservation, Span
 
 # The numbers of these in Ray's task events.
 FINISHED, FAILED, RUNNING = 11, 12, 8

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ._model import Finding, Snapshot
 from ._show import draw_findings, draw_processes, draw_stacks, fold_stacks, list_processes
+from .model import Finding, Snapshot
 
 # Wide enough that few lines are broken.
 WIDTH = 160

@@ -14,10 +14,10 @@ from rich.text import Text
 from fairlead_placement.spi import group_pairs
 
 from ._fleets import find_fleets
-from ._model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, StackClass, Suspect, Waiting
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import exit_status
 from ._verdict.waits import add_label
+from .model import Actor, Finding, Fleet, Frame, Job, Member, Snapshot, Stack, StackClass, Suspect, Waiting
 
 # Of the JSON; fields are added, and never renamed.
 SCHEMA = 2

@@ -3,7 +3,7 @@
 
 from dataclasses import replace
 
-from fairlead_inspect._model import Actor, Call, Frame, Job, Node, Process, Reference, Snapshot, Thread
+from fairlead_inspect.model import Actor, Call, Frame, Job, Node, Process, Reference, Snapshot, Thread
 
 NOW, NODE, JOB = 10_000.0, "n1", "01000000"
 SITE = "/v/lib/python3.11/site-packages/"

@@ -29,9 +29,9 @@ from seen import (
     thread,
 )
 
-from fairlead_inspect._model import Call, Child, Death, Frame, Job
+from fairlead_inspect import diagnose, exit_status
 from fairlead_inspect._node.references import read_references
-from fairlead_inspect._verdict.rules import diagnose, exit_status
+from fairlead_inspect.model import Call, Child, Death, Frame, Job
 
 MOVES = {"before": QUEUE, "ticks": 80, "switches": 3, "age": 0.0}
 BELOW = (Frame("/py/lib/python3.11/threading.py", "Thread._bootstrap", 1),)

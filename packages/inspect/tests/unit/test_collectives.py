@@ -17,12 +17,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, QUEUE, SITE, fleet_of
 
-from fairlead_inspect._model import Frame, Record
+from fairlead_inspect import diagnose
 from fairlead_inspect._node import collectives
 from fairlead_inspect._node.collectives import read_dump
 from fairlead_inspect._node.look import look
 from fairlead_inspect._node.processes import read_stat
-from fairlead_inspect._verdict.rules import diagnose
+from fairlead_inspect.model import Frame, Record
 
 ENVIRON = {"RANK": "3", "WORLD_SIZE": "4"}
 SYNC = (Frame(SITE + "torch/cuda/__init__.py", "synchronize", 900), Frame("/w/step.py", "log", 7))

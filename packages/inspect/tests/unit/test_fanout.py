@@ -15,10 +15,9 @@ import ray
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, JOB, NOW, QUEUE, RAY, actor, environ
 
-from fairlead_inspect import _fanout
-from fairlead_inspect._model import Job
+from fairlead_inspect import _fanout, diagnose
 from fairlead_inspect._show import to_json
-from fairlead_inspect._verdict.rules import diagnose
+from fairlead_inspect.model import Job
 from fairlead_placement import HeadTimeoutError
 
 NODES, EACH, SILENT = 250, 8, 12

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, GET, IDLE, NOW, QUEUE, RAY, SITE, actor, environ, look, process
 
 from fairlead_inspect._fleets import LABEL, find_fleets
-from fairlead_inspect._model import Death, Frame, Process, Thread
 from fairlead_inspect._verdict.positions import locate
+from fairlead_inspect.model import Death, Frame, Process, Thread
 
 
 def fleets(actors, envs=None):

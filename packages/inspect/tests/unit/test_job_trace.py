@@ -13,7 +13,7 @@ from seen import ALL_REDUCE, NODE, NOW, actor_id, fleet_of
 
 from fairlead_inspect._chrome import write_file
 from fairlead_inspect._job_trace import make_job_trace
-from fairlead_inspect._model import Span
+from fairlead_inspect.model import Span
 
 
 def span(name, owner, began, ended=None, *, pid=1, node=NODE, failed=False):

@@ -33,10 +33,9 @@ from seen import (
     task,
 )
 
-from fairlead_inspect import diagnose
-from fairlead_inspect._model import Call, Child, Death, Frame, Node
+from fairlead_inspect import diagnose, exit_status
 from fairlead_inspect._node.look import look as look_at_node
-from fairlead_inspect._verdict.rules import exit_status
+from fairlead_inspect.model import Call, Child, Death, Frame, Node
 
 SPINS = {"ticks": 100, "switches": 5, "states": ("R", "R"), "age": 0.0}
 

@@ -13,8 +13,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, LOOP, QUEUE, fleet_of
 
-from fairlead_inspect import _command
-from fairlead_inspect._model import Node
+from fairlead_inspect import _command, diagnose
 from fairlead_inspect._show import (
     PTRACE,
     clean,
@@ -25,7 +24,7 @@ from fairlead_inspect._show import (
     list_processes,
     to_json,
 )
-from fairlead_inspect._verdict.rules import diagnose
+from fairlead_inspect.model import Node
 
 EVIL = "w\x1b[31m\x1b]0;x\x07<script>"
 

@@ -33,8 +33,8 @@ from seen import (
     task,
 )
 
-from fairlead_inspect._model import Actor, Call, Child, Death, Frame, Node, Reservation
-from fairlead_inspect._verdict.rules import diagnose, exit_status
+from fairlead_inspect import diagnose, exit_status
+from fairlead_inspect.model import Actor, Call, Child, Death, Frame, Node, Reservation
 
 
 def blamed(snapshot, **options):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._model import Child, Confidence, Evidence, Finding, Fleet, Frame, Kind, Named, Snapshot, Suspect, Waiting
+from ..model import Child, Confidence, Evidence, Finding, Fleet, Frame, Kind, Named, Snapshot, Suspect, Waiting
 from .libraries import PACKAGES, is_infrastructure, starts_child, waits_for_child
 from .positions import OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait, driver_key

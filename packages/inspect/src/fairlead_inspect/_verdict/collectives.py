@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._model import Fleet, Record
+from ..model import Fleet, Record
 from .positions import Position
 from .waits import Graph
 

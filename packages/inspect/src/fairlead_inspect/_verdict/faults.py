@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .._model import Actor, Confidence, Evidence, Finding, Fleet, Reservation
+from ..model import Actor, Confidence, Evidence, Finding, Fleet, Reservation
 from .case import RAN, Case
 from .waits import LACKS_ARGUMENTS, Wait, is_promise
 

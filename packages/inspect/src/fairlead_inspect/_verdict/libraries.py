@@ -6,7 +6,7 @@ A file is recognised by its folder in site-packages, so that a checkout that is 
 
 import re
 
-from .._model import Actor, Frame
+from ..model import Actor, Frame
 
 PACKAGES = re.compile(r"/(?:site|dist)-packages/")
 _STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen|/python3\d+\.zip/")

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import dropwhile
 from typing import Literal
 
-from .._model import Frame, Process, Stack, Thread
+from ..model import Frame, Process, Stack, Thread
 from .libraries import (
     PACKAGES,
     USER_THREADS,

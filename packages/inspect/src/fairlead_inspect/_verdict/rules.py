@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .._fleets import find_fleets
-from .._model import Evidence, Finding, Fleet, Kind, Snapshot
+from ..model import Evidence, Finding, Fleet, Kind, Snapshot
 from .case import CALLED, RAN, WAITED, Case
 from .collectives import Mismatch, find_mismatch
 from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped
@@ -38,7 +38,14 @@ def diagnose(snapshot: Snapshot, *, after_s: float = AFTER_S) -> tuple[Finding, 
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """Return 1 if a finding blames somebody, else 4 if something does not move and is not explained, else 0."""
+    """Return the exit status of `why` for some findings.
+
+    Args:
+        findings: the result of `diagnose`.
+
+    Returns:
+        1 if one of them blames a process; else 4 if something does not move and is not explained; else 0.
+    """
     found = list(findings)
     if any(one.blames for one in found):
         return 1

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from .._model import Actor, Call, Fleet, Job, Member, Process, Snapshot
+from ..model import Actor, Call, Fleet, Job, Member, Process, Snapshot
 from .libraries import is_infrastructure
 from .positions import Position, PositionKind, locate
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of one look at a cluster: processes, actors, jobs, worker sets and findings. All frozen."""
+"""The values of a snapshot of a cluster: jobs, processes, actors, calls, worker sets and findings. All are frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
