@@ -21,11 +21,15 @@ from fairlead_inspect import diagnose
 from fairlead_inspect._node import collectives
 from fairlead_inspect._node.collectives import read_dump
 from fairlead_inspect._node.look import look
-from fairlead_inspect._node.processes import read_stat
 from fairlead_inspect.model import Frame, Record
 
 ENVIRON = {"RANK": "3", "WORLD_SIZE": "4"}
 SYNC = (Frame(SITE + "torch/cuda/__init__.py", "synchronize", 900), Frame("/w/step.py", "log", 7))
+
+
+def start_tick():
+    """Return the tick at which this process began, as in /proc/PID/stat."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def entry(number, group=("0", "default_pg"), name="nccl:all_reduce", state="completed", at=0, **more):
@@ -61,7 +65,7 @@ def read(tmp_path):
         path = tmp_path / "rank_3"
         path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=2))
         os.utime(path, (time.time() - age_s,) * 2)
-        started = read_stat("/proc/self")[3]
+        started = start_tick()
         return read_dump(os.getpid(), started, {**ENVIRON, "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_", **environ})
 
     return read
@@ -117,7 +121,7 @@ def test_hostile_files(read, monkeypatch, tmp_path):
     found["huge"] = read(whole)
     (tmp_path / "rank_3").unlink()
     os.mkfifo(tmp_path / "rank_3")
-    started = read_stat("/proc/self")[3]
+    started = start_tick()
     environ = {**ENVIRON, "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_"}
     found["pipe"] = read_dump(os.getpid(), started, environ)
     assert all(rows == [] and note for rows, note in found.values())

@@ -10,9 +10,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, GET, IDLE, NOW, QUEUE, RAY, SITE, actor, environ, look, process
 
-from fairlead_inspect._fleets import LABEL, find_fleets
+from fairlead_inspect._fleets import find_fleets
 from fairlead_inspect._verdict.positions import locate
 from fairlead_inspect.model import Death, Frame, Process, Thread
+
+# The variable that frameworks set.
+LABEL = "FAIRLEAD_INSPECT_LABEL"
 
 
 def fleets(actors, envs=None):

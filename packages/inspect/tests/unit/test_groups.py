@@ -12,8 +12,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import IDLE, LOOP, QUEUE, actor_id, fleet_of, label_of, process
 
-from fairlead_inspect import diagnose
-from fairlead_inspect._command import main
+from fairlead_inspect import _command, diagnose
 from fairlead_inspect._show import draw_findings, to_json
 
 MEET = LOOP  # a function of the job, which no rule knows to wait for other ranks
@@ -85,7 +84,7 @@ def test_processes(hung, monkeypatch, capsys):
     """`ps` shows coordinates and steps, and calls the members that wait for others collective."""
     monkeypatch.setattr("fairlead_inspect._command.look_here", lambda **_: hung)
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["ps", "--here"]) == 0
+    assert _command.main(["ps", "--here"]) == 0
     rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("policy")}
     assert [*rows] == ["0", "1", "2", "3"]
     assert "3 (dp=1, tp=1)" in rows["3"]

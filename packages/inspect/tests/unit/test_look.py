@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, QUEUE, fleet_of
 
 from fairlead_inspect import diagnose, label, look, write_report
-from fairlead_inspect._fleets import LABEL, find_fleets
+from fairlead_inspect._fleets import find_fleets
+
+# The variable that frameworks set.
+LABEL = "FAIRLEAD_INSPECT_LABEL"
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import fairlead_inspect
-from fairlead_inspect._fleets import LABEL
 
 FOLDER = Path(fairlead_inspect.__file__).parent
 MODULES = sorted(FOLDER.rglob("*.py"))
@@ -46,7 +45,7 @@ def test_modules_of_workers(module):
 
 def test_examples_in_docstrings(monkeypatch):
     """The examples in docstrings print what they show."""
-    monkeypatch.setenv(LABEL, "")  # which one of them sets
+    monkeypatch.setenv("FAIRLEAD_INSPECT_LABEL", "")  # which one of them sets
     attempted = 0
     for source in MODULES:
         parts = source.relative_to(FOLDER).with_suffix("").parts

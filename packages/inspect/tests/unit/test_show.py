@@ -13,14 +13,13 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import ALL_REDUCE, LOOP, QUEUE, fleet_of
 
-from fairlead_inspect import _command, diagnose
+from fairlead_inspect import _command, diagnose, fold_stacks
 from fairlead_inspect._show import (
     PTRACE,
     clean,
     draw_findings,
     draw_processes,
     draw_stacks,
-    fold_stacks,
     list_processes,
     to_json,
 )
