@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of the README and of two guides about hung jobs, from real hangs: `nox -s pictures`.
+"""Draw the pictures of the README and of the guide about hung jobs, from real hangs: `nox -s pictures`.
 
 Process ids, node ids and addresses are those of the machine that draws.
 """
 
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,8 @@ def read_terminal(command: list[str], width: int, **variables: str) -> str:
 def draw_hung_job(example: str, name: str) -> None:
     """Draw what the command prints about an example that hangs and does not use Fairlead."""
     text = read_terminal([sys.executable, example, "--why"], 104)
-    shown = text.partition("\n")[2].replace(" --why", "")
+    # The last snapshot is the one that names the cause.
+    shown = re.split(r"^.* UTC$", text, flags=re.MULTILINE)[-1].replace(" --why", "")
     save(name, Text.from_ansi(shown.strip()), 104, "why")
 
 
