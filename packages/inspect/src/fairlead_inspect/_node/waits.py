@@ -6,8 +6,8 @@ import platform
 import socket
 import struct
 
-# What a thread that sleeps waits for.
-SLEEP = "time.sleep"
+# What a thread that sleeps waits for, and one that waits for a person.
+SLEEP, INPUT = "time.sleep", "its standard input"
 # The numbers of system calls, by machine: of x86-64 and of 64-bit ARM.
 _CALLS = {
     "x86_64": {35: "sleep", 230: "sleep", 0: "read", 45: "read", 47: "read", 1: "write", 43: "accept", 288: "accept",
@@ -39,7 +39,7 @@ def read_kernel_wait(pid: int, tid: int) -> str:
                 memory.seek(first)
                 (first,) = struct.unpack("<i", memory.read(4))
         if call in ("read", "write", "connect", "poll"):
-            return _describe(pid, first)
+            return INPUT if call == "read" and not first else _describe(pid, first)
         if call == "lock":
             return f"a lock of {_describe(pid, first)}"
         if call == "accept":

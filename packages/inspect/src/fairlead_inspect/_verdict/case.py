@@ -10,8 +10,8 @@ from .libraries import PACKAGES, is_infrastructure, starts_child, waits_for_chil
 from .positions import OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait, driver_key
 
-# What the kernel says of a thread that sleeps (see `_node.waits`).
-SLEEP = "time.sleep"
+# What the kernel says of a thread that waits on purpose (see `_node.waits`).
+SLEEP, INPUT = "time.sleep", "its standard input"
 RAN, CALLED, WAITED = "last run of its thread", "start of its call", "the first of those that wait"
 _MOST_NAMED = 256
 _UNREAD = Position("unread")
@@ -70,10 +70,12 @@ class Case:
         return (self.call_age(key), CALLED) if at.motion == "waking" else (None, "")
 
     def sleeps(self, key: str) -> bool:
-        """Return whether a process stands in `time.sleep`, or has traffic where it stands: it waits on purpose."""
+        """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""
         thread = self.at(key).thread
         window_s = self.graph.processes[key].window_s if key in self.graph.processes else 1.0
-        return thread is not None and (thread.waits_on == SLEEP or (thread.switches or 0) > OFTEN_PER_S * window_s)
+        return thread is not None and (
+            thread.waits_on in (SLEEP, INPUT) or (thread.switches or 0) > OFTEN_PER_S * window_s
+        )
 
     def waited(self, wait: Wait) -> float | None:
         """Return for how long all members have waited in a collective.
