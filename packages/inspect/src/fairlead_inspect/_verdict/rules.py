@@ -368,7 +368,10 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     Somebody waits for them, as far as that is known, everything can be read, and nothing else of the job moves.
     """
     others = [at for key, at in case.graph.positions.items() if key != case.driver and not case.is_infrastructure(key)]
-    unknown = any(at.kind == "unread" or at.mixed for at in others) or case.at(case.driver).kind == "unread"
+    unknown = (
+        any(at.kind == "unread" or (at.mixed and at.kind != "library") for at in others)
+        or case.at(case.driver).kind == "unread"
+    )
     if unknown or case.moving() or any(one.kind == "collective" for one in case.graph.waits):
         return None
     standing = [key for key in _standing(case) if key not in {*explained, case.driver}]
