@@ -46,6 +46,7 @@ HANGS = {
     "chain": ("late", "Stage", [], "in_queue"),
     "wait_for_the_last": ("late", "Stage", [], "in_queue"),
     "cycle": ("deadlock", "Stage", [], ""),
+    "awaited": ("late", "Stage", [], "in_queue"),
     "pending_actor": ("pending", "Stage", [], ""),
     "pending_group": ("pending", "", [], ""),
 }
@@ -58,7 +59,7 @@ NCCL_HANGS = {
 }
 NCCL_OPEN = ("in_kernel", "healthy")
 # No process is to blame, or none can be known.
-OPEN = ("other_collective", "in_device", "awaited", "unread_generator")
+OPEN = ("other_collective", "in_device", "unread_generator")
 CONTROLS = ("slow_in_turn", "long_work", "long_build", "idle", "services", "ends", "restarted", "pipeline")
 # A late rank, a dead one, one that skips a collective, actors that wait for each other, and a healthy job.
 IN_CI = ("in_queue", "killed", "skipped", "cycle", "long_work")
