@@ -277,27 +277,27 @@ def visible_gpus() -> list[str] | None:
     return None if gpus is None else list(gpus)
 
 
+class _MayConnect:
+    """Ray's switch for automatic connections, which is off on threads that must never connect."""
+
+    def __bool__(self) -> bool:
+        return not getattr(_never_connecting, "forbidden", False)
+
+
 def never_connect() -> None:
     """Make Ray's functions fail on this thread once Ray has ended, instead of starting or joining a Ray.
 
     Reason: `ray.get` and the like connect to any cluster they find, or start one. After a `ray.shutdown()` on another
-    thread, a background thread would join a stranger's cluster. Ray's own switch for that applies to whole processes,
-    before Ray is imported.
-    Fallback: nothing is done. The background threads still check before each round whether Ray runs.
+    thread, a background thread would join a stranger's cluster. Ray's own switch for that applies to whole processes.
+    Several modules of Ray import the function that connects by name, and all of them read this one switch.
+    Fallback: nothing is done. Each request to the head still checks the connection before it is sent.
     """
     _never_connecting.forbidden = True
     with contextlib.suppress(*_MISSING):
         from ray._private import auto_init_hook
 
-        connect = auto_init_hook.auto_init_ray
-        if not hasattr(connect, "_fairlead"):
-
-            def connect_unless_forbidden() -> None:
-                if not getattr(_never_connecting, "forbidden", False):
-                    connect()
-
-            connect_unless_forbidden._fairlead = True  # type: ignore[attr-defined]
-            auto_init_hook.auto_init_ray = connect_unless_forbidden
+        if auto_init_hook.enable_auto_connect is True:
+            auto_init_hook.enable_auto_connect = _MayConnect()
 
 
 @contextlib.contextmanager

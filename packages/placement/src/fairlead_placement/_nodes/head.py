@@ -7,6 +7,7 @@ background thread, and may outlive the call. While one outlives it, requests lik
 
 import contextlib
 import contextvars
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -96,12 +97,15 @@ def ask_head(
             if not late[1].over.wait(max(0.0, began + timeout_s - now)):
                 raise TimeoutError
             timeout_s -= time.monotonic() - now
-        job = run_in_thread(function, *args)
+        here = connection()
+        job = run_in_thread(_only_on(here, function), *args)
         try:
             return job.result(max(0.0, timeout_s), undo)
         except BaseException:
             if not job.over.is_set():
-                _late[request] = connection(), job
+                for other in [name for name, (_, late) in [*_late.items()] if late.over.is_set()]:
+                    _late.pop(other, None)
+                _late[request] = here, job
             raise
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
@@ -111,6 +115,18 @@ def ask_head(
             "process (gcs_server) may be stopped, overloaded or unreachable: look at the head node and the network to "
             "it, and try again."
         ) from error
+
+
+def _only_on(here: object | None, function: Callable[..., _T]) -> Callable[..., _T]:
+    """Return the function, which fails if another thread has shut Ray down before the request is sent."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> _T:
+        if connection() != here:
+            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
+        return function(*args)
+
+    return call
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:
