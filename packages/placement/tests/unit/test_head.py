@@ -157,7 +157,7 @@ def test_threads_are_used_again():
 
 
 def test_late_requests_are_forgotten(monkeypatch, eventually):
-    """The table of late requests has no entry for a request that has ended, whatever its name (seam: whether Ray runs)."""
+    """The table of late requests keeps no entry for a request that has ended (seam: whether Ray runs)."""
     answer = threading.Event()
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(_head, "_late", {})
