@@ -254,6 +254,32 @@ def live_actors() -> tuple[LiveActor, ...]:
     return ()
 
 
+def abandoned_groups() -> dict[str, str]:
+    """Return the placement groups that dead actors of this job, or the calling actor, have created: names by id.
+
+    If Ray has restarted the calling actor, an earlier process of it may have created them. Groups that an actor uses
+    are left out.
+    Reason: Ray's public table does not list who has created a group.
+    Fallback: no group. They hold their resources until the job ends.
+    """
+    here = ray.get_runtime_context()
+    job, me = here.get_job_id(), here.get_actor_id() or None
+    with contextlib.suppress(*_MISSING):
+        from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Row
+
+        rows = map(Row.FromString, ray._private.state.state._connect_and_get_accessor().get_placement_group_table())
+        left = {
+            row.placement_group_id.hex(): row.name
+            for row in rows
+            if row.state != Row.REMOVED
+            and row.creator_job_id.hex() == job
+            and (row.creator_actor_dead or row.creator_actor_id.hex() == me)
+        }
+        used = {name.rpartition("_")[2] for actor in live_actors() for name in actor.resources} if left else set()
+        return {group_id: name for group_id, name in left.items() if group_id not in used}
+    return {}
+
+
 def accelerator_names() -> frozenset[str]:
     """Return the names of the resources that Ray takes for accelerators, of which it assigns ids to processes.
 

@@ -71,7 +71,7 @@ def test_a_deadline_for_a_block(stop_head, read):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
-def test_reserving(stop_head, patient, monkeypatch, options):
+def test_reserving(stop_head, monkeypatch, options):
     """A reservation fails after its own time, and succeeds once the head answers."""
     cluster = RayVirtualCluster([1], reserve_timeout_s=1.0, **options)
     with stop_head():

@@ -59,7 +59,7 @@ def test_slots():
     assert groups_there() == {}
 
 
-def test_bundles_are_pinned(monkeypatch, patient):
+def test_bundles_are_pinned(monkeypatch):
     """Every bundle is requested with the id of its node, so that Ray parks the group if the node is lost."""
     asked = []
 
@@ -269,7 +269,7 @@ def test_a_waiter_is_served(pauses, eventually):
 
 
 @pytest.mark.parametrize("bundles", [[{"CPU": 16}], [{"GPU": 0.6}] * 4], ids=["waiting", "placing"])
-def test_interrupted(request, patient, bundles, hold_group, pauses, eventually):
+def test_interrupted(request, bundles, hold_group, pauses, eventually):
     """An interrupt ends the wait and leaves nothing, also while Ray places a group."""
 
     def interrupt():
@@ -295,7 +295,7 @@ def test_side_by_side():
             assert all(one.startswith(f"{name or 'fairlead'}-0-") for one in names)
 
 
-def test_shutdown_returns_the_resources(tmp_path, eventually, pauses, patient):
+def test_shutdown_returns_the_resources(tmp_path, eventually, pauses):
     """After shutdown Ray has the resources, even if they were held briefly or a worker still ran."""
     for held_s in (0, 0, 0, 0.02, 0.1):
         with RayVirtualCluster([4, 8], use_gpus=False):
@@ -372,13 +372,11 @@ def test_dropping_waits_for_nothing(eventually):
     thread.join()
 
 
-def test_groups_pinned_by_hand(monkeypatch):
+def test_groups_pinned_by_hand():
     """Either all groups are placed, each bundle on its node, or none is left."""
     node_id = ray.nodes()[0]["NodeID"]
     asked = {"a": [(node_id, {"CPU": 2}), (node_id, {"CPU": 1})], "b": [(node_id, {"GPU": 1})]}
-    with monkeypatch.context() as patch:
-        patch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)  # on a busy machine
-        groups = place_pinned(asked)
+    groups = place_pinned(asked)
     placed = groups_there()
     assert [placed[group.id.hex()]["name"][:2] for group in groups] == ["a-", "b-"]
     assert [group.bundle_specs for group in groups] == [[{"CPU": 2}, {"CPU": 1}], [{"GPU": 1}]]

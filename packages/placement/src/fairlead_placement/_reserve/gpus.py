@@ -21,7 +21,7 @@ from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from ..exceptions import ResourceInsufficientError
-from .groups import Busy, Impossible, Placed, Reserved, create_pinned, place, remove, remove_on_error
+from .groups import Busy, Impossible, Placed, Reserved, create_groups, pin_bundles, place, remove, remove_on_error
 from .slots import LEAST_S, accelerator_ids
 
 # Nodes named in an error. The free GPUs of each are read.
@@ -84,7 +84,7 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
         )
         for ask, ids in _wanted(request)
     ]
-    if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified)[1]:
+    if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified).verdict in ("impossible", "not found"):
         return _explain_impossible(request, nodes, owned)
     free: Ids = {}
     placed: list[Reserved] = []
@@ -219,11 +219,10 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
     try:
-        there = {group.id for group in create_pinned([("", [(at, bundle)]) for at in where], groups, deadline=deadline)}
-        made = [Reserved(group, (0,), (at,), (bundle,)) for group, at in zip(groups, where, strict=True)]
-        placed = [one for one in made if one.group.id in there]
+        on = create_groups([pin_bundles("", [(at, bundle)]) for at in where], groups, deadline=deadline)
+        placed = [Reserved(group, (0,), at, (bundle,)) for group, at in zip(groups, on, strict=True) if at is not None]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
-        remove([group for group in groups if group.id not in there])
+        remove([group for group, at in zip(groups, on, strict=True) if at is None])
         held: dict[str, dict[str, PlacementGroup]] = {node.node_id: {} for node in nodes}
         for one, (ids,) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
             held[one.node_ids[0]][ids["GPU"][0]] = one.group
