@@ -162,7 +162,7 @@ def test_whose_local_ray(server, private, folder, run_script):
         import logging, os, sys
         import ray
         from fairlead_placement import init_ray
-        from fairlead_placement._discovery import find_target
+        from fairlead_placement._init import find_target
 
         logging.getLogger("fairlead_placement").addHandler(logging.StreamHandler(sys.stdout))
         logging.getLogger("fairlead_placement").setLevel(logging.INFO)
@@ -199,9 +199,9 @@ def test_commands(server, private, folder, run_script):
     assert "2 CPU" in out
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
         out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
-    assert out.startswith("3  No Ray cluster was named or announced, and init_ray started none on this machine.")
+    assert out.startswith('3  "auto" found none that is named, announced or started by init_ray')
     assert f"{private[0]} (process " in out
-    assert "Pass the address of one of them to attach to it." in out
+    assert "Pass the address of one of them" in out
 
 
 def test_announced(server, private, folder, run_script):

@@ -12,7 +12,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
-from .._discovery import refuse_client
 from .._ray_private import (
     block_shutdown,
     collect,
@@ -21,7 +20,7 @@ from .._ray_private import (
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters
 from .background import run_each
-from .head import alive_nodes, ask_head, choose_alive, head_deadline
+from .head import alive_nodes, ask_head, choose_alive, head_deadline, refuse_client
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
 _T = TypeVar("_T")

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import ray
 from ray.util.placement_group import placement_group_table
 
-from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
-from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, live_actors
+from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, is_client, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, run_in_thread
@@ -33,6 +32,20 @@ POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
 # Requests whose callers have stopped waiting, with their connections, by their description.
 _late: dict[str, tuple[object, Job[Any]]] = {}
+
+
+CLIENT_REMEDY = (
+    "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
+    "with `ray job submit`."
+)
+
+
+def refuse_client() -> None:
+    """Raise a PlacementError if this process is connected to Ray through Ray Client."""
+    if is_client():
+        raise PlacementError(
+            f"This process is connected to Ray through Ray Client, which Fairlead does not support. {CLIENT_REMEDY}"
+        )
 
 
 @contextlib.contextmanager
