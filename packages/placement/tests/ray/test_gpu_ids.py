@@ -198,22 +198,11 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
 
 
 def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypatch):
-    """Nodes may take the whole time of the reservation to report ids (seam: the timeouts are recorded)."""
-    given = []
-    get = ray.get
-
-    def timed_get(refs, *, timeout=None):
-        given.append(timeout)
-        return get(refs, timeout=timeout)
-
-    monkeypatch.setattr("fairlead_placement._reserve.slots.ray.get", timed_get)
-    for gpu_ids, times in ((None, 1), ([1], 3)):
-        given.clear()
-        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=4000) as cluster:
-            assert len(cluster.slots()) == 1
-        asked = [timeout for timeout in given if timeout is not None]
-        assert len(asked) == times
-        assert all(100 < timeout <= 4000 for timeout in asked)
+    """Nodes may take the whole time of the reservation to report ids (seam: the time that they have without it)."""
+    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.0)
+    for gpu_ids in (None, [1]):
+        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=120) as cluster:
+            assert len(cluster.slots()[0].accelerator_ids) == 1
 
 
 def test_ids_are_found_without_time_to_wait(local):

@@ -23,6 +23,8 @@ _Item = TypeVar("_Item")
 IO = "fairlead-io"
 # A thread that has nothing to do waits for the next function, unless so many do.
 IDLE_KEPT = 4
+# How often a wait for a function looks whether it should end.
+CHECK_S = 1.0
 # A signal such as Ctrl-C is handled within this time.
 SIGNAL_S = 0.5
 
@@ -73,30 +75,46 @@ class Job(Generic[_T]):
     future: Future[_T] = field(default_factory=Future)
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
-    def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
+    def result(
+        self,
+        timeout_s: float,
+        undo: Callable[[_T], object] | None = None,
+        *,
+        check: Callable[[], object] | None = None,
+    ) -> _T:
         """Wait for the function, and return what it returns.
 
         Args:
             timeout_s: the seconds to wait.
-            undo: reverts what the function did if it returns after a TimeoutError or an interrupt of this call. After
-                an interrupt this call waits for the function until the timeout.
+            undo: reverts what the function did if it returns after this call has ended. After an interrupt this call
+                waits for the function as long as it would have.
+            check: is called every `CHECK_S` seconds during the wait, and raises if that should end.
 
         Raises:
             TimeoutError: the function did not return in time. It continues in the background.
-            Exception: any exception of the function.
+            Exception: any exception of the function, or of `check`.
         """
+        ends = time.monotonic() + timeout_s
 
         def revert(future: Future[_T]) -> None:
             if undo is not None and future.exception() is None:
                 undo(future.result())
 
+        def wait() -> None:
+            longest_s = math.inf if check is None else CHECK_S
+            while not self.over.wait(max(0.0, min(longest_s, ends - time.monotonic()))):
+                if time.monotonic() >= ends:
+                    raise TimeoutError(f"no answer within {timeout_s:g} s")
+                if check is not None:
+                    check()
+
         try:
-            if not self.over.wait(timeout_s):
-                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            wait()
         except BaseException as error:
             self.future.add_done_callback(revert)
-            if undo is not None and not isinstance(error, TimeoutError):
-                self.over.wait(max(0.0, self.began + timeout_s - time.monotonic()))
+            if undo is not None and not isinstance(error, Exception):
+                with contextlib.suppress(Exception):
+                    wait()
             raise
         return self.future.result()
 
