@@ -56,12 +56,11 @@ def test_a_raylet_that_never_places(raylet, monkeypatch, eventually):
 
 def test_uneven_logical_nodes(joining, eventually):
     """`[4, 8, 2]` fits on nodes of 8, 4 and 2; `[5, 6, 5]` on 8 + 8 is refused in less than 0.1 s."""
-    for cpus in (8, 4, 2):
-        joining.add_node(num_cpus=cpus)
+    _, *small = [joining.add_node(num_cpus=cpus) for cpus in (8, 4, 2)]
     assert eventually(lambda: ray.available_resources().get("CPU") == 14)
     with RayVirtualCluster([4, 8, 2], use_gpus=False, reserve_timeout_s=0) as cluster:
         assert [len(group.bundle_specs) for group in cluster.get_placement_groups()] == [4, 8, 2]
-    for node in [one for one in joining.worker_nodes if one.resource_spec.num_cpus != 8]:
+    for node in small:
         joining.remove_node(node, allow_graceful=False)
     joining.add_node(num_cpus=8)
     assert eventually(lambda: ray.available_resources().get("CPU") == 16)
