@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ray
 
 from ._nodes.background import run_in_thread
-from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
+from ._nodes.head import CLIENT_REMEDY, refuse_client
 from ._ray_private import Raylet, cluster_file, connect_to_head, has_node_here, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -37,16 +37,11 @@ def init_ray(
 ) -> Any:
     """Attach to the cluster that was named or announced, else start a local one.
 
-    Without an address, `init_ray` looks in this order, and says on one line which cluster it is and why:
-
-    1. The cluster that `RAY_ADDRESS` names.
-    2. The cluster that `ray start` of this user has announced on this machine.
-    3. The local cluster that an `init_ray` of this user has started last, with the same `CUDA_VISIBLE_DEVICES` and the
-       same session folder (`RAY_TMPDIR`).
-    4. A new local cluster.
-
-    It never joins the private Ray of another program, nor one that another user has announced. It passes nothing of
-    this process's environment to the cluster and does not modify `os.environ`. (Ray itself records in it that a local
+    Without an address, that is the cluster that `RAY_ADDRESS` names, else the one that `ray start` of this user has
+    announced on this machine, else the local one that an `init_ray` of this user has started last (with the same
+    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`), else a new local one. One line says which it is and why. `init_ray` never
+    joins the private Ray of another program, nor one that another user has announced. It passes nothing of this
+    process's environment to the cluster and does not modify `os.environ`. (Ray itself records in it that a local
     cluster uses token authentication.)
 
     Args:
@@ -55,8 +50,7 @@ def init_ray(
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one:
             without `RAY_ADDRESS` it attaches to the announced cluster, or to the only one that `init_ray` has started
             for this user and session folder.
-        num_cpus: CPUs of a local cluster; None for those of the machine. If this function attaches to a running
-            cluster, that keeps its size, and a warning says so.
+        num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
         num_gpus: GPUs of a local cluster; None for those of the machine.
 
     Returns:
@@ -84,7 +78,13 @@ def init_ray(
     elif address != "local":
         context = attach_to(address)
     if context is not None:
-        _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
+        if num_cpus or num_gpus:
+            logger.warning(
+                "init_ray(num_cpus=%s, num_gpus=%s) has no effect: it attached to a running Ray cluster. Pass "
+                'address="local" to start a cluster of this size.',
+                num_cpus,
+                num_gpus,
+            )
         return context
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": {local_tag(): 1}}
     if log_dir is not None:
@@ -101,23 +101,6 @@ def _say(line: str) -> None:
     logger.info("%s", line)
     if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
         print(line, file=sys.stderr)  # noqa: T201
-
-
-def _warn_of_no_effect(**wanted: int | None) -> None:
-    """Warn if a cluster to which this process has attached differs from the local one that was requested."""
-    if not any(wanted.values()):
-        return
-    resources = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S)
-    for name, amount in wanted.items():
-        has = resources.get("CPU" if name == "num_cpus" else "GPU", 0)
-        if amount is not None and amount != has:
-            logger.warning(
-                "init_ray(%s=%s) has no effect: it attached to a running Ray cluster, which has %g. Pass "
-                'address="local" to start a cluster of this size.',
-                name,
-                amount,
-                has,
-            )
 
 
 def attach_to(
@@ -147,10 +130,9 @@ def attach_to(
         if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
             raise PlacementError(
                 f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
-                f"this machine within {within_s:g} s, and Ray attaches a process only to such a node. Run it on a node "
-                f"of the cluster, such as by `kubectl exec` or `ray job submit`, or start a node here with `ray start "
-                f"--address={address}`. A container beside that of a node needs the same process namespace, and the "
-                "session folder of Ray (/tmp/ray)."
+                f"this machine within {within_s:g} s, and Ray attaches a process only to such a node. {CLIENT_REMEDY} "
+                f"Or start a node here with `ray start --address={address}`. A container beside that of a node needs "
+                "the same process namespace, and the session folder of Ray (/tmp/ray)."
             )
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
@@ -236,8 +218,7 @@ def local_tag() -> str:
 def _session_tag() -> str:
     """Return the part of the tag that this user's clusters with the same session folder share."""
     file = cluster_file()
-    folder = os.environ.get("RAY_TMPDIR", "") if file is None else Path(file).parent.resolve()
-    return f"{TAG}{_hash(f'{os.getuid()} {folder}')}-"
+    return f"{TAG}{_hash(f'{os.getuid()} {file and Path(file).parent.resolve()}')}-"
 
 
 def _hash(text: str) -> str:

@@ -46,10 +46,12 @@ def test_a_raylet_that_never_places(raylet, monkeypatch, eventually):
     os.kill(raylet, signal.SIGSTOP)
     try:
         message = r"Waited \d+\.\d s: the nodes have room for the request, but Ray has not placed it\."
-        threading.Timer(4.0, os.kill, (raylet, signal.SIGCONT)).start()
+        resume = threading.Timer(4.0, os.kill, (raylet, signal.SIGCONT))
+        resume.start()
         with pytest.raises(PlacementTimeoutError, match=message):
             RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=0).reserve()
     finally:
+        resume.cancel()
         os.kill(raylet, signal.SIGCONT)
     assert eventually(lambda: ray.available_resources().get("CPU") == 4, 30)
 

@@ -90,7 +90,7 @@ class Holding:
         if not lock.acquire(timeout=min(max(0.0, deadline - began), threading.TIMEOUT_MAX)):
             raise PlacementTimeoutError(
                 f"Waited {deadline - began:.1f} s: another thread {what} the cluster {self.request.name!r}. Try again "
-                "when that has ended, or wait longer (timeout_s)."
+                "when that has ended."
             )
         try:
             yield max(0.0, deadline - time.monotonic())
@@ -334,9 +334,8 @@ class Holding:
         """Return the nodes that a replacement can use, beside the slots that are there."""
         request, segment = self.request, self._segments()
         near = {slot.node_id for slot in there if segment[slot.node_idx] == segment[ask.node_idx]}
-        taken = near if ask.strategy == "STRICT_SPREAD" else set()
-        if request.unified or request.segment_size:  # every logical node is on a physical node of its own
-            taken = {slot.node_id for slot in there}
+        # With these, every logical node is on a physical node of its own.
+        taken = {slot.node_id for slot in there} if request.unified or request.segment_size else set()
         domains = {node_place(node)[0] for node in nodes if request.segment_size and node.node_id in near}
         free = [node for node in nodes if node.node_id not in taken]
         return [node for node in free if node_place(node)[0] in domains] if domains else free
