@@ -84,13 +84,15 @@ class Holding:
         self._extending = threading.RLock()
 
     @contextlib.contextmanager
-    def _hold(self, lock: threading.RLock, what: str, deadline: float) -> Iterator[float]:
+    def _hold(
+        self, lock: threading.RLock, what: str, deadline: float, advice: str = ", or wait longer (timeout_s)"
+    ) -> Iterator[float]:
         """Hold a lock, and yield the seconds left; raise if another thread, which does `what`, has it until then."""
         began = time.monotonic()
         if not lock.acquire(timeout=min(max(0.0, deadline - began), threading.TIMEOUT_MAX)):
             raise PlacementTimeoutError(
                 f"Waited {deadline - began:.1f} s: another thread {what} the cluster {self.request.name!r}. Try again "
-                "when that has ended."
+                f"when that has ended{advice}."
             )
         try:
             yield max(0.0, deadline - time.monotonic())
@@ -363,7 +365,7 @@ class Holding:
         deadline = time.monotonic() + GIVE_BACK_S
         self._shutdowns += 1
         is_inside = self._changer == threading.get_ident()
-        with self._hold(self._changing, "still changes", deadline):
+        with self._hold(self._changing, "still changes", deadline, advice=""):
             held, self.held = self.held, None
         if held is None and is_inside:
             raise PlacementError(
