@@ -26,7 +26,8 @@ _T = TypeVar("_T")
 # The limit of methods that have none of their own.
 HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
-LEAST_S = 2.0
+# So everything ends less than a second after its deadline.
+LEAST_S = 0.9
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
