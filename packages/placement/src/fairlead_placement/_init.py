@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ray
 
 from ._nodes.background import run_in_thread
-from ._nodes.head import CLIENT_REMEDY, refuse_client
+from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
 from ._ray_private import Raylet, cluster_file, connect_to_head, has_node_here, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -78,7 +78,9 @@ def init_ray(
     elif address != "local":
         context = attach_to(address)
     if context is not None:
-        if num_cpus or num_gpus:
+        wanted = {kind: number for kind, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
+        has = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S) if wanted else {}
+        if any(number != has.get(kind, 0) for kind, number in wanted.items()):
             logger.warning(
                 "init_ray(num_cpus=%s, num_gpus=%s) has no effect: it attached to a running Ray cluster. Pass "
                 'address="local" to start a cluster of this size.',

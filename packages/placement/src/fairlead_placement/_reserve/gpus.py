@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Ask, Node, Request, group_pairs
+from .._model import Ask, Node, Request, Verdict, group_pairs
 from .._nodes.agent import run_on_nodes
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
@@ -84,8 +84,9 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
         )
         for ask, ids in _wanted(request)
     ]
-    if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified).verdict in ("impossible", "not found"):
-        return _explain_impossible(request, nodes, owned)
+    verdict = decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified).verdict
+    if verdict in ("impossible", "not found"):
+        return _explain_impossible(request, nodes, owned, verdict)
     free: Ids = {}
     placed: list[Reserved] = []
     while not placed:
@@ -151,7 +152,7 @@ def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
     return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
 
 
-def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> Impossible:
+def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdict) -> Impossible:
     has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
     there = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
     for ask, ids in _wanted(request):
@@ -160,10 +161,12 @@ def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> 
             what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
             why = f"{what}, asked for logical node {ask.node_idx}: {there}."
             return Impossible(why, "Ask for ids that one node has (gpu_ids).")
+    what = f"{len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle"
+    is_proven = verdict == "impossible"
     return Impossible(
-        f"The cluster cannot hold {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: "
-        f"{there}.",
+        f"{'The cluster cannot hold' if is_proven else 'No arrangement on the cluster was found for'} {what}: {there}.",
         "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
+        verdict,
     )
 
 
