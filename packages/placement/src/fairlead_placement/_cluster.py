@@ -22,7 +22,7 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
 from ._reserve.held import Holding, find_bundles, not_returned
 from ._reserve.wait import examine, examine_reserved
-from ._show import ReservationReport, as_html, count_bundles, draw
+from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
 
@@ -540,9 +540,6 @@ class RayVirtualCluster:
         groups = list(groups) if isinstance(groups, Iterable) else [groups]
         counted = count_bundles(self._counts, self._accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
-
-    def _repr_html_(self) -> str:
-        return as_html(self.grid(groups_on(self._shown_slots())))
 
     def shutdown(self) -> bool:
         """Release leased ports and placement groups, with everything that runs in them.

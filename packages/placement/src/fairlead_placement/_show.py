@@ -134,9 +134,6 @@ class ReservationReport:
     def __str__(self) -> str:
         return as_text(self)
 
-    def _repr_html_(self) -> str:
-        return as_html(self)
-
     def _summarize(self) -> str:
         if self.verdict in _VERDICTS:
             return _VERDICTS[self.verdict]
@@ -211,20 +208,9 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def as_text(renderable: RenderableType) -> str:
     """Render without colours and control codes, for messages and logs."""
-    text = _record(renderable, force_terminal=False, color_system=None).export_text()
-    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
-
-
-def as_html(renderable: RenderableType) -> str:
-    """Render as a `<pre>` with inline styles, for `_repr_html_`."""
-    code_format = '<pre style="line-height:1.2">{code}</pre>'
-    return _record(renderable).export_html(inline_styles=True, code_format=code_format)
-
-
-def _record(renderable: RenderableType, **options: Any) -> Console:
-    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False, **options)
+    console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)
     console.print(renderable)
-    return console
+    return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
 
 
 QUIET_S = 1.0
