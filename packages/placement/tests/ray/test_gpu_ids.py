@@ -285,8 +285,6 @@ def test_renamed(run_script):
         import time
         import ray
         from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-        from fairlead_placement._reserve import gpus, groups, slots
-        groups.PLACING_S = slots.LEAST_S = gpus.LEAST_S = 60.0  # on a busy machine
         ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error", num_gpus=3)
 
         @ray.remote(num_cpus=0, num_gpus=1)

@@ -22,8 +22,11 @@ from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from ..exceptions import ResourceInsufficientError
 from .groups import Busy, Impossible, Placed, Reserved, create_groups, pin_bundles, place, remove, remove_on_error
-from .slots import LEAST_S, accelerator_ids
+from .slots import accelerator_ids
 
+# How long the agents have to report the ids of GPUs, even after the deadline, and at most: one silent node must not use
+# up the time of the whole reservation.
+AGENTS_S = (10.0, 30.0)
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
 Wanted = Mapping[int, frozenset[str]]
@@ -203,8 +206,7 @@ def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
     """Return the ids of all GPUs of each node, by node id, as the agents report them; 0, 1, ... if one is silent."""
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
     found = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
-    # One silent node must not use up the time of the whole reservation.
-    limit_s = min(30.0, max(LEAST_S, deadline - time.monotonic()))
+    limit_s = min(AGENTS_S[1], max(AGENTS_S[0], deadline - time.monotonic()))
     asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
     for node_id, visible in run_on_nodes(visible_gpus, asked, timeout_s=limit_s).items():
         if visible and not isinstance(visible, Exception):
