@@ -83,15 +83,6 @@ def test_a_slow_round():
     assert slow.close(30)
 
 
-def test_first_round():
-    """The first round may begin at another time than the others."""
-    begun = threading.Event()
-    rounds = Rounds(3600.0, begun.set, lambda: True, first_s=0.0, exit_s=30.0)
-    rounds.start()
-    assert begun.wait(30)
-    rounds.close()
-
-
 def test_close(work):
     """The end waits for a round that is under way, during which Ray may be shut down, and no other begins."""
     begun, blocked, closed = threading.Event(), threading.Event(), []

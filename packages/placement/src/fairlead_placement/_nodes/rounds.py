@@ -20,10 +20,9 @@ class Rounds:
     """Do some work at intervals, one round at a time, as long as there is some.
 
     Args:
-        every_s: the seconds between the end of a round and the next one.
+        every_s: the seconds before the first round, and between the end of a round and the next one.
         work: one round, during which Ray may be shut down. An error of it is logged.
         is_left: whether there is work for another round.
-        first_s: the seconds before the first round; None for `every_s`.
         exit_s: how long the exit of the interpreter waits for a round, before Ray ends.
 
     Attributes:
@@ -37,11 +36,9 @@ class Rounds:
         work: Callable[[], object],
         is_left: Callable[[], bool],
         *,
-        first_s: float | None = None,
         exit_s: float,
     ) -> None:
         self._every_s = every_s
-        self._first_s = every_s if first_s is None else first_s
         self.exit_s = exit_s
         self.closed: bool = False
         self._work = work
@@ -63,12 +60,10 @@ class Rounds:
         return self._thread == threading.get_ident() or self._over.wait(min(timeout_s, threading.TIMEOUT_MAX))
 
     def _serve(self) -> None:
-        self._closing.wait(self._first_s)
-        while not self.closed:
+        while not self._closing.wait(self._every_s) and not self.closed:
             self._do_round()
             if not self._is_left():
                 break
-            self._closing.wait(self._every_s)
         del _active[self]
         if self._is_left():  # it has been added in the meantime
             self.start()
