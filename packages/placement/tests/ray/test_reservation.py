@@ -260,7 +260,7 @@ def test_what_ray_cannot_place_is_given_back(hold_group):
 
 def test_nothing_is_left_when_ids_are_not_reported(monkeypatch):
     """A reservation that fails after Ray has placed it is released too."""
-    monkeypatch.setattr("fairlead_placement._reserve.slots.read_nodes", lambda: ())
+    monkeypatch.setattr("fairlead_placement._reserve.slots.read_nodes", lambda **_: ())
     with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
         RayVirtualCluster([1], use_gpus=False).reserve()
     assert groups_there() == {}

@@ -147,7 +147,7 @@ def assigns(monkeypatch):
     monkeypatch.setattr(ray, "get", lambda refs: refs)
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(slots, "read_nodes", lambda: (Node("a", "192.0.2.1", {}, {}, {}),))
+    monkeypatch.setattr(slots, "read_nodes", lambda **_: (Node("a", "192.0.2.1", {}, {}, {}),))
 
 
 def slot_of(bundle, capacity):

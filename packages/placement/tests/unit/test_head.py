@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that run on their own thread with a deadline, and are undone if they return too late."""
 
+import collections
 import os
 import signal
 import sys
@@ -84,6 +85,7 @@ def test_at_the_end_of_the_interpreter(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
+    monkeypatch.setattr(background, "_idle", collections.deque())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert call_within(20, threading.get_ident) == threading.get_ident()
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs functions on background threads, for as long as their callers wait, and longer; and events to wait for."""
 
+import collections
 import contextlib
 import contextvars
 import functools
 import math
+import os
 import queue
 import threading
 import time
@@ -19,6 +21,8 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 # The name of a thread, unless what it does has one of its own.
 IO = "fairlead-io"
+# A thread that has nothing to do waits for the next function, unless so many do. A request is quicker than its start.
+IDLE_KEPT = 4
 # How often a wait for a function looks whether it should end.
 CHECK_S = 1.0
 # A signal such as Ctrl-C is handled within this time.
@@ -115,32 +119,51 @@ class Job(Generic[_T]):
         return self.future.result()
 
 
+# The name of the thread for so long, the function, and the event after it.
+_Work = tuple[str, Callable[[], None], OneTimeEvent]
+_idle: collections.deque[queue.SimpleQueue[_Work]] = collections.deque()
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
     """Call a function on a thread that never starts a Ray and does not keep the process alive.
 
     Args:
         function: the function.
         args: its arguments.
-        name: the name of the thread.
+        name: the name of the thread until it returns.
 
     Returns:
         The job, of which `future` will have what the function returns.
     """
     job: Job[_T] = Job(time.monotonic())
-    # A list, so that the thread holds no reference to the function when the job is over.
-    calls = [functools.partial(_call, job.future, function, *args)]
-
-    def serve() -> None:
-        never_connect()
-        calls.pop()()
-        job.over.set()
-
+    call = functools.partial(_call, job.future, function, *args)
     try:
-        threading.Thread(target=serve, name=name, daemon=True).start()
-    except RuntimeError:  # the interpreter is ending, and starts no threads any more
-        calls.pop()()
-        job.over.set()
+        work = _idle.pop()
+    except IndexError:
+        work = queue.SimpleQueue()
+        try:
+            threading.Thread(target=_serve, args=(work,), name=IO, daemon=True).start()
+        except RuntimeError:  # the interpreter is ending, and starts no threads any more
+            call()
+            job.over.set()
+            return job
+    work.put((name, call, job.over))
     return job
+
+
+def _serve(work: "queue.SimpleQueue[_Work]") -> None:
+    never_connect()
+    me = threading.current_thread()
+    is_kept = True
+    while is_kept:
+        me.name, call, over = work.get()
+        call()
+        me.name = IO
+        del call
+        if is_kept := len(_idle) < IDLE_KEPT:
+            _idle.append(work)
+        over.set()
 
 
 def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:

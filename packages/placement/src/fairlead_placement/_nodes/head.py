@@ -193,8 +193,11 @@ def choose_alive(node_ids: Iterable[str], *, timeout_s: float | None = None) -> 
     return [node_id for node_id in node_ids if node_id in alive]
 
 
-def read_nodes() -> tuple[Node, ...]:
+def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
     """Return the nodes that are alive and not draining, in physical order.
+
+    Args:
+        with_free: whether to ask what is free on them; else all of it looks free.
 
     Raises:
         PlacementError: Ray is not running.
@@ -203,7 +206,8 @@ def read_nodes() -> tuple[Node, ...]:
     if not ray.is_initialized():
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
     free, leaving, rows = ask_head(
-        "list the nodes and what is free on them", lambda: (free_per_node(), drain_deadlines(), ray.nodes())
+        "list the nodes and what is free on them",
+        lambda: (free_per_node() if with_free else None, drain_deadlines(), ray.nodes()),
     )
     return tuple(
         physical_order(

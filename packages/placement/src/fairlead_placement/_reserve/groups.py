@@ -225,11 +225,13 @@ def wait_placed(
     Returns:
         The node ids of the bundles of each group; None for one that Ray has not placed.
     """
-    last, pause = max(deadline, time.monotonic() + PLACING_S), 0.001
+    # Ray places a group within two milliseconds, and a look takes one.
+    last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
     placed: dict[str, tuple[str, ...]] = {}
     pending = {group.id.hex() for group in groups}
     lacking_since: float | None = None
     while pending:
+        time.sleep(pause)
         rows = look_up(pending)
         placed |= {group_id: nodes_of(row) for group_id, row in rows.items() if row["state"] == "CREATED"}
         pending.difference_update(placed)
@@ -242,8 +244,7 @@ def wait_placed(
         if not pending or now >= last or (lacking_since is not None and now >= lacking_since + NO_ROOM_S):
             break
         check()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        pause = min(1.5 * pause, 0.25)
     return [placed.get(group.id.hex()) for group in groups]
 
 

@@ -271,7 +271,12 @@ class Holding:
             if not lost:
                 return ()
             there = [slot for slot in places.values() if slot.node_id in alive]
-            moved = {place: places[place] for place in lost if is_moved_by_ray(places[place].placement_group)}
+            used = {slot.placement_group.id for slot in there}
+            chosen = {place: places[place] for place in lost if is_moved_by_ray(places[place].placement_group)}
+            moved = {place: slot for place, slot in chosen.items() if slot.placement_group.id in used}
+            # Ray would look for nodes for these without a pause, and nothing of them is left.
+            gone = [slot for place, slot in chosen.items() if place not in moved]
+            remove(list({slot.placement_group.id: slot.placement_group for slot in gone}.values()))
             new: list[Slot] = []
             with remove_on_error(lambda: [slot.placement_group for slot in new]):
                 for batch, size in self._batches([places[place] for place in lost if place not in moved], there):

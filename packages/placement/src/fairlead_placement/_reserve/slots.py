@@ -33,7 +33,7 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, chec
     The deadline is for reading the ids of accelerators; `check` is called meanwhile, and raises if that should end.
     """
     accelerators = accelerator_ids(placed, deadline=deadline, check=check)
-    nodes = read_nodes()
+    nodes = read_nodes(with_free=False)
     position = {node.node_id: at for at, node in enumerate(nodes)}
     gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
     if gone:
