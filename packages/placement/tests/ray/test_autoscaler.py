@@ -125,15 +125,14 @@ def test_an_autoscaler_is_noticed(scaled):
     assert autoscaler_is_there()
 
 
-@pytest.mark.parametrize("counts", [[6], [2, 6]])
-def test_missing_nodes_are_demand(scaled, eventually, counts):
-    """A logical node that needs a new node is in Ray's pending demand until that node has joined."""
+@pytest.mark.parametrize(("counts", "bundles"), [([6], 6), ([2, 6], 2)])
+def test_missing_nodes_are_demand(scaled, eventually, counts, bundles):
+    """A request that needs a new node is in Ray's pending demand, as one group, until that node has joined."""
     cluster = RayVirtualCluster(counts, use_gpus=False, reserve_timeout_s=600)
     reservation = Reservation(cluster)
-    # Ray places the logical node for which there is room.
-    eventually(lambda: reservation.has_ended() or scaled.demand() == [6])
+    eventually(lambda: reservation.has_ended() or scaled.demand())
     assert not isinstance(reservation.error, ResourceInsufficientError), "refused at once"
-    assert scaled.demand() == [6]
+    assert scaled.demand() == [bundles]
     added = scaled.cluster.add_node(num_cpus=6)
     try:
         reservation.wait()

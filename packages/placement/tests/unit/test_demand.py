@@ -1,92 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement groups that show an autoscaler a request (seam: the functions that create and look up groups)."""
-
-from types import SimpleNamespace
+"""The placement group that shows an autoscaler a request (seam: the function that creates a group)."""
 
 import pytest
 
-from fairlead_placement._model import Ask, Request
+from fairlead_placement._model import Ask, Node, Request
 from fairlead_placement._reserve import demand as module
 from fairlead_placement._reserve.demand import Demand
-from fairlead_placement._reserve.groups import Impossible, Reserved
 
-OUTCOME = Impossible("why", "advice")
+NEW = {"ray.io/node-id": "!in(a,b)"}
+FULL = Node("a", "", {"CPU": 2.0}, {}, {})
+IDLE = Node("b", "", {"CPU": 2.0}, {"CPU": 2.0}, {})
 
 
 @pytest.fixture
-def ray_groups(monkeypatch):
-    """Return the groups that exist, by id, with their options and state."""
-    there = {}
+def show(monkeypatch):
+    """Return a function that shows a request on two nodes, and returns the bundles, the strategy and the selectors."""
+    made = []
+    monkeypatch.setattr(module, "create_group", lambda options: made.append(options))
 
-    def create(options):
-        group_id = f"{len(there):036x}"
-        there[group_id] = SimpleNamespace(options=options, state="PENDING")
-        return SimpleNamespace(id=SimpleNamespace(hex=lambda: group_id))
+    def show_asks(*asks, nodes=(FULL, IDLE), **options):
+        request = Request(asks=asks, name="", capacity=1, timeout_s=1, wait_for_nodes_s=0, **options)
+        Demand(request).show(nodes)
+        shown = made.pop()
+        return shown["bundles"], shown["strategy"], shown["bundle_label_selector"]
 
-    def look_up(ids):
-        rows = {}
-        for one in ids:
-            bundles = range(len(there[one].options["bundles"]))
-            nodes = {at: f"node {at}" for at in bundles}
-            rows[one] = {"state": there[one].state, "bundles": bundles, "bundles_to_node_id": nodes}
-        return rows
-
-    monkeypatch.setattr(module, "create_group", create)
-    monkeypatch.setattr(module, "look_up", look_up)
-    monkeypatch.setattr(module, "remove", lambda groups: [there.pop(group.id.hex()) for group in groups])
-    return there
-
-
-def make_request(*asks, **options):
-    return Request(asks=asks, name="", capacity=1, timeout_s=1, wait_for_nodes_s=0, **options)
+    return show_asks
 
 
 def ask(node_idx, count, **options):
     return Ask(node_idx, count, {"CPU": 1.0}, **options)
 
 
-def shown(groups):
-    names = "bundles", "strategy", "bundle_label_selector"
-    return [tuple(one.options[name] for name in names) for one in groups.values()]
+def test_one_logical_node(show):
+    """All bundles of one logical node are on one new node."""
+    assert show(ask(0, 3)) == ([{"CPU": 1.0}] * 3, "STRICT_PACK", [NEW] * 3)
 
 
-def test_groups_are_demand_until_ray_has_placed_them(ray_groups):
-    """Each logical node is a group with its strategy, and what Ray places of them is the reservation."""
-    with Demand(make_request(ask(0, 2), ask(2, 1, strategy="SPREAD", labels={"zone": "in(x, y)"}))) as demand:
-        assert demand.take() is None
-        demand.show(OUTCOME)
-        demand.show(OUTCOME)
-        assert shown(ray_groups) == [
-            ([{"CPU": 1.0}] * 2, "STRICT_PACK", [{}, {}]),
-            ([{"CPU": 1.0}], "SPREAD", [{"zone": "in(x,y)"}]),  # without the space, which Ray does not accept
-        ]
-        first, second = ray_groups
-        assert (demand.is_among({first}), demand.is_among({"ab"})) == (True, False)
-        ray_groups[first].state = "CREATED"
-        assert demand.take() is OUTCOME
-        ray_groups[second].state = "CREATED"
-        placed = demand.take()
-    assert [(one.node_idx, one.node_ids) for one in placed if isinstance(one, Reserved)] == [
-        ((0, 0), ("node 0", "node 1")),
-        ((2,), ("node 0",)),
-    ]
-    assert list(ray_groups) == [first, second]
+@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_SPREAD"])
+def test_a_logical_node_on_several_nodes(show, strategy):
+    """One bundle has to be on a new node, since Ray would place the group otherwise; the others need not."""
+    assert show(ask(0, 3, strategy=strategy)) == ([{"CPU": 1.0}] * 3, strategy, [NEW, {}, {}])
 
 
-@pytest.mark.parametrize("options", [{"unified": True}, {"segment_size": 2}])
-def test_logical_nodes_on_nodes_of_their_own(ray_groups, options):
-    """They are shown as whole bundles on different nodes, and planned again when Ray has placed these."""
-    with Demand(make_request(ask(0, 2), ask(1, 3), **options)) as demand:
-        demand.show(OUTCOME)
-        assert shown(ray_groups) == [([{"CPU": 2.0}, {"CPU": 3.0}], "STRICT_SPREAD", [{}, {}])]
-        assert demand.take() is None
-        next(iter(ray_groups.values())).state = "CREATED"
-        assert demand.take() is None
-        assert ray_groups == {}
+def test_several_logical_nodes(show):
+    """Each is one bundle, and the first for which there is no room is on a new node."""
+    assert show(ask(0, 2), ask(1, 2), ask(2, 1)) == ([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}], "PACK", [{}, NEW, {}])
+    assert show(ask(0, 2), ask(1, 2), unified=True) == ([{"CPU": 2.0}] * 2, "STRICT_SPREAD", [{}, NEW])
+    assert show(ask(0, 2), ask(1, 2), segment_size=2) == ([{"CPU": 2.0}] * 2, "STRICT_SPREAD", [{}, NEW])
 
 
-def test_demand_ends_with_the_wait(ray_groups):
-    """Whatever Ray has not placed is removed."""
-    with Demand(make_request(ask(0, 2))) as demand:
-        demand.show(OUTCOME)
-    assert ray_groups == {}
+def test_labels(show):
+    """The labels of the request stay, without the spaces that Ray does not accept."""
+    labels = {"zone": "in(x, y)"}
+    assert show(ask(0, 1, labels=labels)) == ([{"CPU": 1.0}], "STRICT_PACK", [{**NEW, "zone": "in(x,y)"}])
+
+
+def test_no_node(show):
+    """A cluster without nodes needs no new one."""
+    assert show(ask(0, 1), nodes=()) == ([{"CPU": 1.0}], "STRICT_PACK", [{}])

@@ -78,12 +78,15 @@ def reserve(
         while True:
             check()
             waited = time.monotonic() - began
+            # Reported before the nodes are read, so the nodes that have joined since are taken into account.
+            is_infeasible = demand.is_among(infeasible or frozenset())
+            demand.withdraw_if_placed()
             nodes = find_usable(read_nodes())
-            outcome = demand.take()
-            if outcome is None and request.gpu_ids:
+            outcome: Placed | Busy | Impossible
+            if request.gpu_ids:
                 outcome = try_gpus(request, nodes, owned, deadline=deadline)
-            elif outcome is None:
-                outcome = try_once(request, nodes, held(), deadline=deadline, check=check)
+            else:
+                outcome = try_once(request, nodes, held(), demand.withdraw, deadline=deadline, check=check)
             if not isinstance(outcome, (Busy, Impossible)):
                 try:
                     return slots_of(outcome, request.capacity, deadline=deadline, check=check)
@@ -97,7 +100,6 @@ def reserve(
                 if remove_abandoned():
                     continue
                 infeasible = None if request.gpu_ids else ask_head("look for an autoscaler", infeasible_groups)
-            is_infeasible = demand.is_among(infeasible or frozenset())
             limit = request.timeout_s
             if isinstance(outcome, Impossible):
                 limit = max(request.wait_for_nodes_s, 0.0 if infeasible is None or is_infeasible else limit)
@@ -106,7 +108,7 @@ def reserve(
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
             waiting.show("nodes have to join" if isinstance(outcome, Impossible) else "there is no room for it", limit)
             if infeasible is not None:
-                demand.show(outcome)
+                demand.show(nodes)
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
@@ -153,9 +155,15 @@ def remove_abandoned() -> bool:
 
 
 def try_once(
-    request: Request, nodes: Sequence[Node], held: Amounts, *, deadline: float, check: Check
+    request: Request,
+    nodes: Sequence[Node],
+    held: Amounts,
+    withdraw: Callable[[], None],
+    *,
+    deadline: float,
+    check: Check,
 ) -> Placed | Busy | Impossible:
-    """Plan a request on any of the nodes, and place it."""
+    """Plan a request on any of the nodes, and place it. `withdraw` is called before anything is placed."""
     rest = []
     for node in nodes:
         mine = held.get(node.node_id, {})
@@ -178,8 +186,10 @@ def try_once(
         )
         spread = 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
         return Impossible(why, f"{'' if own or size else spread}{_ADVICE}", "not found")
-    if plan is not None and (placed := place(request, plan, deadline=deadline, check=check)) is not None:
-        return placed
+    if plan is not None:
+        withdraw()
+        if (placed := place(request, plan, deadline=deadline, check=check)) is not None:
+            return placed
     if is_in_use(request.asks, rest):
         return Busy(
             ": the request would fit on these nodes, but others hold what it needs ({holders}; see below). Release "
