@@ -117,14 +117,6 @@ def place(
     placed = _place_all([options for _, options in described], deadline=deadline, check=check)
     if placed is None:
         return None
-    return put_together(described, placed)
-
-
-def put_together(
-    described: Sequence[tuple[Sequence[Ask], Mapping[str, Any]]],
-    placed: Sequence[tuple[PlacementGroup, tuple[str, ...]]],
-) -> Placed:
-    """Return the groups of `describe_groups` with the nodes on which Ray has placed them."""
     return tuple(
         Reserved(group, tuple(ask.node_idx for ask in batch for _ in range(ask.count)), node_ids, options["bundles"])
         for (batch, options), (group, node_ids) in zip(described, placed, strict=True)
