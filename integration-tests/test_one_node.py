@@ -89,8 +89,6 @@ def test_grid_of_two_groups(local_ray, capsys):
         output = capsys.readouterr().out
         assert "Ray Cluster: 2 nodes, 3 CPUs" in output
         assert "W 2" in output
-        assert "<pre" in cluster._repr_html_()
-        assert "G1:W0" in cluster._repr_html_()
 
 
 def test_cluster_serves_another_group_after_a_worker_dies(local_ray):

@@ -83,17 +83,6 @@ def pauses(monkeypatch):
     return made
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """Let Ray take a minute to place a group, and two to start a process, even for a reservation that does not wait.
-
-    However busy the machine is, what fits is then placed in the first attempt.
-    """
-    monkeypatch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)
-    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 120.0)
-    monkeypatch.setattr("fairlead_placement._reserve.gpus.LEAST_S", 120.0)
-
-
 class Extension:
     """Calls `extend` on a thread of its own, and keeps what it returns or raises."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ._cluster import RayVirtualCluster
-from ._discovery import TAG
+from ._init import TAG
 from ._model import group_pairs
 from ._nodes.head import read_holders, read_nodes
 from ._ray_private import accelerator_names

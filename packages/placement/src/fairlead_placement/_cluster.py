@@ -22,7 +22,7 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
 from ._reserve.held import Holding, find_bundles, not_returned
 from ._reserve.wait import examine, examine_reserved
-from ._show import ReservationReport, as_html, count_bundles, draw
+from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
 
@@ -64,8 +64,9 @@ class RayVirtualCluster:
         TypeError, ValueError: a bad argument. Nothing has been requested from Ray.
 
     Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
-    reserves raises the errors of `reserve`. The cluster chooses nodes from what is free and pins every bundle to its
-    node. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
+    reserves raises the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins
+    every bundle to its node. Otherwise Ray chooses them. All methods that ask Ray raise `HeadTimeoutError` if its head
+    does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -272,7 +273,7 @@ class RayVirtualCluster:
 
         Args:
             unified: one placement group over all logical nodes, each on a physical node of its own, instead of one
-                group per logical node.
+                group per logical node. With another strategy than STRICT_PACK, Ray chooses the nodes.
 
         Returns:
             The cluster.
@@ -541,17 +542,16 @@ class RayVirtualCluster:
         counted = count_bundles(self._counts, self._accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
 
-    def _repr_html_(self) -> str:
-        return as_html(self.grid(groups_on(self._shown_slots())))
-
     def shutdown(self) -> bool:
         """Release leased ports and placement groups, with everything that runs in them.
 
         Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A view
-        releases nothing.
+        releases nothing. A method of another thread that reserves, extends or repairs the cluster fails.
 
         Raises:
-            PlacementError: Ray did not have the resources back in time.
+            PlacementError: Ray did not have the resources back in time; or this is a signal handler in the middle of
+                `reserve`, which then fails and releases what it has taken.
+            PlacementTimeoutError: a method of another thread has not ended in time. It releases what it has taken.
             HeadTimeoutError: Ray's head did not answer. It removes the groups in the background once it answers.
         """
         if self._parent is None and not self._holding.give_back():

@@ -2,23 +2,27 @@
 """Attaches to a Ray cluster, or starts one on this machine."""
 
 import functools
+import hashlib
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
-from ._discovery import describe_foreign_announcement, find_target, local_tag, refuse_client
 from ._nodes.background import run_in_thread
-from ._nodes.head import ask_head
-from ._ray_private import connect_to_head, has_node_here
+from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
+from ._ray_private import Raylet, cluster_file, connect_to_head, has_node_here, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
 # A head answers within milliseconds. A busy one gets this long.
 ATTACH_S = 15.0
+# A cluster that `init_ray` started has a resource of this name, followed by a hash of the session folder and one of
+# the visible devices.
+TAG = "fairlead-local-"
 _TOKEN = (
     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
 )
@@ -33,15 +37,12 @@ def init_ray(
 ) -> Any:
     """Attach to the cluster that was named or announced, else start a local one.
 
-    Without an address, `init_ray` looks in this order, and says on one line which cluster it is and why:
-
-    1. The cluster that `RAY_ADDRESS` names.
-    2. The cluster that `ray start` of this user has announced on this machine.
-    3. The local cluster that an `init_ray` of this user has started last, with the same `CUDA_VISIBLE_DEVICES` and the
-       same session folder (`RAY_TMPDIR`).
-    4. A new local cluster.
-
-    It never joins the private Ray of another program, nor one that another user has announced.
+    Without an address, that is the cluster that `RAY_ADDRESS` names, else the one that `ray start` of this user has
+    announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
+    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never
+    joins the private Ray of another program, nor one that another user has announced. It passes nothing of this
+    process's environment to the cluster and does not modify `os.environ`. (Ray itself records in it that a local
+    cluster uses token authentication.)
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
@@ -49,8 +50,7 @@ def init_ray(
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one:
             without `RAY_ADDRESS` it attaches to the announced cluster, or to the only one that `init_ray` has started
             for this user and session folder.
-        num_cpus: CPUs of a local cluster; None for those of the machine. If this function attaches to a running
-            cluster, that keeps its size, and a warning says so.
+        num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
         num_gpus: GPUs of a local cluster; None for those of the machine.
 
     Returns:
@@ -62,9 +62,6 @@ def init_ray(
             `address` cannot be reached, has no node on this machine, or wants a token that is not there. "auto" found
             no cluster, or several. The address or the connection of this process is one of Ray Client (`ray://`).
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
-
-    `init_ray` passes nothing of this process's environment to the cluster and does not modify `os.environ`. (Ray itself
-    records in it that a local cluster uses token authentication.)
     """
     refuse_client()
     context: Any = None
@@ -72,8 +69,7 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        rays = logging.getLogger("ray")
-        level = rays.level
+        level = (rays := logging.getLogger("ray")).level
         try:
             # This call is not worth a line in the log, but ray.init sets the level for good.
             context = ray.init(ignore_reinit_error=True, logging_level="error")
@@ -82,31 +78,24 @@ def init_ray(
     elif address != "local":
         context = attach_to(address)
     if context is not None:
-        _warn_of_no_effect(num_cpus=num_cpus, num_gpus=num_gpus)
+        wanted = {kind: number for kind, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
+        has = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S) if wanted else {}
+        if any(number != has.get(kind, 0) for kind, number in wanted.items()):
+            logger.warning(
+                "init_ray(num_cpus=%s, num_gpus=%s) has no effect: it attached to a running Ray cluster. Pass "
+                'address="local" to start a cluster of this size.',
+                num_cpus,
+                num_gpus,
+            )
         return context
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": {local_tag(): 1}}
     if log_dir is not None:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         options["_temp_dir"] = str(Path(log_dir).resolve())
-    context = ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        resources={local_tag(): 1},
-        include_dashboard=False,
-        **options,
-    )
-    _say(f"Started a Ray cluster on this machine: {_explain_start(address)}.")
+    context = ray.init(address="local", include_dashboard=False, **options)
+    is_named = "local" in (address, os.environ.get("RAY_ADDRESS"))
+    _say(f"Started a Ray cluster on this machine: {'as requested' if is_named else 'none was named or announced'}.")
     return context
-
-
-def _explain_start(address: str | None) -> str:
-    if address == "local":
-        return "`address` is 'local'"
-    if os.environ.get("RAY_ADDRESS") == "local":
-        return "RAY_ADDRESS is 'local'"
-    foreign = describe_foreign_announcement()
-    return "none was named or announced" + (f" ({foreign})" if foreign else "")
 
 
 def _say(line: str) -> None:
@@ -126,34 +115,32 @@ def attach_to(
     of the user is taken for a cluster that was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
-    target = find_target(named, private=private)
-    if target is None:
+    if (target := find_target(named, private=private)) is None:
         return None
-    address = target.address
+    address, reason, is_named = target
 
     try:
         # Without the token Ray's client would log that it is missing.
-        find_token = private or not target.is_named
+        find_token = private or not is_named
         run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
         if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
             raise PlacementError(
-                f"The Ray cluster at {address}, which {target.reason}, answers, but this process sees none of its "
-                f"nodes on this machine within {within_s:g} s, and Ray attaches a process only to such a node. Run it "
-                "on a node of the cluster, such as by `kubectl exec` or `ray job submit`, or start a node here with "
-                f"`ray start --address={address}`. A container beside that of a node needs the same process "
-                "namespace, and the session folder of Ray (/tmp/ray)."
+                f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
+                f"this machine within {within_s:g} s, and Ray attaches a process only to such a node. {CLIENT_REMEDY} "
+                f"Or start a node here with `ray start --address={address}`. A container beside that of a node needs "
+                "the same process namespace, and the session folder of Ray (/tmp/ray)."
             )
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
-            f"The Ray cluster at {address}, which {target.reason}, wants a token and this process has none that it "
-            f'takes. Set {_TOKEN}, or pass address="local" to start a cluster of your own. Ray said: {error}'
+            f"The Ray cluster at {address}, which {reason}, wants a token and this process has none that it takes. Set "
+            f'{_TOKEN}, or pass address="local" to start a cluster of your own. Ray said: {error}'
         ) from error
     except TimeoutError as error:
         raise HeadTimeoutError(
-            f"Something listens at {address}, which {target.reason}, but no Ray head answered there within "
-            f"{within_s:g} s. Its cluster may have stopped or hang: {target.advice}stop the rest of that cluster, or "
-            f'pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
+            f"Something listens at {address}, which {reason}, but no Ray head answered there within {within_s:g} s. "
+            "Its cluster may have stopped or hang: stop the rest of it and correct the address (or delete the file), "
+            f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
     except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
         # A token that is missing or wrong looks like this too, after Ray has tried for a while.
@@ -161,22 +148,114 @@ def attach_to(
             f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
             f"a token, set {_TOKEN}."
         ) from error
-    _say(f"Attached to the Ray cluster at {address}, which {target.reason}.")
+    _say(f"Attached to the Ray cluster at {address}, which {reason}.")
     return context
 
 
-def _warn_of_no_effect(**wanted: int | None) -> None:
-    """Warn if a cluster to which this process has attached differs from the local one that was requested."""
-    if not any(wanted.values()):
-        return
-    resources = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S)
-    for name, amount in wanted.items():
-        has = resources.get("CPU" if name == "num_cpus" else "GPU", 0)
-        if amount is not None and amount != has:
-            logger.warning(
-                "init_ray(%s=%s) has no effect: it attached to a running Ray cluster, which has %g. Pass "
-                'address="local" to start a cluster of this size.',
-                name,
-                amount,
-                has,
-            )
+class Target(NamedTuple):
+    """A running cluster. `reason` ends a sentence that begins with "the Ray cluster at ADDRESS, which"."""
+
+    address: str
+    reason: str
+    is_named: bool = False
+
+
+def find_target(named: str | None, *, private: bool = False) -> Target | None:
+    """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
+
+    With `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
+    """
+    reason = "`address` names"
+    if named in (None, "auto") and (from_env := os.environ.get("RAY_ADDRESS")):
+        if from_env == "local" and named is None:
+            return None
+        named, reason = from_env, "RAY_ADDRESS names"
+    if named in (None, "auto"):
+        if (announced := _read_announcement()) and _answers(announced.address):
+            return announced
+        started = _list_started(local_tag() if named is None else _session_tag())
+        if named is None:
+            return _make_target(started[-1]) if started else None
+        return _find_only_one(started, private=private)
+    if named == "local":
+        raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
+    if "://" in named:  # Ray connects to any such address through Ray Client.
+        raise PlacementError(
+            f"{named!r} is an address of Ray Client, which Fairlead does not support. {CLIENT_REMEDY} Correct the "
+            "address, or RAY_ADDRESS."
+        )
+    if not _answers(named):
+        raise PlacementError(
+            f"No Ray cluster answers at {named}. Start one with `ray start --head`, or correct the address (also "
+            "RAY_ADDRESS)."
+        )
+    return Target(named, reason, True)
+
+
+def _find_only_one(started: list[Raylet], *, private: bool) -> Target:
+    others = [] if started else _list_started("")
+    if private and len(others) == 1:
+        return Target(others[0].address, f"process {others[0].starter} started for itself")
+    if len(started) == 1:
+        return _make_target(started[0])
+    found = ", ".join(f"{one.address} (process {one.starter})" for one in started or others) or "none"
+    what = "several" if started else "none that is named, announced or started by init_ray"
+    raise PlacementError(
+        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {found}. Pass the address '
+        "of one of them, set RAY_ADDRESS, or start a cluster with `ray start --head`."
+    )
+
+
+def local_tag() -> str:
+    """Return the name of the resource that marks a cluster that `init_ray` starts in this process."""
+    return f"{_session_tag()}{_hash(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))}"
+
+
+def _session_tag() -> str:
+    """Return the part of the tag that this user's clusters with the same session folder share."""
+    file = cluster_file()
+    return f"{TAG}{_hash(f'{os.getuid()} {file and Path(file).parent.resolve()}')}-"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _make_target(raylet: Raylet) -> Target:
+    return Target(raylet.address, f"init_ray started in process {raylet.starter}")
+
+
+def _list_started(prefix: str) -> list[Raylet]:
+    """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
+    tagged = {one.address: one for one in list_raylets() if any(name.startswith(prefix) for name in one.resources)}
+    return sorted((one for one in tagged.values() if _answers(one.address)), key=lambda one: one.started_at)
+
+
+def _read_announcement() -> Target | None:
+    """Return the cluster that `ray start` of this user has announced on this machine."""
+    file = cluster_file()
+    try:
+        with open(file or "", encoding="utf-8") as opened:
+            is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Target(address, f"`ray start` announced in {file}") if is_mine and _split(address) else None
+
+
+def _split(address: str) -> tuple[str, int] | None:
+    """Return the host and the port of an address, or None if it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not host.isprintable() or not port.isdecimal() or int(port) > 65535:
+        return None
+    return host.strip("[]"), int(port)
+
+
+def _answers(address: str) -> bool:
+    """Return whether anything listens at an address; a ValueError if it is none. Ray itself tries for minutes."""
+    if (place := _split(address)) is None:
+        raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
+    try:
+        with socket.create_connection(place, timeout=5.0):
+            return True
+    except OSError:
+        return False

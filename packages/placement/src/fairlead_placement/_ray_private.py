@@ -254,6 +254,32 @@ def live_actors() -> tuple[LiveActor, ...]:
     return ()
 
 
+def abandoned_groups() -> dict[str, str]:
+    """Return the placement groups that dead actors of this job, or the calling actor, have created: names by id.
+
+    If Ray has restarted the calling actor, an earlier process of it may have created them. Groups that an actor uses
+    are left out.
+    Reason: Ray's public table does not list who has created a group.
+    Fallback: no group. They hold their resources until the job ends.
+    """
+    here = ray.get_runtime_context()
+    job, me = here.get_job_id(), here.get_actor_id() or None
+    with contextlib.suppress(*_MISSING):
+        from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Row
+
+        rows = map(Row.FromString, ray._private.state.state._connect_and_get_accessor().get_placement_group_table())
+        left = {
+            row.placement_group_id.hex(): row.name
+            for row in rows
+            if row.state != Row.REMOVED
+            and row.creator_job_id.hex() == job
+            and (row.creator_actor_dead or row.creator_actor_id.hex() == me)
+        }
+        used = {name.rpartition("_")[2] for actor in live_actors() for name in actor.resources} if left else set()
+        return {group_id: name for group_id, name in left.items() if group_id not in used}
+    return {}
+
+
 def accelerator_names() -> frozenset[str]:
     """Return the names of the resources that Ray takes for accelerators, of which it assigns ids to processes.
 
@@ -277,27 +303,27 @@ def visible_gpus() -> list[str] | None:
     return None if gpus is None else list(gpus)
 
 
+class _MayConnect:
+    """Ray's switch for automatic connections, which is off on threads that must never connect."""
+
+    def __bool__(self) -> bool:
+        return not getattr(_never_connecting, "forbidden", False)
+
+
 def never_connect() -> None:
     """Make Ray's functions fail on this thread once Ray has ended, instead of starting or joining a Ray.
 
     Reason: `ray.get` and the like connect to any cluster they find, or start one. After a `ray.shutdown()` on another
-    thread, a background thread would join a stranger's cluster. Ray's own switch for that applies to whole processes,
-    before Ray is imported.
-    Fallback: nothing is done. The background threads still check before each round whether Ray runs.
+    thread, a background thread would join a stranger's cluster. Ray's own switch for that applies to whole processes.
+    Several modules of Ray import the function that connects by name, and all of them read this one switch.
+    Fallback: nothing is done. Each request to the head still checks the connection before it is sent.
     """
     _never_connecting.forbidden = True
     with contextlib.suppress(*_MISSING):
         from ray._private import auto_init_hook
 
-        connect = auto_init_hook.auto_init_ray
-        if not hasattr(connect, "_fairlead"):
-
-            def connect_unless_forbidden() -> None:
-                if not getattr(_never_connecting, "forbidden", False):
-                    connect()
-
-            connect_unless_forbidden._fairlead = True  # type: ignore[attr-defined]
-            auto_init_hook.auto_init_ray = connect_unless_forbidden
+        if auto_init_hook.enable_auto_connect is True:
+            auto_init_hook.enable_auto_connect = _MayConnect()
 
 
 @contextlib.contextmanager

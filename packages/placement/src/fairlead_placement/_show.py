@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,9 +15,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ._model import Ask, Node, group_pairs
+from ._model import Ask, Node, Verdict, group_pairs
 from ._slot import Slot
 
+# How many holders an error names before its table, which has all of them.
+NAMED = 3
 # States that need attention. Others are not shown: a row of eight has to fit a terminal.
 _STYLES = {"dead": "bold red", "stuck": "bold magenta", "restarting": "yellow", "starting": "yellow"}
 
@@ -71,11 +74,11 @@ def _count_noun(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-Verdict = Literal["fits", "taken", "impossible", "reserved"]
 _VERDICTS: dict[Verdict, str] = {
     "fits": "It fits now.",
     "taken": "It would fit, but others hold what it needs.",
     "impossible": "It does not fit on the present nodes, even when nothing else runs.",
+    "not found": "No arrangement was found on the present nodes, even when nothing else runs.",
 }
 
 
@@ -107,9 +110,10 @@ class ReservationReport:
         nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
         verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when
-            the nodes are idle); or "reserved" (the cluster holds it already).
-        plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node. If it is
-            reserved, the node ids of the slots of each logical node.
+            the nodes are idle); "not found"; or "reserved" (the cluster holds it already). "not found" means that no
+            arrangement was found even for idle nodes, which is no proof that there is none.
+        plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node; empty if the
+            strategy lets Ray choose the nodes. If it is reserved, the node ids of the slots of each logical node.
         reserved_at: when it was reserved, in seconds since the epoch; None if it is not.
         lost: if it is reserved, the ids of its nodes that are gone.
     """
@@ -129,9 +133,6 @@ class ReservationReport:
 
     def __str__(self) -> str:
         return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
 
     def _summarize(self) -> str:
         if self.verdict in _VERDICTS:
@@ -189,26 +190,27 @@ def draw_nodes(
     return found
 
 
+def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
+    """Return who holds some of these resources on the nodes, the first few by name."""
+    here = {node.node_id for node in nodes}
+    found = [
+        f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]}"
+        for holder in holders
+        if any(names & held.keys() for node_id in here & holder.bundles.keys() for held in holder.bundles[node_id])
+    ]
+    rest = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
+    return ", ".join([*found[:NAMED], *rest]) or "tasks, or actors that are starting"
+
+
 def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
 
 
 def as_text(renderable: RenderableType) -> str:
     """Render without colours and control codes, for messages and logs."""
-    text = _record(renderable, force_terminal=False, color_system=None).export_text()
-    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
-
-
-def as_html(renderable: RenderableType) -> str:
-    """Render as a `<pre>` with inline styles, for `_repr_html_`."""
-    code_format = '<pre style="line-height:1.2">{code}</pre>'
-    return _record(renderable).export_html(inline_styles=True, code_format=code_format)
-
-
-def _record(renderable: RenderableType, **options: Any) -> Console:
-    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False, **options)
+    console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)
     console.print(renderable)
-    return console
+    return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
 
 
 QUIET_S = 1.0

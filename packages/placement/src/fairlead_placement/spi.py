@@ -6,7 +6,6 @@ deadline, read what a cluster has, claim slots for a group of workers, run funct
 what a dropped object holds.
 """
 
-from ._discovery import refuse_client
 from ._model import count_bundles, group_pairs
 from ._nodes.agent import run_on_nodes, usage_on_nodes
 from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
@@ -20,7 +19,16 @@ from ._nodes.directory import (
     run_on_agents,
     withdraw,
 )
-from ._nodes.head import alive_nodes, ask_head, choose_alive, head_deadline, read_holders, read_nodes, wait_until
+from ._nodes.head import (
+    alive_nodes,
+    ask_head,
+    choose_alive,
+    head_deadline,
+    read_holders,
+    read_nodes,
+    refuse_client,
+    wait_until,
+)
 from ._nodes.rounds import Rounds
 from ._ray_private import (
     autoscaler_is_there,

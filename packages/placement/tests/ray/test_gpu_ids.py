@@ -115,7 +115,7 @@ def test_two_at_once(local):
         cluster.shutdown()
 
 
-def test_held_by_others(local, hold_group, patient):
+def test_held_by_others(local, hold_group):
     """A reservation waits for GPUs until its deadline. The error names those that are missing, and lists holders."""
     with (
         actor(name="first") as (first,),
@@ -139,7 +139,7 @@ def test_held_by_others(local, hold_group, patient):
             assert read_gpu_ids(cluster) == {0: free}
 
 
-def test_held_by_a_part(local, patient):
+def test_held_by_a_part(local):
     """A GPU of which an actor holds a part is not free, although Ray counts the rest as free."""
     with (
         actor(num_gpus=0.25) as (part,),
@@ -163,7 +163,7 @@ def test_no_node_has_them(local, pauses, counts, ids, message):
     assert pauses == []
 
 
-def test_only_the_rest_is_missing(local, hold_group, patient):
+def test_only_the_rest_is_missing(local, hold_group):
     """If the GPUs are free and another resource is not, the error says so."""
     with (
         hold_group([{"CPU": 15}]),
@@ -186,7 +186,7 @@ def test_a_waiter_is_served(local, pauses, eventually):
     second.shutdown()
 
 
-def test_wrong_ids_are_not_kept(local, monkeypatch, patient):
+def test_wrong_ids_are_not_kept(local, monkeypatch):
     """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the check fails)."""
     checked = []
     monkeypatch.setattr(
@@ -198,25 +198,14 @@ def test_wrong_ids_are_not_kept(local, monkeypatch, patient):
 
 
 def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypatch):
-    """Nodes may take the whole time of the reservation to report ids (seam: the timeouts are recorded)."""
-    given = []
-    get = ray.get
-
-    def timed_get(refs, *, timeout=None):
-        given.append(timeout)
-        return get(refs, timeout=timeout)
-
-    monkeypatch.setattr("fairlead_placement._reserve.slots.ray.get", timed_get)
-    for gpu_ids, times in ((None, 1), ([1], 3)):
-        given.clear()
-        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=4000) as cluster:
-            assert len(cluster.slots()) == 1
-        asked = [timeout for timeout in given if timeout is not None]
-        assert len(asked) == times
-        assert all(100 < timeout <= 4000 for timeout in asked)
+    """Nodes may take the whole time of the reservation to report ids (seam: the time that they have without it)."""
+    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.0)
+    for gpu_ids in (None, [1]):
+        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=120) as cluster:
+            assert len(cluster.slots()[0].accelerator_ids) == 1
 
 
-def test_ids_are_found_without_time_to_wait(local, patient):
+def test_ids_are_found_without_time_to_wait(local):
     """A reservation without time to wait still reads its ids, because the resources are held by then."""
     with RayVirtualCluster([1], reserve_timeout_s=0) as cluster:
         assert len(cluster.slots()[0].accelerator_ids) == 1
@@ -296,8 +285,6 @@ def test_renamed(run_script):
         import time
         import ray
         from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-        from fairlead_placement._reserve import gpus, groups, slots
-        groups.PLACING_S = slots.LEAST_S = gpus.LEAST_S = 60.0  # on a busy machine
         ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error", num_gpus=3)
 
         @ray.remote(num_cpus=0, num_gpus=1)

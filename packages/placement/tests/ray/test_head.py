@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import HeadTimeoutError, PlacementTimeoutError, RayVirtualCluster, _cli
+from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeoutError, RayVirtualCluster, _cli
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import held as _held
@@ -71,7 +71,7 @@ def test_a_deadline_for_a_block(stop_head, read):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
-def test_reserving(stop_head, patient, monkeypatch, options):
+def test_reserving(stop_head, monkeypatch, options):
     """A reservation fails after its own time, and succeeds once the head answers."""
     cluster = RayVirtualCluster([1], reserve_timeout_s=1.0, **options)
     with stop_head():
@@ -191,3 +191,49 @@ def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, c
     }
     assert wrong == {}
     assert all(isinstance(outcomes[name], kind) for name, (_, kind) in USES.items() if kind)
+
+
+@pytest.mark.nightly
+def test_every_deadline_is_kept(stop_process, eventually):
+    """Without any shorter limit of a test, everything ends within a second after its deadline.
+
+    `shutdown` ends within its 30 s, also while another thread reserves the cluster.
+    """
+    process = ray._private.worker._global_node.all_processes["gcs_server"][0].process
+    reserved = [RayVirtualCluster([1], use_gpus=False).reserve() for _ in range(6)]
+    reserved[0].get_master_address_and_port()
+    waiting = RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=45.0)
+    uses = {
+        "reserve": (lambda: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=3.0).reserve(), 3.0),
+        "reserve now": (lambda: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=0.0).reserve(), 0.0),
+        "of": (lambda: RayVirtualCluster.of(reserved[1].get_placement_groups(), timeout_s=3.0), 3.0),
+        "extend": (lambda: reserved[2].extend([1], timeout_s=3.0), 3.0),
+        "replace_lost_nodes": (lambda: reserved[3].replace_lost_nodes(3.0), 3.0),
+        "explain": (reserved[1].explain, 30.0),
+        "get_resource_usage": (reserved[1].get_resource_usage, 30.0),
+        "release_nodes": (lambda: reserved[4].release_nodes([0]), 30.0),
+        "shutdown": (reserved[0].shutdown, 30.0),
+        "shutdown of what another thread reserves": (waiting.shutdown, 30.0),
+    }
+    took, outcomes = {}, {}
+
+    def use(name):
+        began = time.monotonic()
+        try:
+            outcomes[name] = uses[name][0]()
+        except PlacementError as error:
+            outcomes[name] = error
+        took[name] = time.monotonic() - began
+
+    with stop_process(process.pid), ThreadPoolExecutor(len(uses) + 1) as pool:
+        reserving = pool.submit(waiting.reserve)
+        time.sleep(0.5)
+        for name in uses:
+            pool.submit(use, name)
+        assert eventually(lambda: len(took) == len(uses), 60), took
+    assert isinstance(reserving.exception(60), PlacementError)
+    assert all(isinstance(one, HeadTimeoutError | PlacementTimeoutError) for one in outcomes.values()), outcomes
+    assert {name: seconds for name, seconds in took.items() if seconds > uses[name][1] + 1.0} == {}, took
+    for cluster in reserved:
+        assert cluster.shutdown()
+    assert eventually(lambda: ray.available_resources().get("CPU") == 16, 60)

@@ -145,7 +145,7 @@ def test_attaching(server, run_script):
         "True False False",
         "True False",
         (
-            "init_ray(num_cpus=3) has no effect: it attached to a running Ray cluster, which has 2. Pass "
+            "init_ray(num_cpus=3, num_gpus=None) has no effect: it attached to a running Ray cluster. Pass "
             'address="local" to start a cluster of this size.'
         ),
         f"{address} True",
@@ -162,7 +162,7 @@ def test_whose_local_ray(server, private, folder, run_script):
         import logging, os, sys
         import ray
         from fairlead_placement import init_ray
-        from fairlead_placement._discovery import find_target
+        from fairlead_placement._init import find_target
 
         logging.getLogger("fairlead_placement").addHandler(logging.StreamHandler(sys.stdout))
         logging.getLogger("fairlead_placement").setLevel(logging.INFO)
@@ -199,9 +199,9 @@ def test_commands(server, private, folder, run_script):
     assert "2 CPU" in out
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
         out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
-    assert out.startswith("3  No Ray cluster was named or announced, and init_ray started none on this machine.")
+    assert out.startswith('3  "auto" found none that is named, announced or started by init_ray')
     assert f"{private[0]} (process " in out
-    assert "Pass the address of one of them to attach to it." in out
+    assert "Pass the address of one of them" in out
 
 
 def test_announced(server, private, folder, run_script):

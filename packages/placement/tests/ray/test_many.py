@@ -16,7 +16,7 @@ def roomy_ray():
     ray.shutdown()
 
 
-def test_many_logical_nodes(roomy_ray, patient):
+def test_many_logical_nodes(roomy_ray):
     """Any number of groups that fit are placed in the first attempt."""
     with RayVirtualCluster([1] * MANY, use_gpus=False, reserve_timeout_s=0) as cluster:
         assert len(cluster.get_placement_groups()) == MANY

@@ -108,7 +108,7 @@ def test_label_selector(ids):
         other.reserve()
 
 
-def test_particular_gpus(ids, eventually, patient):
+def test_particular_gpus(ids, eventually):
     """A logical node gets a node on which its GPUs are free. If there is none, the error lists holders."""
     with RayVirtualCluster([1], gpu_ids=[1], name="first") as first:
         with RayVirtualCluster([2, 1], gpu_ids=[[0, 1], [0]]) as cluster:

@@ -4,12 +4,20 @@
 import contextlib
 import os
 import socket
+import time
 
 import pytest
 import ray
-from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+from ray import PlacementGroupID
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, RayVirtualCluster, _ray_private
+from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, _ray_private
 from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent import AGENT_NAME_PREFIX
 from fairlead_placement._ray_private import live_actors, worker_is_alive
@@ -185,3 +193,68 @@ def test_unknown_is_not_dead(nodes, monkeypatch):
         patch.setattr(ray._private.worker, "global_worker", None)
         assert worker_is_alive(me) is None
     assert _ray_private.driver_of(ray.get_runtime_context().get_job_id()) == me
+
+
+class Holder:
+    """Reserves the CPUs of the head, as the controller of a job does."""
+
+    def reserve(self, count, timeout_s):
+        self.cluster = RayVirtualCluster([count], use_gpus=False, reserve_timeout_s=timeout_s)
+        return len(self.cluster.reserve().slots())
+
+    def exit(self):
+        os._exit(1)
+
+
+def live_groups():
+    return [group_id for group_id, row in placement_group_table().items() if row["state"] != "REMOVED"]
+
+
+def test_groups_of_a_dead_controller(head, caplog):
+    """A reservation that lacks room removes what an actor of this job that was killed has left."""
+    controller = ray.remote(num_cpus=0)(Holder).remote()
+    assert ray.get(controller.reserve.remote(3, 60), timeout=120) == 3
+    (left,) = live_groups()
+    ray.kill(controller)
+    with RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=60) as cluster:
+        assert len(cluster.slots()) == 2
+        assert left not in live_groups()
+    assert "that dead actors of this job have left: fairlead-0-" in caplog.text
+
+
+def test_groups_of_a_live_controller_and_of_others(head):
+    """Nothing is removed that an actor holds which is alive, nor a group of a dead actor that another actor uses."""
+    first, second = (ray.remote(num_cpus=0)(Holder).remote() for _ in range(2))
+    assert ray.get([one.reserve.remote(2, 60) for one in (first, second)], timeout=120) == [2, 2]
+    groups = [PlacementGroup(PlacementGroupID(bytes.fromhex(one))) for one in live_groups()]
+    users = [
+        ray.remote(num_cpus=1)(Holder).options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote()
+        for group in groups
+    ]
+    ray.get([user.__ray_ready__.remote() for user in users], timeout=120)
+    ray.kill(first)
+    with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
+        RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=3).reserve()
+    assert {group.id.hex() for group in groups} == set(live_groups())
+    for actor in (*users, second):
+        ray.kill(actor)
+    for group in groups:
+        remove_placement_group(group)
+
+
+def test_a_controller_that_is_restarted(head):
+    """A controller that Ray restarts does not wait for the reservation of its earlier process."""
+    controller = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=0)(Holder).remote()
+    assert ray.get(controller.reserve.remote(3, 60), timeout=120) == 3
+    (left,) = live_groups()
+    controller.exit.remote()
+    for _ in range(100):
+        try:
+            assert ray.get(controller.reserve.remote(4, 60), timeout=120) == 4
+            break
+        except ray.exceptions.ActorUnavailableError:
+            time.sleep(0.2)
+    (present,) = live_groups()
+    assert present != left
+    ray.kill(controller)
+    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(present))))

@@ -127,3 +127,43 @@ def test_shutdown_while_threads_wait(run_script):
     )
     assert out == f"{2 * ROUNDS}\n"
     ray.kill(sleeper)
+
+
+def test_a_dropped_cluster_after_shutdown(run_script):
+    """A real thread that returns a dropped cluster after `ray.shutdown()` neither joins nor starts a Ray.
+
+    The next `ray.init` of the program succeeds, even if it overlaps with the thread, and the cluster loses nothing.
+    """
+    out = run_script(
+        f"""
+        import random
+        import threading
+        import time
+
+        import ray
+
+        real, elsewhere = ray._private.worker.init, []
+
+        def init(*args, **options):
+            if threading.current_thread() is not threading.main_thread():
+                elsewhere.append(threading.current_thread().name)
+            return real(*args, **options)
+
+        ray.init = ray._private.worker.init = init
+
+        from fairlead_placement import RayVirtualCluster
+        from fairlead_placement._reserve.finalizers import wait_for_dropped
+
+        address, joined = "{ray.get_runtime_context().gcs_address}", 0
+        for number in range({ROUNDS}):
+            ray.init(address=address, logging_level="error", log_to_driver=False)
+            RayVirtualCluster([2], use_gpus=False).reserve()  # dropped
+            time.sleep(random.random() * 0.05)
+            ray.shutdown()
+            if number % 2:  # otherwise the next `ray.init` overlaps with the return
+                assert wait_for_dropped(30)
+                joined += ray.is_initialized()
+        print(joined, elsewhere)
+        """
+    )
+    assert out == "0 []\n"

@@ -59,7 +59,7 @@ def test_slots():
     assert groups_there() == {}
 
 
-def test_bundles_are_pinned(monkeypatch, patient):
+def test_bundles_are_pinned(monkeypatch):
     """Every bundle is requested with the id of its node, so that Ray parks the group if the node is lost."""
     asked = []
 
@@ -215,6 +215,18 @@ def test_never_fits(hold_group, pauses):
     assert groups_there() == {}
 
 
+def test_an_uneven_request_on_an_idle_node():
+    """What is impossible, or not found, on idle nodes is refused immediately in those words, and not as taken."""
+    began = time.monotonic()
+    with pytest.raises(
+        ResourceInsufficientError, match=r"cannot hold 18 bundles in 2 logical node\(s\), even when they"
+    ):
+        RayVirtualCluster([9, 9], use_gpus=False).reserve()
+    assert time.monotonic() - began < 5
+    report = RayVirtualCluster([9, 9], use_gpus=False).explain()
+    assert (report.verdict, "even when nothing else runs" in str(report)) == ("impossible", True)
+
+
 def test_taken(hold_group, pauses):
     """A reservation waits for held resources until its deadline. The error names the holder; nothing is left."""
     with hold_group([{"CPU": 12}, {"CPU": 1}, {"CPU": 1}], name="other[/people]") as group:
@@ -231,7 +243,7 @@ def test_taken(hold_group, pauses):
     beginning = r"Waited (\d+\.\d) s: the request would fit on these nodes, but others hold what it needs"
     assert float(re.match(beginning, message)[1]) >= 0.7
     assert "wait longer (reserve_timeout_s)" in message
-    assert "other[/people]" in message
+    assert f"placement group other[/people] {group.id.hex()[:8]}; see below" in message
     # The cell is wrapped.
     words = " ".join(message.replace("│", " ").split())
     for part in (group.id.hex()[:8], ray.get_runtime_context().get_job_id(), "1 x 12 CPU", "2 x 1 CPU", "16 CPU"):
@@ -248,7 +260,7 @@ def test_what_ray_cannot_place_is_given_back(hold_group):
 
 def test_nothing_is_left_when_ids_are_not_reported(monkeypatch):
     """A reservation that fails after Ray has placed it is released too."""
-    monkeypatch.setattr("fairlead_placement._reserve.slots.read_nodes", lambda: ())
+    monkeypatch.setattr("fairlead_placement._reserve.slots.read_nodes", lambda **_: ())
     with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
         RayVirtualCluster([1], use_gpus=False).reserve()
     assert groups_there() == {}
@@ -269,7 +281,7 @@ def test_a_waiter_is_served(pauses, eventually):
 
 
 @pytest.mark.parametrize("bundles", [[{"CPU": 16}], [{"GPU": 0.6}] * 4], ids=["waiting", "placing"])
-def test_interrupted(request, patient, bundles, hold_group, pauses, eventually):
+def test_interrupted(request, bundles, hold_group, pauses, eventually):
     """An interrupt ends the wait and leaves nothing, also while Ray places a group."""
 
     def interrupt():
@@ -286,6 +298,71 @@ def test_interrupted(request, patient, bundles, hold_group, pauses, eventually):
         assert list(groups_there()) == [group.id.hex()]
 
 
+@pytest.fixture
+def reserving(pauses, hold_group, eventually):
+    """Yield a cluster for which another thread waits, and the list of what that thread raises; others hold a CPU."""
+    cluster, raised = RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=600, name="waiting"), []
+
+    def reserve():
+        try:
+            cluster.reserve()
+        except PlacementError as error:
+            raised.append(error)
+
+    with hold_group([{"CPU": 1}]):
+        waiter = threading.Thread(target=reserve)
+        waiter.start()
+        assert eventually(lambda: pauses, 60)
+        yield cluster, raised
+        waiter.join(60)
+
+
+def test_shutdown_ends_a_reservation_of_another_thread(reserving, eventually):
+    """`shutdown` does not wait for what others hold: the reservation of the other thread fails and leaves nothing."""
+    cluster, raised = reserving
+    began = time.monotonic()
+    assert cluster.shutdown()
+    assert time.monotonic() - began < 30
+    assert eventually(lambda: raised, 30)
+    assert "The cluster 'waiting' was shut down in the meantime." in str(raised[0])
+    assert len(groups_there()) == 1
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_shutdown_from_a_signal_handler(hold_group, pauses, eventually, monkeypatch, is_caught):
+    """In the middle of a reservation of its own thread `shutdown` says that it could not; the reservation fails."""
+    cluster, said = RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=600), []
+
+    def handle(*_):
+        try:
+            cluster.shutdown()
+        except PlacementError as error:
+            said.append(str(error))
+            if not is_caught:
+                raise
+
+    def interrupt():
+        assert eventually(lambda: pauses, 60)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with hold_group([{"CPU": 1}]):
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            message = "was shut down in the meantime" if is_caught else "could release nothing yet"
+            with pytest.raises(PlacementError, match=message):
+                cluster.reserve()
+            thread.join()
+        assert len(said) == 1
+        assert "inside of a reserve()" in said[0]
+        with cluster:  # it can be reserved again
+            signal.raise_signal(signal.SIGUSR1)  # and is released by a handler outside of a reservation
+            assert (len(said), groups_there()) == (1, {})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_side_by_side():
     """Two clusters with the same name, or without one, hold groups of different names."""
     for name in ("same", ""):
@@ -295,7 +372,7 @@ def test_side_by_side():
             assert all(one.startswith(f"{name or 'fairlead'}-0-") for one in names)
 
 
-def test_shutdown_returns_the_resources(tmp_path, eventually, pauses, patient):
+def test_shutdown_returns_the_resources(tmp_path, eventually, pauses):
     """After shutdown Ray has the resources, even if they were held briefly or a worker still ran."""
     for held_s in (0, 0, 0, 0.02, 0.1):
         with RayVirtualCluster([4, 8], use_gpus=False):
@@ -372,13 +449,11 @@ def test_dropping_waits_for_nothing(eventually):
     thread.join()
 
 
-def test_groups_pinned_by_hand(monkeypatch):
+def test_groups_pinned_by_hand():
     """Either all groups are placed, each bundle on its node, or none is left."""
     node_id = ray.nodes()[0]["NodeID"]
     asked = {"a": [(node_id, {"CPU": 2}), (node_id, {"CPU": 1})], "b": [(node_id, {"GPU": 1})]}
-    with monkeypatch.context() as patch:
-        patch.setattr("fairlead_placement._reserve.groups.PLACING_S", 60.0)  # on a busy machine
-        groups = place_pinned(asked)
+    groups = place_pinned(asked)
     placed = groups_there()
     assert [placed[group.id.hex()]["name"][:2] for group in groups] == ["a-", "b-"]
     assert [group.bundle_specs for group in groups] == [[{"CPU": 2}, {"CPU": 1}], [{"GPU": 1}]]

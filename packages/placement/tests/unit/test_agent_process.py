@@ -39,6 +39,14 @@ def test_a_release_that_overtakes_its_lease():
     assert agent.leased() == []
 
 
+def test_a_release_that_overtakes_its_watch():
+    """A release may arrive before its watch. Then a single sample is taken, and no thread samples for good."""
+    agent = AgentProcess()
+    agent.release(["late"])
+    assert agent.memory("late", "me")[5] == 1
+    assert (agent._watches, agent._owner) == ({}, {})
+
+
 def has_ipv6():
     try:
         with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:

@@ -4,7 +4,8 @@
 import pytest
 
 from fairlead_placement._model import Ask, Node, Request
-from fairlead_placement._reserve import groups
+from fairlead_placement._reserve import demand as module
+from fairlead_placement._reserve.demand import Demand
 
 NEW = {"ray.io/node-id": "!in(a,b)"}
 FULL = Node("a", "", {"CPU": 2.0}, {}, {})
@@ -14,11 +15,13 @@ IDLE = Node("b", "", {"CPU": 2.0}, {"CPU": 2.0}, {})
 @pytest.fixture
 def show(monkeypatch):
     """Return a function that shows a request on two nodes, and returns the bundles, the strategy and the selectors."""
-    monkeypatch.setattr(groups, "create_group", lambda options: options)
+    made = []
+    monkeypatch.setattr(module, "create_group", lambda options: made.append(options))
 
     def show_asks(*asks, nodes=(FULL, IDLE), **options):
         request = Request(asks=asks, name="", capacity=1, timeout_s=1, wait_for_nodes_s=0, **options)
-        (shown,) = groups.show_demand(request, nodes)
+        Demand(request).show(nodes)
+        shown = made.pop()
         return shown["bundles"], shown["strategy"], shown["bundle_label_selector"]
 
     return show_asks

@@ -89,7 +89,7 @@ def test_the_order_of_slots(random):
     machines = [f"n{at}" for at in range(4)]
     removed = []
 
-    def take(request, *_):
+    def take(request, *_, **__):
         counts = {ask.node_idx: ask.count for ask in request.asks}
         return make_slots(random, "pg", counts, machines)
 
@@ -194,6 +194,7 @@ def test_the_order_of_groups_after_a_replacement(monkeypatch):
     monkeypatch.setattr(_held, "remove", lambda *_, **__: True)
     monkeypatch.setattr(_held, "dismiss_agents", lambda _: None)
     monkeypatch.setattr(_held, "connection", lambda: "here")
+    monkeypatch.setattr(_held, "is_moved_by_ray", lambda group: False)
     with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="SPREAD") as cluster:
         for lost, groups in (
             ("n0", ["pg-0", "pg-1"]),
@@ -238,7 +239,7 @@ def test_a_release_of_many_nodes(monkeypatch):
     places = dict(enumerate(slots))
     holding.held = Held(on="here", at=0.0, places=places, next_place=count, leases=leases)
     released = []
-    monkeypatch.setattr(_held, "release_ports", released.extend)
+    monkeypatch.setattr(_held, "release_ports", lambda leases, timeout_s: released.extend(leases))
     monkeypatch.setattr(_held, "remove", lambda groups, timeout_s: True)
     dismissed = []
     monkeypatch.setattr(_held, "dismiss_agents", dismissed.extend)

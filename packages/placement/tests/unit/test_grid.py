@@ -136,8 +136,8 @@ def test_printing(capsys):
     assert capsys.readouterr().out.startswith("Mine\n")
 
 
-def test_notebook(monkeypatch):
-    """A notebook shows the same as HTML, with the groups on the cluster; names are not parsed as markup."""
+def test_all_groups_of_a_cluster(monkeypatch, capsys):
+    """The groups on a cluster are drawn until they release their slots; names are not parsed as markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
     held = Held(on=None, at=0.0, places=dict(enumerate(slots)), next_place=len(slots))
@@ -145,13 +145,13 @@ def test_notebook(monkeypatch):
     group = Group("<b>[red]bold</b>", (0, 0, ""))
     claim = claim_slots(slots, "g", group=group)
 
-    html = cluster._repr_html_()
-    assert html.startswith("<pre")
-    assert "&lt;b&gt;[red]bold&lt;/b&gt; (1 worker)" in html
-    assert "<b>" not in html
-    assert "W 0" in html
+    cluster.print_all_worker_groups()
+    shown = capsys.readouterr().out
+    assert "<b>[red]bold</b> (1 worker)" in shown
+    assert "W 0" in shown
     claim.release()
-    assert "W 0" not in cluster._repr_html_()
+    cluster.print_all_worker_groups()
+    assert "W 0" not in capsys.readouterr().out
 
 
 def test_text_does_not_depend_on_the_terminal(monkeypatch):

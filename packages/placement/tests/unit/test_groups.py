@@ -13,7 +13,7 @@ from fairlead_placement._nodes import head
 from fairlead_placement._nodes.head import head_deadline
 from fairlead_placement._reserve import groups, slots
 from fairlead_placement._reserve.groups import (
-    BUNDLE_S,
+    NO_ROOM_S,
     PLACING_S,
     Reserved,
     place_pinned,
@@ -23,75 +23,73 @@ from fairlead_placement._reserve.groups import (
 from fairlead_placement._reserve.slots import slots_of
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    """Place groups at scripted times of a clock that only waits move. Return the seconds of each wait."""
-    waited = []
+class Table:
+    """Ray's table of placement groups, each of which is placed, or found to have no room, at a scripted time.
 
-    def wait(refs, *, num_returns, timeout):
-        due = sorted(ref for ref in refs)
-        now = sum(waited)
-        enough = due[num_returns - 1][0] <= now + timeout
-        end = max(now, due[num_returns - 1][0]) if enough else now + timeout
-        waited.append(end - now)
-        ready = [ref for ref in refs if ref[0] <= end][:num_returns]
-        return ready, [ref for ref in refs if ref not in ready]
+    A clock that only pauses move shows the time.
+    """
 
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", lambda ref: ref)
-    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
-    return waited
+    def __init__(self, *placed_at, lacks_from=()):
+        self.now, self.looks = 0.0, 0
+        ids = [SimpleNamespace(hex=lambda at=at: f"{at:036x}") for at in range(len(placed_at))]
+        self.groups = [SimpleNamespace(id=one) for one in ids]
+        self.placed_at = {group.id.hex(): at for group, at in zip(self.groups, placed_at, strict=True)}
+        self.lacks_from = {self.groups[at].id.hex(): since for at, since in dict(lacks_from).items()}
 
+    def sleep(self, seconds):
+        self.now += seconds
 
-def make_groups(*placed_at):
-    return [SimpleNamespace(id=at, ready=lambda at=at, due=due: (due, at)) for at, due in enumerate(placed_at)]
+    def rows(self, ids):
+        self.looks += 1
+        for group_id in ids:
+            is_placed = self.now >= self.placed_at[group_id]
+            lacks = self.now >= self.lacks_from.get(group_id, 1e9)
+            state = "FINISHED" if is_placed else "NO_RESOURCES" if lacks else "QUEUED"
+            yield {
+                "placement_group_id": group_id,
+                "state": "CREATED" if is_placed else "PENDING",
+                "bundles": {0: {}},
+                "bundles_to_node_id": {0: "node"},
+                "stats": {"scheduling_state": state},
+            }
 
-
-def test_a_slow_group_does_not_discard_the_others(waits):
-    """As long as Ray places one group after the other, all of them are waited for, however long that takes."""
-    every = 0.9 * PLACING_S
-    made = make_groups(*(every * (at + 1) for at in range(8)))
-    assert wait_placed(made, [1] * 8) == made
-    assert sum(waits) == pytest.approx(8 * every)
-
-
-def test_a_lost_race(waits):
-    """If Ray places no further group during a wait, no other follows, and the groups that are placed are known."""
-    made = make_groups(0.1, 1e9, 0.2)
-    assert wait_placed(made, [1] * 3) == [made[0], made[2]]
-    assert sum(waits) == pytest.approx(2 * PLACING_S + 4 * BUNDLE_S)
-
-
-def test_large_groups_may_take_longer(waits):
-    """The time that Ray may take grows with the number of bundles."""
-    made = make_groups(3 * PLACING_S)
-    assert wait_placed(made, [1]) == []
-    assert wait_placed(made, [round(3 * PLACING_S / BUNDLE_S)]) == made
+    def wait(self, monkeypatch, **options):
+        """Return the numbers of the groups that `wait_placed` finds placed, and how long it waits."""
+        monkeypatch.setattr(groups, "_rows", lambda ids: list(self.rows(ids)))
+        monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        placed = wait_placed(self.groups, **options)
+        return [at for at, nodes in enumerate(placed) if nodes == ("node",)], self.now
 
 
-def test_the_deadline_of_a_reservation(waits):
-    """If Ray places nothing, the wait for thousands of bundles ends soon after the reservation's time."""
-    made = make_groups(*[1e9] * 1000)
-    assert wait_placed(made, [8] * 1000, deadline=30.0) == []
-    assert sum(waits) == pytest.approx(30.0 + PLACING_S)
+def test_a_busy_raylet_is_no_lost_race(monkeypatch):
+    """A group that Ray is about to place is waited for, even without any time of the reservation."""
+    assert Table(2.5).wait(monkeypatch, deadline=0.0) == ([0], pytest.approx(2.5, abs=0.3))
+    placed, waited = Table(1e9).wait(monkeypatch, deadline=0.0)
+    assert (placed, waited) == ([], pytest.approx(PLACING_S, abs=0.3))
+    placed, waited = Table(100.0).wait(monkeypatch, deadline=200.0)
+    assert placed == [0]
 
 
-def test_a_reservation_of_what_is_free_now(waits):
-    """Without any time to wait, Ray may place many groups, one after the other, but not without a limit."""
-    made = make_groups(*(0.002 * at for at in range(1000)))
-    assert wait_placed(made, [8] * 1000, deadline=0.0) == made
-    waits.clear()
-    slow = make_groups(*(0.9 * PLACING_S * at for at in range(1000)))
-    few = wait_placed(slow, [1] * 1000, deadline=0.0)
-    assert 0 < len(few) < 100
-    assert sum(waits) == pytest.approx(PLACING_S + 1000 * BUNDLE_S)
+def test_a_lost_race(monkeypatch):
+    """If Ray has found no room for a group, the wait ends soon, and the groups that are placed are known."""
+    placed, waited = Table(0.1, 1e9, 0.2, lacks_from={1: 0.05}).wait(monkeypatch, deadline=600.0)
+    assert placed == [0, 2]
+    assert NO_ROOM_S <= waited <= NO_ROOM_S + 1.0
+    # Ray's views of what is free may differ for some moments.
+    assert Table(0.9, lacks_from={0: 0.0}).wait(monkeypatch, deadline=0.0)[0] == [0]
 
 
-def test_the_wait_is_not_quadratic(waits):
-    """Many groups that Ray places quickly take one wait."""
-    made = make_groups(*(at / 10_000 for at in range(1000)))
-    assert len(wait_placed(made, [1] * 1000)) == 1000
-    assert len(waits) == 1
+def test_many_groups(monkeypatch):
+    """Ray places groups one after the other, however long that takes, and is not asked too often."""
+    table = Table(*(0.02 * at for at in range(1000)))
+    assert len(table.wait(monkeypatch, deadline=0.0)[0]) == 1000
+    assert table.looks < 120
+
+
+def test_a_wait_that_is_not_wanted_any_more(monkeypatch):
+    """A check that raises ends the wait."""
+    with pytest.raises(KeyError):
+        Table(1e9).wait(monkeypatch, deadline=600.0, check=lambda: {}["shut down"])
 
 
 def test_a_creation_fails(monkeypatch):
@@ -101,11 +99,11 @@ def test_a_creation_fails(monkeypatch):
     def create(**_):
         if len(created) == 20:
             raise RuntimeError("the head is gone")
-        created.append(SimpleNamespace())
+        created.append(SimpleNamespace(id=bytes([len(created)])))
         return created[-1]
 
     monkeypatch.setattr(groups, "placement_group", create)
-    monkeypatch.setattr(groups, "wait_placed", lambda made, sizes, deadline: steps.append(len(sizes)) or [])
+    monkeypatch.setattr(groups, "wait_placed", lambda made, **_: steps.append(len(made)) or [])
     monkeypatch.setattr(groups, "remove", lambda made: steps.append(made))
     with pytest.raises(RuntimeError, match="the head is gone"):
         place_pinned({str(at): [("node", {"CPU": 1.0})] for at in range(1000)})
@@ -146,9 +144,10 @@ def assigns(monkeypatch):
 
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [], "neuron_cores": ["3"], "TPU": []})
     monkeypatch.setattr(ray, "remote", lambda **_: Task)
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
+    monkeypatch.setattr(ray, "get", lambda refs: refs)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(slots, "read_nodes", lambda: (Node("a", "192.0.2.1", {}, {}, {}),))
+    monkeypatch.setattr(slots, "read_nodes", lambda **_: (Node("a", "192.0.2.1", {}, {}, {}),))
 
 
 def slot_of(bundle, capacity):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fairlead_placement import HeadTimeoutError
+from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._nodes.head import ask_head, head_deadline, head_is_silent
@@ -144,13 +144,37 @@ def test_the_error(monkeypatch):
     answer.set()
 
 
-def test_threads_are_used_again():
-    """Functions that follow each other share threads, and a thread holds nothing of a function that is over."""
+def test_a_function_that_is_over_is_forgotten():
+    """Nothing of a function stays alive on its thread."""
 
     class Value:
         pass
 
-    # The thread of an earlier test may become idle between two of them.
-    assert len({call_within(20, threading.get_ident) for _ in range(10)}) <= 2
     value = weakref.ref(call_within(20, Value))
     assert value() is None
+
+
+def test_late_requests_are_forgotten(monkeypatch, eventually):
+    """The table of late requests keeps no entry for a request that has ended (seam: whether Ray runs)."""
+    answer = threading.Event()
+    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(_head, "_late", {})
+    for number in range(50):
+        with pytest.raises(HeadTimeoutError):
+            ask_head(f"remove group {number}", answer.wait, 60, timeout_s=0.01)
+    answer.set()
+    assert eventually(lambda: not head_is_silent())
+    answer.clear()
+    with pytest.raises(HeadTimeoutError):
+        ask_head("remove one more", answer.wait, 60, timeout_s=0.01)
+    assert list(_head._late) == ["remove one more"]
+    answer.set()
+
+
+def test_no_request_on_another_ray(monkeypatch):
+    """A request whose Ray has been shut down since it was made is not sent (seam: the connection)."""
+    here = iter(["one", "one", "two"])
+    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(_head, "connection", lambda: next(here))
+    with pytest.raises(PlacementError, match="Ray was shut down before a request was sent"):
+        ask_head("look", pytest.fail, "sent", timeout_s=20)

@@ -13,8 +13,7 @@ import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
-from fairlead_placement._discovery import Target, find_target, local_tag
-from fairlead_placement._init import attach_to
+from fairlead_placement._init import Target, attach_to, find_target, local_tag
 from fairlead_placement._ray_private import Raylet
 
 
@@ -40,7 +39,7 @@ def machine(monkeypatch, tmp_path):
     raylets = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr("fairlead_placement._discovery.list_raylets", lambda: list(raylets))
+    monkeypatch.setattr("fairlead_placement._init.list_raylets", lambda: list(raylets))
     monkeypatch.setattr("fairlead_placement._init.has_node_here", lambda address, timeout_s: True)
     (tmp_path / "ray").mkdir()
     return raylets
@@ -85,16 +84,16 @@ def test_a_head_that_does_not_answer(how, monkeypatch, listening, machine, annou
     with pytest.raises(HeadTimeoutError) as caught:
         init_ray(address=address if how == "argument" else None)
     answers.set()
-    reason, advice = {
-        "argument": ("`address` names", "correct the address, "),
-        "RAY_ADDRESS": ("RAY_ADDRESS names", "correct the address, "),
-        "file": (f"`ray start` announced in {file}", f"delete {file} if that cluster has stopped, "),
-        "process": ("init_ray started in process 77", ""),
+    reason = {
+        "argument": "`address` names",
+        "RAY_ADDRESS": "RAY_ADDRESS names",
+        "file": f"`ray start` announced in {file}",
+        "process": "init_ray started in process 77",
     }[how]
     assert str(caught.value).startswith(
         f"Something listens at {address}, which {reason}, but no Ray head answered there within 0.2 s. Its cluster may "
-        f'have stopped or hang: {advice}stop the rest of that cluster, or pass address="local" to start a cluster of '
-        "your own."
+        "have stopped or hang: stop the rest of it and correct the address (or delete the file), or pass "
+        'address="local" to start a cluster of your own.'
     )
     assert not ray.is_initialized()
 
@@ -107,32 +106,22 @@ def test_order(monkeypatch, listening, machine, announce):
     assert find_target(None).address == newer
     file = announce(older)
     for named in (None, "auto"):
-        assert find_target(named) == Target(
-            older, f"`ray start` announced in {file}", f"delete {file} if that cluster has stopped, "
-        )
+        assert find_target(named) == Target(older, f"`ray start` announced in {file}")
     monkeypatch.setenv("RAY_ADDRESS", newer)
     for named in (None, "auto"):
         assert (find_target(named).address, find_target(named).reason) == (newer, "RAY_ADDRESS names")
     assert (find_target(older).address, find_target(older).reason) == (older, "`address` names")
 
 
-def test_another_users_announcement(listening, announce, caplog, monkeypatch):
-    """A file of another user is not followed. The line about the new cluster says how to attach to the other one."""
+def test_another_users_announcement(listening, announce):
+    """A file of another user is not followed."""
     if os.getuid() != 0:
         pytest.skip("only root can give a file to another user")
     file = announce(listening[0])
     assert find_target(None).address == listening[0]
     os.chown(file, 12345, 12345)
     assert find_target(None) is None
-    monkeypatch.setattr(ray, "init", lambda **options: "context")
-    with caplog.at_level(logging.INFO, "fairlead_placement"):
-        assert init_ray() == "context"
-    foreign = (
-        f"{file} announces one at {listening[0]}, but belongs to another user (uid 12345); to attach to that one, pass "
-        f"address='{listening[0]}' or set RAY_ADDRESS"
-    )
-    assert caplog.messages == [f"Started a Ray cluster on this machine: none was named or announced ({foreign})."]
-    with pytest.raises(PlacementError, match=r"belongs to another user \(uid 12345\)"):
+    with pytest.raises(PlacementError, match='"auto" found none that is named, announced or started by init_ray'):
         init_ray(address="auto")
 
 
@@ -149,9 +138,9 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     with pytest.raises(PlacementError) as caught:
         init_ray(address="auto")
     assert str(caught.value) == (
-        "No Ray cluster was named or announced, and init_ray started none on this machine. Pass an address, set "
-        "RAY_ADDRESS, or start a cluster with `ray start --head`. These clusters of yours are private to the programs "
-        f"that started them: {one} (process 77). Pass the address of one of them to attach to it."
+        '"auto" found none that is named, announced or started by init_ray of the Ray clusters that you run on this '
+        f"machine, which are: {one} (process 77). Pass the address of one of them, set RAY_ADDRESS, or start a cluster "
+        "with `ray start --head`."
     )
     assert find_target("auto", private=True) == Target(one, "process 77 started for itself")
     machine.append(make_raylet(other, "CPU", starter=78))
@@ -164,7 +153,7 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert find_target(None) == find_target("auto")
     machine.append(make_raylet(one, local_tag(), starter=79, started_at=2.0))
-    several = rf"started several Ray clusters on this machine: {other} \(process 78\), {one} \(process 79\)\."
+    several = rf'"auto" found several of .* which are: {other} \(process 78\), {one} \(process 79\)\.'
     with pytest.raises(PlacementError, match=several):
         find_target("auto")
     monkeypatch.setenv("RAY_ADDRESS", "local")
@@ -271,7 +260,7 @@ def test_starting(found, dead_address, monkeypatch, machine, announce):
         assert options["resources"] == {local_tag(): 1}
         assert "_temp_dir" not in options
     monkeypatch.delenv("RAY_ADDRESS")
-    with pytest.raises(PlacementError, match="No Ray cluster was named or announced"):
+    with pytest.raises(PlacementError, match=r'"auto" found none .* which are: none'):
         init_ray(address="auto")
     assert len(started) == 2
     assert logging.getLogger("ray").level < logging.ERROR

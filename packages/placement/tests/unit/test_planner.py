@@ -33,11 +33,11 @@ def empty(nodes):
 
 
 def plan(*args, **options):
-    return decide(*args, **options)[0]
+    return decide(*args, **options).plan
 
 
 def never_fits(*args, **options):
-    return decide(*args, **options)[1]
+    return decide(*args, **options).verdict == "impossible"
 
 
 BUNDLES = [{"CPU": 1}, {"CPU": 1}, {"CPU": 2}, {"CPU": 1, "x": 0.1}, {"CPU": 1, "x": 1}, {"x": 0.5}]
@@ -58,11 +58,10 @@ def clusters(draw, max_nodes=5, cpus=12):
 
 
 @st.composite
-def requests(draw, max_asks=3, strategies=STRATEGIES):
+def requests(draw, max_asks=3):
     random = draw(randoms)
-    strategy = random.choice(strategies)
     numbers = sorted(random.sample(range(9), random.randint(1, max_asks)))
-    return [Ask(number, random.randint(1, 3), random.choice(BUNDLES), strategy) for number in numbers]
+    return [Ask(number, random.randint(1, 3), random.choice(BUNDLES)) for number in numbers]
 
 
 @given(requests(), clusters(), st.booleans())
@@ -82,21 +81,14 @@ def test_a_plan_fits(asks, nodes, own_nodes):
 
 
 @given(requests(), clusters(), st.booleans())
-def test_the_strategy_is_kept(asks, nodes, own_nodes):
-    """STRICT_PACK uses one node per logical node and STRICT_SPREAD one per bundle; all use physical order."""
+def test_a_logical_node_is_on_one_node(asks, nodes, own_nodes):
+    """STRICT_PACK uses one node per logical node, which is its own with `own_nodes`."""
     chosen = plan(asks, nodes, own_nodes=own_nodes)
     assume(chosen is not None)
 
-    for ask in asks:
-        ids = chosen[ask.node_idx]
-        assert list(ids) == sorted(ids)
-        if ask.strategy == "STRICT_PACK":
-            assert len(set(ids)) == 1
-        if ask.strategy == "STRICT_SPREAD":
-            assert len(set(ids)) == len(ids)
+    assert all(len(set(ids)) == 1 for ids in chosen.values())
     if own_nodes:
-        for one, other in itertools.combinations(chosen.values(), 2):
-            assert not set(one) & set(other)
+        assert len({ids[0] for ids in chosen.values()}) == len(chosen)
 
 
 @given(requests(), clusters(), st.booleans())
@@ -155,8 +147,9 @@ SELECTORS = [{}, {}, {}, {"zone": "a"}, {"zone": "!a"}, {"zone": "in(a,b)"}, {"z
 @st.composite
 def mixed_requests(draw):
     random = draw(randoms)
+    strategy = random.choice(["STRICT_PACK", "STRICT_PACK", *STRATEGIES])
     return [
-        Ask(number, random.randint(1, 3), random.choice(BUNDLES), random.choice(STRATEGIES), random.choice(SELECTORS))
+        Ask(number, random.randint(1, 3), random.choice(BUNDLES), strategy, random.choice(SELECTORS))
         for number in range(random.randint(1, 4))
     ]
 
@@ -172,64 +165,78 @@ def labelled_clusters(draw):
 
 @settings(max_examples=400)
 @given(mixed_requests(), labelled_clusters(), st.booleans())
-def test_refused_only_if_impossible(asks, nodes, own_nodes):
-    """A plan keeps every rule, and an impossible request has no assignment, for every mix of strategies and labels.
+def test_what_a_verdict_says(asks, nodes, own_nodes):
+    """All assignments are tried, for every strategy, mixed bundles and labels.
 
-    All assignments are tried. STRICT_PACK on nodes of its own has a plan if there is any assignment.
+    "impossible" has no assignment on idle nodes, "taken" has one there, and a plan keeps every rule.
     """
-    chosen, impossible = decide(asks, empty(nodes), own_nodes=own_nodes)
-    if impossible:
+    own_nodes = own_nodes and asks[0].strategy == "STRICT_PACK"  # Ray chooses the nodes of the others
+    chosen, verdict = decide(asks, nodes, own_nodes=own_nodes)
+    assert (chosen is not None) == (verdict == "fits")
+    if verdict == "impossible":
         assert not brute(asks, empty(nodes), own_nodes)
-    elif own_nodes and {ask.strategy for ask in asks} <= {"STRICT_PACK", "STRICT_SPREAD"}:
-        assert chosen is not None
-    chosen = plan(asks, nodes, own_nodes=own_nodes)
-    if chosen is None:
-        return
-    labels = {one.node_id: one.labels for one in nodes}
-    for ask in asks:
-        assert len(chosen[ask.node_idx]) == ask.count
-        assert all(matches(ask.labels, labels[node_id]) for node_id in chosen[ask.node_idx])
-        assert len(set(chosen[ask.node_idx])) in {
-            "STRICT_PACK": {1},
-            "STRICT_SPREAD": {ask.count},
-        }.get(ask.strategy, range(5))
-    for one in nodes:
-        for name, room in {"CPU": 0, "x": 0, **one.free}.items():
-            taken = sum(ask.bundle.get(name, 0) * chosen[ask.node_idx].count(one.node_id) for ask in asks)
-            assert taken <= room + 1e-9
+    if verdict == "taken" and asks[0].strategy == "STRICT_PACK":
+        assert brute(asks, empty(nodes), own_nodes)
+    if asks[0].strategy != "STRICT_PACK":
+        assert chosen in (None, {})
+    elif chosen is not None:
+        labels = {one.node_id: one.labels for one in nodes}
+        for ask in asks:
+            assert len(chosen[ask.node_idx]) == ask.count
+            assert all(matches(ask.labels, labels[node_id]) for node_id in chosen[ask.node_idx])
+        for one in nodes:
+            for name, room in {"CPU": 0, "x": 0, **one.free}.items():
+                taken = sum(ask.bundle.get(name, 0) * chosen[ask.node_idx].count(one.node_id) for ask in asks)
+                assert taken <= room + 1e-9
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=1, max_size=5))
-def test_strict_spread_refused_only_if_impossible(counts, cpus):
-    """For equal bundles on shared nodes, STRICT_SPREAD is refused only if no assignment exists."""
+@settings(max_examples=2000)
+@given(randoms)
+def test_one_resource_against_all_arrangements(random):
+    """With one logical node per node and one resource, no feasible request is refused.
 
-    def search(left, room):
-        if not left:
-            return True
-        return any(
-            all(room[at] > 0 for at in tried) and search(left[1:], [cpu - (at in tried) for at, cpu in enumerate(room)])
-            for tried in itertools.combinations(range(len(room)), left[0])
-        )
-
-    found = plan(asks_of(*counts, strategy="STRICT_SPREAD"), nodes_of(*cpus))
-
-    assert (found is not None) == search(counts, cpus)
-
-
-def test_a_plan_that_is_not_found():
-    """Largest first puts 5 and 4 together and fails on 4, 3 and 3: there is no plan, but it is not impossible."""
-    assert decide(asks_of(5, 4, 4, 3, 2, 2), nodes_of(10, 10)) == (None, False)
-    assert decide(asks_of(5, 4, 4, 3, 2, 3), nodes_of(10, 10)) == (None, True)  # more than there is in total
+    Whatever the mode, nothing infeasible is called taken, and nothing feasible impossible.
+    """
+    sizes = enumerate(random.choices(range(9), k=4))
+    nodes = [node(f"n{at}", {"CPU": random.randint(0, cpu)}, CPU=cpu) for at, cpu in sizes]
+    if random.random() < 0.5:
+        nodes = empty(nodes)
+    asks = asks_of(*random.choices(range(1, 7), k=random.randint(1, 4)))
+    for own_nodes in (True, False):
+        now, ever = (brute(asks, there, own_nodes) for there in (nodes, empty(nodes)))
+        verdict = decide(asks, nodes, own_nodes=own_nodes).verdict
+        if own_nodes:
+            assert verdict == ("fits" if now else "taken" if ever else verdict)
+        assert now or verdict != "fits"
+        assert ever or verdict in ("impossible", "not found")
+        assert not ever or verdict != "impossible"
 
 
-@given(mixed_requests(), labelled_clusters(), st.booleans())
-def test_a_refusal_is_for_idle_nodes(asks, nodes, own_nodes):
-    """Whether a request is impossible depends on the nodes when nothing runs on them, which have no plan then."""
-    chosen, impossible = decide(asks, empty(nodes), own_nodes=own_nodes)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=1), st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_strict_spread(counts, cpus):
+    """A logical node with STRICT_SPREAD is refused if too few nodes have room for a bundle, and only then."""
+    found = decide(asks_of(*counts, strategy="STRICT_SPREAD"), nodes_of(*cpus))
 
-    assert not (chosen and impossible)
-    if plan(asks, nodes, own_nodes=own_nodes) is None:
-        assert never_fits(asks, nodes, own_nodes=own_nodes) == (impossible and chosen is None)
+    assert found.verdict == ("fits" if sum(cpu > 0 for cpu in cpus) >= counts[0] else "impossible")
+
+
+def test_what_is_proven_and_what_is_not_found():
+    """The proof counts requests that are as large as another one; else the verdict does not claim a proof."""
+    assert decide(asks_of(5, 6, 5), nodes_of(8, 8)) == (None, "impossible")  # three of 5 or more
+    assert decide(asks_of(5, 4, 3), nodes_of(6, 6)) == (None, "not found")
+    # Largest first puts 5 and 4 together and fails on 4, 3 and 3, although 5 + 3 + 2 and 4 + 4 + 2 fit.
+    assert decide(asks_of(5, 4, 4, 3, 2, 2), nodes_of(10, 10)) == (None, "not found")
+    assert decide(asks_of(5, 4, 4, 3, 2, 3), nodes_of(10, 10)) == (None, "impossible")  # more than there is in total
+
+
+def test_what_others_hold_matters_only_if_it_is_needed():
+    """A resource that is in use counts only on nodes that the request may use, and only if it asks for it."""
+    full = node("n0", {"CPU": 8, "x": 0}, CPU=8, x=1)
+    assert decide(asks_of(9), [full]).verdict == "impossible"
+    assert decide(asks_of(5, 4, 4, 3, 2, 2), [full, *nodes_of(10, 10)]).verdict == "fits"
+    asks = [dataclasses.replace(ask, labels={"zone": "a"}) for ask in asks_of(5, 4, 3)]
+    nodes = [dataclasses.replace(one, labels={"zone": "a"}) for one in nodes_of(6, 6)]
+    assert decide(asks, [node("n9", {}, CPU=8), *nodes]).verdict == "not found"
 
 
 def test_deciding_does_no_work_twice(monkeypatch):
@@ -238,9 +245,9 @@ def test_deciding_does_no_work_twice(monkeypatch):
     site = _planner.Site
     monkeypatch.setattr(_planner, "Site", lambda *args: made.append(args) or site(*args))
 
-    assert decide(asks_of(11), nodes_of(10, 10)) == (None, True)
+    assert decide(asks_of(11), nodes_of(10, 10)) == (None, "impossible")
     assert len(made) == 1
-    assert decide(asks_of(9), [node("busy", {"CPU": 5}, CPU=9)]) == (None, False)
+    assert decide(asks_of(9), [node("busy", {"CPU": 5}, CPU=9)]) == (None, "taken")
     assert len(made) == 3
 
 
@@ -260,7 +267,7 @@ def test_labels():
 
     assert plan([Ask(0, 2, {"CPU": 1}, labels={"market": "!spot"})], nodes) == {0: ("n1", "n1")}
     assert plan([Ask(0, 2, {"CPU": 1}, labels={"market": "in(spot,other)"})], nodes) == {0: ("n0", "n0")}
-    assert plan([Ask(0, 6, {"CPU": 1}, "PACK", {"market": "!spot"})], nodes) is None
+    assert plan([Ask(0, 6, {"CPU": 1}, labels={"market": "!spot"})], nodes) is None
     assert never_fits([Ask(0, 1, {"CPU": 1}, labels={"market": "other"})], nodes)
 
 
@@ -324,9 +331,9 @@ def test_segments_are_refused_only_if_impossible(random):
     def search(left, free):
         return not left or any(search(left[1:], free - taken) for taken in fits(left[0], free))
 
-    chosen, impossible = decide(asks_of(*counts), nodes, segment_size=2)
+    chosen, verdict = decide(asks_of(*counts), nodes, segment_size=2)
 
-    if impossible:
+    if verdict == "impossible":
         assert not search(groups, {one.node_id for one in nodes})
     if chosen is not None:
         by_id = {one.node_id: one for one in nodes}
@@ -382,31 +389,25 @@ def test_uneven_nodes(counts, cpus, expected):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "count", "cpus", "expected"),
+    ("strategy", "count", "cpus", "verdict"),
     [
-        ("PACK", 4, [3, 4, 5], {"n1": 4}),
-        ("PACK", 6, [1, 3, 4], {"n1": 2, "n2": 4}),
-        ("PACK", 9, [1, 3, 4], None),
-        ("SPREAD", 4, [3, 4, 5], {"n0": 2, "n1": 1, "n2": 1}),
-        ("SPREAD", 4, [1, 0, 5], {"n0": 1, "n2": 3}),
-        ("SPREAD", 7, [1, 0, 5], None),
-        ("STRICT_SPREAD", 2, [3, 0, 5], {"n0": 1, "n2": 1}),
-        ("STRICT_SPREAD", 3, [3, 0, 5], None),
-        ("STRICT_PACK", 4, [3, 0, 5], {"n2": 4}),
-        ("STRICT_PACK", 6, [3, 0, 5], None),
+        ("PACK", 4, [3, 4, 5], "fits"),
+        ("PACK", 9, [1, 3, 4], "impossible"),
+        ("SPREAD", 4, [1, 0, 5], "fits"),
+        ("SPREAD", 7, [1, 0, 5], "impossible"),
+        ("STRICT_SPREAD", 2, [3, 0, 5], "fits"),
+        ("STRICT_SPREAD", 3, [3, 0, 5], "impossible"),
     ],
 )
-def test_strategies(strategy, count, cpus, expected):
-    """PACK uses as few nodes as possible, SPREAD as many, STRICT_PACK one, STRICT_SPREAD one per bundle."""
-    chosen = plan(asks_of(count, strategy=strategy), nodes_of(*cpus))
-
-    assert (chosen and Counter(chosen[0])) == expected
+def test_strategies_of_ray(strategy, count, cpus, verdict):
+    """With these, Ray chooses the nodes, so the plan is empty; what is impossible is known before Ray is asked."""
+    assert decide(asks_of(count, strategy=strategy), nodes_of(*cpus)) == ({} if verdict == "fits" else None, verdict)
 
 
 def test_own_nodes():
     """Two logical nodes share a physical one, unless `own_nodes` forbids it."""
     assert plan(asks_of(2, 2), nodes_of(4, 1)) == {0: ("n0", "n0"), 1: ("n0", "n0")}
-    assert plan(asks_of(2, 2), nodes_of(4, 1), own_nodes=True) is None
+    assert decide(asks_of(2, 2), nodes_of(4, 1), own_nodes=True) == (None, "impossible")
 
 
 def test_the_scarce_node_is_left_to_the_ask_that_needs_it():
@@ -418,12 +419,12 @@ def test_the_scarce_node_is_left_to_the_ask_that_needs_it():
 
 
 def test_idle():
-    """If there is no plan, the second result distinguishes "taken" from "impossible"."""
+    """If there is no plan, the verdict distinguishes "taken" from "impossible"."""
     nodes = [node("n0", {"CPU": 1}, CPU=4), node("n1", {}, CPU=2)]
 
-    assert decide(asks_of(2), nodes) == (None, False)
-    assert decide(asks_of(5), nodes) == (None, True)
-    assert decide(asks_of(2), empty(nodes)) == ({0: ("n0", "n0")}, False)
+    assert decide(asks_of(2), nodes) == (None, "taken")
+    assert decide(asks_of(5), nodes) == (None, "impossible")
+    assert decide(asks_of(2), empty(nodes)) == ({0: ("n0", "n0")}, "fits")
 
 
 def test_amounts_are_exact():

@@ -12,6 +12,7 @@ from ray._private.authentication import authentication_token_setup
 from ray.core.generated import autoscaler_pb2
 
 from fairlead_placement import _ray_private as private
+from fairlead_placement.spi import run_in_thread
 
 
 class State:
@@ -153,14 +154,15 @@ def test_visible_gpus(monkeypatch):
     assert private.visible_gpus() is None
 
 
-@pytest.mark.parametrize("missing", ["the function", "the module"])
+@pytest.mark.parametrize("missing", ["the switch", "the module"])
 def test_never_connect(monkeypatch, missing):
-    monkeypatch.delattr(auto_init_hook, "auto_init_ray")
+    """A Ray without the switch is left as it is."""
+    monkeypatch.delattr(auto_init_hook, "enable_auto_connect")
     if missing == "the module":
         monkeypatch.setitem(sys.modules, "ray._private.auto_init_hook", None)
         monkeypatch.delattr(ray._private, "auto_init_hook")
-    private.never_connect()
-    assert not hasattr(auto_init_hook, "auto_init_ray")
+    run_in_thread(private.never_connect).result(20)
+    assert not hasattr(auto_init_hook, "enable_auto_connect")
 
 
 def test_create_actor():

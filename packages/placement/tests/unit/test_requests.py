@@ -87,3 +87,13 @@ def test_a_head_that_hangs_while_an_agent_is_replaced(agents, monkeypatch):
     monkeypatch.setattr(_agent, "agents_of", hang)
     found = ask_nodes("memory", {"n0": (), "n1": ()}, 60.0)
     assert (str(found["n0"]), found["n1"]) == ("no answer of the head", "fine")
+
+
+def test_handles_of_ended_sessions_are_forgotten(monkeypatch):
+    """The table of agents has those of this session and job, and does not grow with each Ray of the process."""
+    monkeypatch.setattr(_agent, "_handles", {})
+    monkeypatch.setattr(_agent, "ask_head", lambda request, create, keys: dict.fromkeys(keys, "agent"))
+    for session in ("one", "two"):
+        monkeypatch.setattr(_agent, "_key", lambda node_id, session=session: (session, "job", node_id))
+        assert _agent.agents_of({"n0": None, "n1": None}) == {"n0": "agent", "n1": "agent"}
+    assert {key[0] for key in _agent._handles} == {"two"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work at intervals, which a thread begins and others do, without Ray."""
+"""Work at intervals on a background thread, without Ray."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from fairlead_placement.spi import Rounds, wait_until
 
 def is_active(rounds):
     """Return whether a round is to begin or under way."""
-    return rounds in module._monitors[os.getpid()].active
+    return rounds in module._active
 
 
 class Work:
@@ -71,8 +71,8 @@ def test_until_nothing_is_left(work):
     assert work.threads == {"fairlead-io"}
 
 
-def test_one_thread_for_all():
-    """A round that takes its time does not delay those of others, and one thread begins all of them."""
+def test_a_slow_round():
+    """A round that takes its time does not delay those of others."""
     go_on, begun = threading.Event(), threading.Event()
     slow = Rounds(0.0, lambda: go_on.wait(30), lambda: False, exit_s=30.0)
     quick = Rounds(0.0, begun.set, lambda: False, exit_s=30.0)
@@ -81,16 +81,6 @@ def test_one_thread_for_all():
     assert begun.wait(30)
     go_on.set()
     assert slow.close(30)
-    assert [thread.name for thread in threading.enumerate()].count("fairlead-monitor") == 1
-
-
-def test_first_round():
-    """The first round may begin at another time than the others."""
-    begun = threading.Event()
-    rounds = Rounds(3600.0, begun.set, lambda: True, first_s=0.0, exit_s=30.0)
-    rounds.start()
-    assert begun.wait(30)
-    rounds.close()
 
 
 def test_close(work):
@@ -170,7 +160,7 @@ def test_memory():
 
 
 def test_in_a_fork():
-    """A fork, which has no monitor, does its own rounds."""
+    """A fork does its own rounds."""
     Rounds(0.0, lambda: None, lambda: False, exit_s=30.0).start()
     child = os.fork()
     if child == 0:

@@ -5,10 +5,10 @@ Ray waits for its head without a deadline, and notices the death of a node after
 go through `Head`, which gives them a deadline.
 """
 
+import math
 import socket
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import ray
@@ -57,31 +57,20 @@ class Head:
 
     def result(self, job: Job[_T], *, undo: Callable[[_T], object] | None = None) -> _T:
         """Wait for the result of a request for as long as the head answers; `undo` is as for `call`."""
-        request = job.future
 
-        def reverse(request: Future[_T]) -> None:
-            if undo is not None and request.exception() is None and ray.is_initialized():
-                undo(request.result())
+        def reverse(value: _T) -> None:
+            if undo is not None and ray.is_initialized():
+                undo(value)
 
         try:
-            while not job.over.wait(_PROBE_S):
-                self.check()
-        except BaseException as error:
-            request.add_done_callback(reverse)
-            # After an interrupt the request still finishes, and is reversed before this returns.
-            if undo is not None and not isinstance(error, HeadUnreachableError):
-                while not job.over.wait(_PROBE_S) and not self.is_silent():
-                    pass
-            raise
-        failure = request.exception()
-        if failure is not None:
+            value = job.result(math.inf, undo and reverse, check=self.check)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError) as failure:
             # Some requests of Ray to its head have their own deadlines.
-            timed_out = isinstance(failure, (ray.exceptions.GetTimeoutError, ray.exceptions.RpcError))
-            if timed_out and not isinstance(failure, ray.exceptions.RayTaskError) and self.is_silent():
+            if not isinstance(failure, ray.exceptions.RayTaskError) and self.is_silent():
                 raise HeadUnreachableError(self.silent_s) from failure
-            raise failure
+            raise
         self._silent_since, self._answered_at = None, self._clock()
-        return request.result()
+        return value
 
     def is_silent(self) -> bool:
         """Probe the head once, which takes at most about a second, and return whether it did not answer."""

@@ -12,7 +12,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .. import _ray_private
-from .._discovery import refuse_client
 from .._ray_private import (
     block_shutdown,
     collect,
@@ -21,7 +20,7 @@ from .._ray_private import (
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters
 from .background import run_each
-from .head import alive_nodes, ask_head, choose_alive, head_deadline
+from .head import alive_nodes, ask_head, choose_alive, head_deadline, refuse_client
 from .usage import GpuMemory, NodeUsage, ProcessUsage
 
 _T = TypeVar("_T")
@@ -55,12 +54,18 @@ def _actor_class() -> Any:
 def agents_of(instead_of: Mapping[str, Any]) -> dict[str, Any]:
     """Return the agents of nodes, by node id, and create those that are missing. `instead_of` has those that died."""
     keys = {node_id: _key(node_id) for node_id in instead_of}
-    missing = [node_id for node_id, key in keys.items() if _handles.get(key) == instead_of[node_id]]
+    found = {key: _handles.get(key) for key in keys.values()}
+    missing = [node_id for node_id, key in keys.items() if found[key] == instead_of[node_id]]
     if missing:
         others = f" and of {len(missing) - 1} more" if missing[1:] else ""
         created = ask_head(f"start the agent of node {missing[0][:8]}{others}", _create, [keys[one] for one in missing])
+        # Agents end with their session and job, so handles of others are of no use any more.
+        present = {key[:2] for key in keys.values()}
+        for key in [key for key in [*_handles] if key[:2] not in present]:
+            _handles.pop(key, None)
         _handles.update(created)
-    return {node_id: _handles[key] for node_id, key in keys.items()}
+        found |= created
+    return {node_id: found[key] for node_id, key in keys.items()}
 
 
 def _create(keys: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
@@ -195,7 +200,8 @@ class NodeAgent:
 def dismiss_agents(node_ids: Iterable[str]) -> None:
     """Have the agents of nodes leave that this process has used, unless they hold something for another purpose."""
     with block_shutdown():
-        agents = [_handles.get(_key(node_id)) for node_id in node_ids] if ray.is_initialized() else []
+        # The name leads to an agent that stays for another purpose, so its handle need not be kept.
+        agents = [_handles.pop(_key(node_id), None) for node_id in node_ids] if ray.is_initialized() else []
         for agent in filter(None, agents):
             agent.leave.options(num_returns=0).remote()
 

@@ -207,7 +207,8 @@ class AgentProcess:
 
         For a watcher further samples are taken once a second, until it is released or its owner has ended.
         """
-        if watcher is None:
+        # A request may arrive after the one that releases its watcher. Then it takes a single sample.
+        if watcher is None or watcher in self._released:
             return (*self._sample(Peaks()), time.time())
         with self._lock:
             self._owner[watcher] = owner

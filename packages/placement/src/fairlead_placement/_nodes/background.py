@@ -21,8 +21,10 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 # The name of a thread, unless what it does has one of its own.
 IO = "fairlead-io"
-# A thread that has nothing to do waits for the next function, unless so many do.
+# A thread that has nothing to do waits for the next function, unless so many do. A request is quicker than its start.
 IDLE_KEPT = 4
+# How often a wait for a function looks whether it should end.
+CHECK_S = 1.0
 # A signal such as Ctrl-C is handled within this time.
 SIGNAL_S = 0.5
 
@@ -73,30 +75,46 @@ class Job(Generic[_T]):
     future: Future[_T] = field(default_factory=Future)
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
-    def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
+    def result(
+        self,
+        timeout_s: float,
+        undo: Callable[[_T], object] | None = None,
+        *,
+        check: Callable[[], object] | None = None,
+    ) -> _T:
         """Wait for the function, and return what it returns.
 
         Args:
             timeout_s: the seconds to wait.
-            undo: reverts what the function did if it returns after a TimeoutError or an interrupt of this call. After
-                an interrupt this call waits for the function until the timeout.
+            undo: reverts what the function did if it returns after this call has ended. After an interrupt this call
+                waits for the function as long as it would have.
+            check: is called every `CHECK_S` seconds during the wait, and raises if that should end.
 
         Raises:
             TimeoutError: the function did not return in time. It continues in the background.
-            Exception: any exception of the function.
+            Exception: any exception of the function, or of `check`.
         """
+        ends = time.monotonic() + timeout_s
 
         def revert(future: Future[_T]) -> None:
             if undo is not None and future.exception() is None:
                 undo(future.result())
 
+        def wait() -> None:
+            longest_s = math.inf if check is None else CHECK_S
+            while not self.over.wait(max(0.0, min(longest_s, ends - time.monotonic()))):
+                if time.monotonic() >= ends:
+                    raise TimeoutError(f"no answer within {timeout_s:g} s")
+                if check is not None:
+                    check()
+
         try:
-            if not self.over.wait(timeout_s):
-                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            wait()
         except BaseException as error:
             self.future.add_done_callback(revert)
-            if undo is not None and not isinstance(error, TimeoutError):
-                self.over.wait(max(0.0, self.began + timeout_s - time.monotonic()))
+            if undo is not None and not isinstance(error, Exception):
+                with contextlib.suppress(Exception):
+                    wait()
             raise
         return self.future.result()
 
@@ -134,6 +152,20 @@ def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Jo
     return job
 
 
+def _serve(work: "queue.SimpleQueue[_Work]") -> None:
+    never_connect()
+    me = threading.current_thread()
+    is_kept = True
+    while is_kept:
+        me.name, call, over = work.get()
+        call()
+        me.name = IO
+        del call
+        if is_kept := len(_idle) < IDLE_KEPT:
+            _idle.append(work)
+        over.set()
+
+
 def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
     try:
         future.set_result(function(*args))
@@ -164,17 +196,3 @@ def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: i
     for _ in range(min(at_once, len(items))):
         run_in_thread(serve)
     return futures
-
-
-def _serve(work: "queue.SimpleQueue[_Work]") -> None:
-    never_connect()
-    me = threading.current_thread()
-    is_kept = True
-    while is_kept:
-        me.name, call, over = work.get()
-        call()
-        me.name = IO
-        del call
-        if is_kept := len(_idle) < IDLE_KEPT:
-            _idle.append(work)
-        over.set()

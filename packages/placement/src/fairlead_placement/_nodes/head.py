@@ -7,6 +7,7 @@ background thread, and may outlive the call. While one outlives it, requests lik
 
 import contextlib
 import contextvars
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -14,10 +15,9 @@ from typing import Any, TypeVar
 import ray
 from ray.util.placement_group import placement_group_table
 
-from .._discovery import refuse_client
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
-from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, live_actors
+from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, is_client, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, run_in_thread
@@ -26,12 +26,27 @@ _T = TypeVar("_T")
 # The limit of methods that have none of their own.
 HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
-LEAST_S = 2.0
+# So everything ends less than a second after its deadline.
+LEAST_S = 0.9
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
 # Requests whose callers have stopped waiting, with their connections, by their description.
 _late: dict[str, tuple[object, Job[Any]]] = {}
+
+
+CLIENT_REMEDY = (
+    "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
+    "with `ray job submit`."
+)
+
+
+def refuse_client() -> None:
+    """Raise a PlacementError if this process is connected to Ray through Ray Client."""
+    if is_client():
+        raise PlacementError(
+            f"This process is connected to Ray through Ray Client, which Fairlead does not support. {CLIENT_REMEDY}"
+        )
 
 
 @contextlib.contextmanager
@@ -96,12 +111,15 @@ def ask_head(
             if not late[1].over.wait(max(0.0, began + timeout_s - now)):
                 raise TimeoutError
             timeout_s -= time.monotonic() - now
-        job = run_in_thread(function, *args)
+        here = connection()
+        job = run_in_thread(_only_on(here, function), *args)
         try:
             return job.result(max(0.0, timeout_s), undo)
         except BaseException:
             if not job.over.is_set():
-                _late[request] = connection(), job
+                for other in [name for name, (_, late) in [*_late.items()] if late.over.is_set()]:
+                    _late.pop(other, None)
+                _late[request] = here, job
             raise
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
@@ -111,6 +129,18 @@ def ask_head(
             "process (gcs_server) may be stopped, overloaded or unreachable: look at the head node and the network to "
             "it, and try again."
         ) from error
+
+
+def _only_on(here: object | None, function: Callable[..., _T]) -> Callable[..., _T]:
+    """Return the function, which fails if another thread has shut Ray down before the request is sent."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> _T:
+        if connection() != here:
+            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
+        return function(*args)
+
+    return call
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:
@@ -163,8 +193,11 @@ def choose_alive(node_ids: Iterable[str], *, timeout_s: float | None = None) -> 
     return [node_id for node_id in node_ids if node_id in alive]
 
 
-def read_nodes() -> tuple[Node, ...]:
+def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
     """Return the nodes that are alive and not draining, in physical order.
+
+    Args:
+        with_free: whether to ask what is free on them; else all of it looks free.
 
     Raises:
         PlacementError: Ray is not running.
@@ -173,7 +206,8 @@ def read_nodes() -> tuple[Node, ...]:
     if not ray.is_initialized():
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
     free, leaving, rows = ask_head(
-        "list the nodes and what is free on them", lambda: (free_per_node(), drain_deadlines(), ray.nodes())
+        "list the nodes and what is free on them",
+        lambda: (free_per_node() if with_free else None, drain_deadlines(), ray.nodes()),
     )
     return tuple(
         physical_order(

@@ -1,86 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which node each bundle goes to, from what is requested and what is there.
+"""Decides which node each logical node goes to, from what is requested and what is there.
 
 Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3. Nodes that have the same
-amounts are interchangeable, and so are asks of the same shape: the work grows with the number of kinds of both.
+amounts are of one kind, and logical nodes of the same size are interchangeable. So the work grows with the number of
+nodes and with the number of sizes, not with their product with the logical nodes.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import islice
+from typing import NamedTuple
 
-from .._model import PRECISION, Ask, Node, Strategy, group_pairs, matches
-from .match import match
+from .._model import PRECISION, Ask, Node, Verdict, group_pairs, matches
 from .topology import node_place
 
-# Per logical node, the node of each of its bundles as a number in physical order.
-Places = dict[int, list[int]]
+# By logical node, its node as a number in physical order.
+Places = dict[int, int]
 Amounts = tuple[int, ...]
-# What nodes of one kind have left, and which selectors they match.
-Room = tuple[Amounts, tuple[bool, ...]]
 
 
-@dataclass(frozen=True, eq=False)
-class Shape:
-    """The shape of interchangeable asks, with amounts as the planner counts them."""
+class Decision(NamedTuple):
+    """Whether a request fits.
 
-    number: int
-    count: int
-    bundle: Amounts
-    selector: int
-    strategy: Strategy
-    # The number of bundles that are placed together: all of them if they have to be on one node, else one. They are a
-    # unit, which takes these amounts.
-    least: int
-    unit: Amounts
-    fits: list[int]  # how many bundles a node of each kind holds
+    Attributes:
+        plan: by logical node, the node id of each of its bundles; None unless the verdict is "fits", and empty if Ray
+            chooses the nodes.
+        verdict: as in `ReservationReport`.
+    """
 
-
-# The logical nodes of each shape.
-Members = dict[Shape, list[int]]
+    plan: dict[int, tuple[str, ...]] | None
+    verdict: Verdict
 
 
 def decide(
     asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
-) -> tuple[dict[int, tuple[str, ...]] | None, bool]:
-    """Return the node id of each bundle of each `node_idx`, from what is free on the nodes, or None without a plan.
+) -> Decision:
+    """Place requests of one strategy on nodes in physical order, by what is free there.
 
-    The nodes are in physical order. The second result is whether it is certain that these nodes cannot hold the asks
-    even when nothing else runs there. With `own_nodes`, no two logical nodes are on one physical node. With
-    `segment_size`, the complete groups of that many logical nodes, by number, are each on physical nodes of their own
-    in one topology domain.
+    If possible, logical nodes get physical nodes of their own in the requested order. If not, the largest takes the
+    tightest node that is still unused. If that fails too, logical nodes share physical nodes, the largest first. No
+    choice is revised, so uneven requests may have an arrangement that is not found.
+
+    Args:
+        asks: the requests. Ray chooses the nodes of those whose strategy is not STRICT_PACK.
+        nodes: the nodes.
+        own_nodes: whether no two logical nodes share a physical node.
+        segment_size: place the complete groups of that many logical nodes, by number, on physical nodes of their own in
+            one topology domain each.
+
+    Returns:
+        The plan and the verdict. It is "impossible" only if totals or the largest requests prove that, and "taken" only
+        if there is a plan for the nodes when nothing runs on them.
     """
-    # If possible, logical nodes get physical nodes of their own in the requested order. If not, the most demanding
-    # takes the tightest node that is still unused. If that fails too, logical nodes share physical nodes, the most
-    # demanding first. No choice is revised, so uneven asks on uneven nodes may have a plan that is not found. The nodes
-    # of all asks of one shape are then assigned in physical order, so logical order follows physical order.
-    site = Site(asks, nodes, False, own_nodes)
-    if segment_size is None:
-        found = site.place(site.asks, range(len(nodes)), own_nodes)
-    else:
-        found = site.place_in_segments(site.asks, segment_size)
-    if found is not None:
-        return {ask.node_idx: tuple([nodes[at].node_id for at in found[ask.node_idx]]) for ask in site.asks}, False
+    own_nodes = own_nodes or segment_size is not None
+    free = Site(asks, nodes, False, own_nodes)
+    plan = free.make_plan(segment_size)
+    if plan is not None:
+        return Decision(plan, "fits")
+    idle = Site(asks, nodes, True, own_nodes) if is_in_use(asks, nodes) else free
+    if idle.is_impossible(segment_size):
+        return Decision(None, "impossible")
+    return Decision(None, "taken" if idle is not free and idle.make_plan(segment_size) is not None else "not found")
+
+
+def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
+    """Return whether anything that the requests need is in use on a node that they may use."""
     names = {name for ask in asks for name in ask.bundle}
-    if any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in nodes for name in names):
-        site = Site(asks, nodes, True, own_nodes)
-    return None, site.is_impossible(segment_size)
+    selectors = list({tuple(ask.labels.items()): ask.labels for ask in asks}.values())
+    return any(
+        node.free.get(name, 0.0) < node.total.get(name, 0.0)
+        for node in nodes
+        if any(matches(selector, node.labels) for selector in selectors)
+        for name in names
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """Interchangeable requests, with amounts as the planner counts them.
+
+    A unit is what has to be on one node: the whole logical node, or a bundle if Ray may spread these.
+    """
+
+    unit: Amounts
+    selector: int
+    units: int  # of a logical node
+    apart: bool  # whether no two units of a logical node share a node
+    fits: list[int]  # how many units a node of each kind holds
 
 
 class Site:
-    """The asks by shape, and the nodes by what they have for those asks: all of it if `idle`, else what is free."""
+    """The requests by shape, and the nodes by what they have for those: all of it if `idle`, else what is free."""
 
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
-        asks = sorted(asks, key=lambda ask: ask.node_idx)
-        self.asks, self.nodes, self.own_nodes = asks, nodes, own_nodes
-        alike = list(group_pairs((ask.shape, ask) for ask in asks).values())
+        self.asks = sorted(asks, key=lambda ask: ask.node_idx)
+        self.nodes, self.own_nodes = nodes, own_nodes
+        alike = list(group_pairs((ask.shape, ask) for ask in self.asks).values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
         selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask, *_ in alike}.values())
         numbers: dict[object, int] = {}
-        self.rooms: list[Room] = []
+        # What a node of each kind has, and which selectors it matches; and the kind of each node.
+        self.kinds: list[tuple[Amounts, tuple[bool, ...]]] = []
         self.kind_of: list[int] = []
         plain = (True,) * len(selectors) if not any(selectors) else None
         for node in nodes:
@@ -88,233 +110,180 @@ class Site:
             matched = plain or tuple([matches(selector, node.labels) for selector in selectors])
             seen = (tuple(map(has.get, names)), matched)
             number = numbers.setdefault(seen, len(numbers))
-            if number == len(self.rooms):
-                self.rooms.append((tuple(round((amount or 0) * PRECISION) for amount in seen[0]), matched))
+            if number == len(self.kinds):
+                self.kinds.append((tuple(round((amount or 0) * PRECISION) for amount in seen[0]), matched))
             self.kind_of.append(number)
         self.shape_of: dict[int, Shape] = {}
-        self.members: Members = {}
-        counted: dict[tuple[Amounts, int], list[int]] = {}
-        for s, (ask, *others) in enumerate(alike):
-            amounts = tuple(round(ask.bundle.get(name, 0) * PRECISION) for name in names)
-            key = amounts, selectors.index(ask.labels)
-            if key not in counted:
-                counted[key] = [_count_units(room, *key) for room in self.rooms]
-            least = ask.count if ask.strategy == "STRICT_PACK" else 1
-            shape = Shape(s, ask.count, *key, ask.strategy, least, tuple(n * least for n in amounts), counted[key])
-            self.members[shape] = [ask.node_idx, *(one.node_idx for one in others)]
-            self.shape_of.update(dict.fromkeys(self.members[shape], shape))
-        self.shapes = list(self.members)
+        for ask, *others in alike:
+            is_whole = ask.strategy == "STRICT_PACK"
+            unit = tuple(round(ask.bundle.get(n, 0) * PRECISION) * (ask.count if is_whole else 1) for n in names)
+            selector = selectors.index(ask.labels)
+            fits = [_count_units(amounts, unit) if matched[selector] else 0 for amounts, matched in self.kinds]
+            shape = Shape(unit, selector, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
+            self.shape_of.update(dict.fromkeys((ask.node_idx, *(one.node_idx for one in others)), shape))
 
-    def is_impossible(self, segment_size: int | None) -> bool:
-        """Return whether a necessary condition fails: what is alike has room alone, and all of it in total."""
-        if segment_size is None:
-            everywhere = range(len(self.nodes))
-            if not self.has_room(self.members, everywhere, self.own_nodes):
-                return True
-            strict = all(shape.strategy in ("STRICT_PACK", "STRICT_SPREAD") for shape in self.shapes)
-            return self.own_nodes and strict and self._place_apart(self.members, everywhere) is None
-        room = sum(len(members) // segment_size for members in self._domains().values())
-        return room < len(self.asks) // segment_size or any(
-            self.place_in_segments([ask for block in alike for ask in block], segment_size) is None
-            for alike in self._blocks(self.asks, segment_size).values()
-        )
-
-    def has_room(self, members: Members, positions: Sequence[int], own_nodes: bool) -> bool:
-        """Return whether the asks of each shape would fit alone, and all asks together if nodes could be joined."""
-        nodes = Counter(self.kind_of[at] for at in positions)
-        alike = {shape: len(numbers) for shape, numbers in members.items()}
-        for shape, count in alike.items():
-            units = shape.count // shape.least
-            # The largest number of units on one node.
-            most = (1 if shape.strategy == "STRICT_SPREAD" else units) * (1 if own_nodes else count)
-            if sum(min(shape.fits[kind] // shape.least, most) * n for kind, n in nodes.items()) < units * count:
-                return False
-        return all(
-            sum(shape.bundle[r] * shape.count * n for shape, n in alike.items())
-            <= sum(self.rooms[kind][0][r] * n for kind, n in nodes.items())
-            for r in range(len(self.shapes[0].bundle) if self.shapes else 0)
-        )
-
-    def profiles(
-        self, shapes: Sequence[Shape], groups: Sequence[Sequence[int]]
-    ) -> list[dict[tuple[int, ...], list[int]]]:
-        """Return the nodes of each group by how many bundles of each shape they hold; 0 if too few."""
-        worth = [[units if units >= shape.least else 0 for units in shape.fits] for shape in shapes]
-        by_kind = list(zip(*worth, strict=True)) if worth else [()] * len(self.rooms)
-        return [group_pairs((by_kind[self.kind_of[at]], at) for at in group) for group in groups]
-
-    def place(self, asks: Sequence[Ask], positions: Sequence[int], own_nodes: bool) -> Places | None:
-        """Place asks on some of the nodes, and assign the nodes of all asks of a shape in physical order."""
-        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
-        found = self._place_in_order(asks, positions)
-        if found is None and self.has_room(members, positions, own_nodes):
-            found = self._place_apart(members, positions)
-            if found is None and not own_nodes:
-                found = self._place_tightly(members, positions, own=False)
+    def make_plan(self, segment_size: int | None) -> dict[int, tuple[str, ...]] | None:
+        """Return the node ids of each logical node; nothing if Ray chooses them; None if no plan is found."""
+        everywhere = range(len(self.nodes))
+        if any(ask.strategy != "STRICT_PACK" for ask in self.asks):
+            return None if self._lacks_room(self._count(self.asks), everywhere) else {}
+        if segment_size is not None:
+            found = self._place_in_segments(segment_size)
+        else:
+            found = self._place_apart(self.asks, everywhere)
+            if found is None and not self.own_nodes:
+                found = self._place_together()
         if found is None:
             return None
-        ordered: Places = {}
-        for numbers in members.values():
-            ordered.update(zip(numbers, sorted(found[number] for number in numbers), strict=True))
-        return ordered
+        return {ask.node_idx: (self.nodes[found[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
+
+    def is_impossible(self, segment_size: int | None) -> bool:
+        """Return whether it is proven that there is no arrangement."""
+        if segment_size is None:
+            return self._lacks_room(self._count(self.asks), range(len(self.nodes)))
+        domains, blocks = self._domains(), self._blocks(segment_size)
+        inside = [at for positions in domains for at in positions]
+        room = sum(len(positions) // segment_size for positions in domains)
+        return (
+            room * segment_size < len(self.asks)
+            or self._lacks_room(self._count(self.asks), inside)
+            or any(all(self._lacks_room(Counter(kind), positions) for positions in domains) for kind in blocks)
+        )
+
+    def _count(self, asks: Sequence[Ask]) -> Counter[Shape]:
+        return Counter(self.shape_of[ask.node_idx] for ask in asks)
+
+    def _lacks_room(self, counts: Mapping[Shape, int], positions: Sequence[int]) -> bool:
+        """Return whether totals, or the units that are as large as those of a shape, prove that the nodes lack room."""
+        nodes = Counter(self.kind_of[at] for at in positions)
+        for shape in counts:
+            larger = [one for one in counts if one.selector == shape.selector and _covers(one.unit, shape.unit)]
+            needed = sum(one.units * counts[one] for one in larger)
+            most = sum(counts[one] for one in larger) if shape.apart else needed
+            if self.own_nodes and shape.units == 1:
+                most = 1
+            if needed > sum(min(shape.fits[kind], most) * n for kind, n in nodes.items()):
+                return True
+        return any(
+            sum(shape.unit[r] * shape.units * n for shape, n in counts.items())
+            > sum(self.kinds[kind][0][r] * n for kind, n in nodes.items())
+            for r in range(len(next(iter(counts)).unit) if counts else 0)
+        )
+
+    def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
+        """Place each logical node on a node of its own."""
+        asks = sorted(asks, key=lambda ask: ask.node_idx)
+        found = self._place_in_order(asks, positions)
+        if found is not None or len(asks) > len(positions):
+            return found
+        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
+        found, unused = {}, dict.fromkeys(positions)
+        for shape in self._largest_first(members, positions):
+            # The tightest are those that the fewest shapes can use.
+            tightness = [(sum(one.fits[kind] > 0 for one in members), fits) for kind, fits in enumerate(shape.fits)]
+            usable = [at for at in unused if shape.fits[self.kind_of[at]]]
+            picked = sorted(usable, key=lambda at: (tightness[self.kind_of[at]], at))
+            if len(picked) < len(members[shape]):
+                return None
+            for number, at in zip(members[shape], sorted(picked[: len(members[shape])]), strict=True):
+                found[number] = at
+                del unused[at]
+        return found
 
     def _place_in_order(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each ask, in order, on the first nodes that no other ask uses."""
+        """Place each logical node, in order, on the first node that no other one uses."""
+        found: Places = {}
         used: set[int] = set()
         # A node that is too small for a shape stays so, and a used node stays used. So each shape walks the nodes once.
-        walks: dict[tuple[Amounts, int, int, bool], Iterator[int]] = {}
-
-        def unused(shape: Shape, least: int = 1, roomiest: bool = False) -> Iterator[int]:
-            key = (shape.bundle, shape.selector, least, roomiest)
-            if key not in walks:
-                fits, kind_of = shape.fits, self.kind_of
-                order = sorted(positions, key=lambda at: -fits[kind_of[at]]) if roomiest else positions
-                walks[key] = (at for at in order if fits[kind_of[at]] >= least and at not in used)
-            return walks[key]
-
-        found: Places = {}
+        walks: dict[Shape, Iterator[int]] = {}
         for ask in asks:
             shape = self.shape_of[ask.node_idx]
-            fits = shape.fits
-            if shape.strategy in ("STRICT_PACK", "PACK"):
-                picked = [at for at in islice(unused(shape, ask.count), 1) for _ in range(ask.count)]
-                # As few nodes as possible: the roomiest first.
-                while shape.strategy == "PACK" and len(picked) < ask.count:
-                    if (at := next(unused(shape, roomiest=True), None)) is None:
-                        break
-                    picked += [at] * min(ask.count - len(picked), fits[self.kind_of[at]])
-            else:
-                takers = picked = list(islice(unused(shape), ask.count))
-                turn = 1
-                while shape.strategy == "SPREAD" and takers and len(picked) < ask.count:
-                    takers = [at for at in takers if fits[self.kind_of[at]] > turn][: ask.count - len(picked)]
-                    picked = picked + takers
-                    turn += 1
-            if len(picked) < ask.count:
+            walk = walks.setdefault(shape, iter(positions))
+            at = next((at for at in walk if shape.fits[self.kind_of[at]] and at not in used), None)
+            if at is None:
                 return None
-            used.update(picked)
-            found[ask.node_idx] = sorted(picked)
+            used.add(at)
+            found[ask.node_idx] = at
         return found
 
-    def _place_apart(self, members: Members, positions: Sequence[int]) -> Places | None:
-        """Place each ask on nodes of its own, whenever that is possible."""
-        shapes = sorted(members, key=lambda shape: (-shape.least, shape.number))
-        if any(shape.strategy in ("PACK", "SPREAD") for shape in shapes):
-            return self._place_tightly(members, positions, own=True)
-        (profiles,) = self.profiles(shapes, [positions])
-        needs = [shape.count // shape.least * len(members[shape]) for shape in shapes]
-        given = match(needs, {profile: len(at) for profile, at in profiles.items()})
-        if given is None:
-            return None
-        supply = {profile: iter(at) for profile, at in profiles.items()}
+    def _place_together(self) -> Places | None:
+        """Place logical nodes on nodes that they share."""
+        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in self.asks)
+        room = [self.kinds[kind][0] for kind in self.kind_of]
         found: Places = {}
-        for shape, share in zip(shapes, given, strict=True):
-            taken = iter(sorted(at for profile, count in share.items() for at in islice(supply[profile], count)))
-            for number in members[shape]:
-                found[number] = [at for at in islice(taken, shape.count // shape.least) for _ in range(shape.least)]
+        for shape in self._largest_first(members, range(len(room))):
+            usable = [at for at, kind in enumerate(self.kind_of) if shape.fits[kind]]
+            fits = sorted((units, at) for at in usable if (units := _count_units(room[at], shape.unit)))
+            picked: list[int] = []
+            for units, at in fits:
+                taken = min(units, len(members[shape]) - len(picked))
+                if not taken:
+                    break
+                picked += [at] * taken
+                room[at] = tuple([has - taken * n for has, n in zip(room[at], shape.unit, strict=True)])
+            if len(picked) < len(members[shape]):
+                return None
+            found.update(zip(members[shape], sorted(picked), strict=True))
         return found
 
-    def _place_tightly(self, members: Members, positions: Sequence[int], *, own: bool) -> Places | None:
-        """Place the most demanding ask first, each unit on the node that suits it best. With `own`, asks share none."""
-        free = group_pairs((self.rooms[self.kind_of[at]], at) for at in positions)
-        largest = [max(column, default=0) for column in zip(*(room[0] for room in free), strict=True)]
+    def _largest_first(self, shapes: Mapping[Shape, object], positions: Sequence[int]) -> list[Shape]:
+        """Return the shapes that fit on the fewest nodes first, and of these the largest."""
+        nodes = Counter(self.kind_of[at] for at in positions)
 
-        def size(shape: Shape) -> tuple[float, int, int]:
-            """Return a sort key: the part of the largest node that a unit takes, comparable between resources."""
-            part = max((n / max(has, 1) for n, has in zip(shape.unit, largest, strict=False)), default=0.0)
-            return (-part, -shape.count, shape.number)
+        def size(shape: Shape) -> tuple[object, ...]:
+            usable = sum(n for kind, n in nodes.items() if shape.fits[kind])
+            return (usable, sum(shape.fits[kind] * n for kind, n in nodes.items()), [-n for n in shape.unit])
 
-        for heap in free.values():
-            heapify(heap)
-        found: Places = {}
-        for shape in sorted(members, key=size):
-            units = {room: _count_units(room, shape.unit, shape.selector) for room in free}
-            for number in members[shape]:
-                mine: dict[Room, list[int]] = {}  # the nodes that this ask uses
-                picked: list[int] = []
-                while len(picked) < shape.count:
-                    best = _choose(shape, shape.count - len(picked), free, mine, units)
-                    if best is None:
-                        return None
-                    is_mine, (amounts, matched) = best
-                    kinds = mine if is_mine else free
-                    at = heappop(kinds[amounts, matched])
-                    if not kinds[amounts, matched]:
-                        del kinds[amounts, matched]
-                    left = tuple(a - u for a, u in zip(amounts, shape.unit, strict=True))
-                    if (left, matched) not in units:
-                        units[left, matched] = _count_units((left, matched), shape.unit, shape.selector)
-                    heappush(mine.setdefault((left, matched), []), at)
-                    picked += [at] * shape.least
-                for room, used in mine.items() if not own else ():
-                    for at in used:
-                        heappush(free.setdefault(room, []), at)
-                found[number] = sorted(picked)
-        return found
+        return sorted(shapes, key=size)
 
-    def _domains(self) -> dict[str, list[int]]:
+    def _domains(self) -> list[list[int]]:
         """Return the nodes of each topology domain."""
         places = ((node_place(node)[0], at) for at, node in enumerate(self.nodes))
-        return group_pairs((domain, at) for domain, at in places if domain)
+        return list(group_pairs((domain, at) for domain, at in places if domain).values())
 
-    def _blocks(self, asks: Sequence[Ask], segment_size: int) -> dict[tuple[int, ...], list[Sequence[Ask]]]:
-        """Return the asks in groups of this many, as `check_segments` of `_model` has allowed it, by their shapes."""
-        blocks = [asks[start : start + segment_size] for start in range(0, len(asks), segment_size)]
-        return group_pairs((tuple(sorted(self.shape_of[ask.node_idx].number for ask in one)), one) for one in blocks)
+    def _blocks(self, segment_size: int) -> dict[tuple[Shape, ...], list[Sequence[Ask]]]:
+        """Return the requests in groups of this many, by their shapes. `check_segments` has checked the number."""
+        order = {shape: at for at, shape in enumerate(dict.fromkeys(self.shape_of.values()))}
+        blocks = [self.asks[start : start + segment_size] for start in range(0, len(self.asks), segment_size)]
+        return group_pairs(
+            (tuple(sorted((self.shape_of[ask.node_idx] for ask in one), key=lambda shape: order[shape])), one)
+            for one in blocks
+        )
 
-    def place_in_segments(self, asks: Sequence[Ask], segment_size: int) -> Places | None:
-        """Place the asks in groups of this many, the largest first, each in the first domain that has room for it."""
-        domains = list(self._domains().values())
-        profiles = [
-            {profile: len(at) for profile, at in of_domain.items()} for of_domain in self.profiles(self.shapes, domains)
-        ]
-        kinds = self._blocks(asks, segment_size)
-        needs = [[0] * len(self.shapes) for _ in domains]
+    def _place_in_segments(self, segment_size: int) -> Places | None:
+        """Place the requests in groups of this many, the largest first, each in the first domain that has room."""
+        domains = self._domains()
         content: list[list[Ask]] = [[] for _ in domains]
-        for kind in sorted(kinds, key=lambda kind: (-sum(self.shapes[s].count for s in kind), kind)):
-            more = Counter(kind)
-            at = 0  # a domain without room for a kind has none later
-            for block in kinds[kind]:
-                while at < len(domains):
-                    wanted = [need + more[s] for s, need in enumerate(needs[at])]
-                    if sum(wanted) <= len(domains[at]) and match(wanted, profiles[at]) is not None:
-                        break
-                    at += 1
-                else:
-                    return None
-                needs[at] = wanted
-                content[at] += block
+        blocks = self._blocks(segment_size)
+        for kind in sorted(blocks, key=lambda kind: sorted([-n for n in shape.unit] for shape in kind)):
+            left = blocks[kind]
+            for inside, positions in zip(content, domains, strict=True):
+                count = self._count_blocks(inside, left[: (len(positions) - len(inside)) // segment_size], positions)
+                inside.extend(ask for block in left[:count] for ask in block)
+                left = left[count:]
+            if left:
+                return None
         found: Places = {}
-        for members, inside in zip(domains, content, strict=True):
-            part = self.place(inside, members, True)
-            assert part is not None, "the domain has room for each of its blocks"
-            found.update(part)
+        for inside, positions in zip(content, domains, strict=True):
+            found.update(self._place_apart(inside, positions) or {})
         return found
 
+    def _count_blocks(self, inside: Sequence[Ask], blocks: Sequence[Sequence[Ask]], positions: Sequence[int]) -> int:
+        """Return how many blocks have room beside the requests that are in a domain already."""
 
-def _choose(
-    shape: Shape, left: int, free: dict[Room, list[int]], mine: dict[Room, list[int]], units: dict[Room, int]
-) -> tuple[bool, Room] | None:
-    """Return the kind of node for the next unit, and whether the ask uses it already. `left` are its bundles left."""
+        def lacks_room(count: int) -> bool:
+            return self._place_apart([*inside, *(ask for one in blocks[:count] for ask in one)], positions) is None
 
-    def promise(kind: tuple[bool, Room]) -> tuple[object, ...]:
-        is_mine, room = kind
-        fits = units[room]
-        if shape.strategy == "STRICT_PACK":
-            return (fits, room)
-        if shape.strategy == "PACK":
-            # As few nodes as possible: a node in use, or else one that holds all of the rest, or else the roomiest.
-            return (not is_mine, fits < left, fits if fits >= left else -fits, room)
-        # Nodes are used up evenly: STRICT_SPREAD needs many nodes with a little room, not a few with much.
-        return (is_mine, -fits, room)
-
-    possible = [(False, room) for room in free if units[room]]
-    if shape.strategy != "STRICT_SPREAD":
-        possible += [(True, room) for room in mine if units[room]]
-    return min(possible, key=promise, default=None)
+        if not blocks or not lacks_room(len(blocks)):
+            return len(blocks)
+        return bisect_left(range(1, len(blocks)), True, key=lacks_room)
 
 
-def _count_units(room: Room, unit: Amounts, selector: int) -> int:
-    """Return how many units of these amounts a node with this room holds."""
-    amounts, matched = room
-    return min((a // n for a, n in zip(amounts, unit, strict=True) if n), default=0) if matched[selector] else 0
+def _covers(one: Amounts, other: Amounts) -> bool:
+    """Return whether amounts are at least as large as others, each."""
+    return all(a >= b for a, b in zip(one, other, strict=True))
+
+
+def _count_units(amounts: Amounts, unit: Amounts) -> int:
+    """Return how many units of these amounts fit into others."""
+    return min((a // n for a, n in zip(amounts, unit, strict=True) if n), default=0)

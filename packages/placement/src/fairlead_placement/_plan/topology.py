@@ -5,11 +5,15 @@ A *domain* is a set of nodes with a fast interconnect between them; a node witho
 "unknown". The functions are pure.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from .._model import Node, check_positive, group_pairs
 from ..exceptions import ResourceInsufficientError
+
+logger = logging.getLogger(__name__)
 
 
 def physical_order(nodes: Iterable[Node]) -> list[Node]:
@@ -29,7 +33,19 @@ def node_place(node: Node) -> tuple[str, int]:
     try:
         return domain, int(float(rank))
     except (ValueError, OverflowError):
-        raise ValueError(f"label fairlead.io/topo-rank of node {node.node_id} must be a number, got {rank!r}") from None
+        _warn_of_rank(node.node_id, str(rank))
+        return domain, 0
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_rank(node_id: str, rank: str) -> None:
+    """Warn, once for each node, that its rank is ignored: one odd label must not make every reservation fail."""
+    logger.warning(
+        "The label fairlead.io/topo-rank of node %s must be a number, and it is %r. The node counts as one without a "
+        "rank. Correct the label.",
+        node_id[:8],
+        rank,
+    )
 
 
 def select_segment_nodes(

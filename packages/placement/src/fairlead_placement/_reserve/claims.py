@@ -20,7 +20,9 @@ _held: dict[_Key, dict["SlotClaim", None]] = {}
 # of the group, as a group may define its own equality.
 _groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Slots that have been released, or are about to be. No group may claim them any more.
-_closed: set[_Key] = set()
+_closed: dict[_Key, None] = {}
+# How many of them are kept, so that the table does not grow for the life of the process.
+CLOSED_KEPT = 10_000
 # Only the thread that has it looks at these or changes them, so that a slot never has more groups than it has room
 # for. Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
@@ -108,7 +110,9 @@ def close_slots(slots: Sequence[Slot]) -> list[str]:
     with _lock:
         names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, ())))
         if not names:
-            _closed.update(keys)
+            _closed.update(dict.fromkeys(keys))
+            for key in [*_closed][: max(0, len(_closed) - CLOSED_KEPT)]:
+                del _closed[key]
         return names
 
 

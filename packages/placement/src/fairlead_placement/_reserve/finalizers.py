@@ -5,22 +5,27 @@ The garbage collector runs on any thread, at any moment, also while that thread 
 the object's resources in a queue. A background thread releases them.
 """
 
+import atexit
+import contextlib
 import logging
+import os
 import queue
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 
-from .._nodes.rounds import Rounds, start_monitor
-from .._ray_private import block_shutdown, connection
+from .._ray_private import block_shutdown, connection, never_connect
 
 logger = logging.getLogger(__name__)
-
+# How long the exit of the interpreter waits for a release that is under way.
+EXIT_S = 2.0
 # What returns the warning, and what releases.
 _Dropped = tuple[Callable[[], str], Callable[[], object]]
 # Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
 _queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
+_threads: dict[int, threading.Thread] = {}  # by process: a fork has none at first
+_closed = threading.Event()
 
 
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
@@ -35,32 +40,36 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
         release: releases what is held, and may take its time. It is called in either case, also if the program has
             called it already.
     """
-    start_monitor()  # which the callback must not do
-    weakref.finalize(owner, _put, (leak, release)).atexit = False
+    _start()  # which the callback must not do
+    weakref.finalize(owner, _queue.put, (leak, release)).atexit = False
 
 
 def wait_for_dropped(timeout_s: float) -> bool:
     """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
-    if _rounds.is_here():
+    if threading.current_thread() is _threads.get(os.getpid()):
         return True
     returned = threading.Event()
     _queue.put(returned)
-    _rounds.start()
-    return _rounds.closed or returned.wait(timeout_s)
+    _start()
+    return _closed.is_set() or returned.wait(timeout_s)
 
 
-def _put(dropped: _Dropped) -> None:
-    _queue.put(dropped)
-    _rounds.note()
+def _start() -> None:
+    if os.getpid() not in _threads:
+        thread = threading.Thread(target=_serve, name="fairlead-finalizers", daemon=True)
+        if _threads.setdefault(os.getpid(), thread) is thread:
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                thread.start()
 
 
-def _return_all() -> None:
-    while not (_rounds.closed or _queue.empty()):
+def _serve() -> None:
+    never_connect()
+    while True:
         # A list, so that the resources are freed here and not with a frame.
         one = [_queue.get()]
         if isinstance(one[0], threading.Event):
             one[0].set()
-        else:
+        elif not _closed.is_set():
             _return(*one[0])
         with block_shutdown():
             one.clear()
@@ -75,8 +84,18 @@ def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
         finally:  # also where warnings are errors
             give_back()
     except BaseException as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
-        if connection() is ray_before and not _rounds.closed:
+        if connection() is ray_before and not _closed.is_set():
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
 
 
-_rounds = Rounds(0.0, _return_all, lambda: not _queue.empty(), exit_s=2.0)
+def _stop() -> None:
+    """Release nothing more, and wait a moment for a release that is under way."""
+    _closed.set()
+    if os.getpid() in _threads:
+        returned = threading.Event()
+        _queue.put(returned)
+        returned.wait(EXIT_S)
+
+
+# After Ray's own hook, so that it runs before it.
+atexit.register(_stop)

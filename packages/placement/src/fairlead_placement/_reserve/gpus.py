@@ -15,15 +15,18 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Ask, Node, Request, group_pairs
+from .._model import Ask, Node, Request, Verdict, group_pairs
 from .._nodes.agent import run_on_nodes
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from ..exceptions import ResourceInsufficientError
-from .groups import Busy, Impossible, Placed, Reserved, create_pinned, place, remove, remove_on_error
-from .slots import LEAST_S, accelerator_ids
+from .groups import Busy, Impossible, Placed, Reserved, create_groups, pin_bundles, place, remove, remove_on_error
+from .slots import accelerator_ids
 
+# How long the agents have to report the ids of GPUs, even after the deadline, and at most: one silent node must not use
+# up the time of the whole reservation.
+AGENTS_S = (10.0, 30.0)
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
 Wanted = Mapping[int, frozenset[str]]
@@ -84,8 +87,9 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
         )
         for ask, ids in _wanted(request)
     ]
-    if decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified)[1]:
-        return _explain_impossible(request, nodes, owned)
+    verdict = decide(asks, _shown(nodes, owned, owned), own_nodes=request.unified).verdict
+    if verdict in ("impossible", "not found"):
+        return _explain_impossible(request, nodes, owned, verdict)
     free: Ids = {}
     placed: list[Reserved] = []
     while not placed:
@@ -151,7 +155,7 @@ def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
     return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
 
 
-def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> Impossible:
+def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdict) -> Impossible:
     has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
     there = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
     for ask, ids in _wanted(request):
@@ -160,10 +164,12 @@ def _explain_impossible(request: Request, nodes: Sequence[Node], owned: Ids) -> 
             what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
             why = f"{what}, asked for logical node {ask.node_idx}: {there}."
             return Impossible(why, "Ask for ids that one node has (gpu_ids).")
+    what = f"{len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle"
+    is_proven = verdict == "impossible"
     return Impossible(
-        f"The cluster cannot hold {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: "
-        f"{there}.",
+        f"{'The cluster cannot hold' if is_proven else 'No arrangement on the cluster was found for'} {what}: {there}.",
         "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
+        verdict,
     )
 
 
@@ -200,8 +206,7 @@ def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
     """Return the ids of all GPUs of each node, by node id, as the agents report them; 0, 1, ... if one is silent."""
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
     found = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
-    # One silent node must not use up the time of the whole reservation.
-    limit_s = min(30.0, max(LEAST_S, deadline - time.monotonic()))
+    limit_s = min(AGENTS_S[1], max(AGENTS_S[0], deadline - time.monotonic()))
     asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
     for node_id, visible in run_on_nodes(visible_gpus, asked, timeout_s=limit_s).items():
         if visible and not isinstance(visible, Exception):
@@ -219,11 +224,10 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
     try:
-        there = {group.id for group in create_pinned([("", [(at, bundle)]) for at in where], groups, deadline=deadline)}
-        made = [Reserved(group, (0,), (at,), (bundle,)) for group, at in zip(groups, where, strict=True)]
-        placed = [one for one in made if one.group.id in there]
+        on = create_groups([pin_bundles("", [(at, bundle)]) for at in where], groups, deadline=deadline)
+        placed = [Reserved(group, (0,), at, (bundle,)) for group, at in zip(groups, on, strict=True) if at is not None]
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
-        remove([group for group in groups if group.id not in there])
+        remove([group for group, at in zip(groups, on, strict=True) if at is None])
         held: dict[str, dict[str, PlacementGroup]] = {node.node_id: {} for node in nodes}
         for one, (ids,) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
             held[one.node_ids[0]][ids["GPU"][0]] = one.group

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the placement groups of a plan, waits for them, and removes them."""
+"""Creates the placement groups of a request, waits for them, and removes them."""
 
 import contextlib
-import math
+import re
 import time
 import uuid
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +14,29 @@ import ray
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from .._model import Node, Request
-from .._nodes.head import ask_head, wait_until
-from .._plan.planner import decide
-from .._ray_private import connection, free_per_node
+from .._model import Ask, Request, Verdict
+from .._nodes.head import alive_nodes, ask_head, wait_until
+from .._ray_private import abandoned_groups, connection, free_per_node
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 
-# Ray places groups one after the other, and a pinned group whose node has room within milliseconds. If it places none
-# for so many seconds, and so many more for each bundle that is not placed, those that are left have lost a race.
-PLACING_S = 1.0
-BUNDLE_S = 0.01
+# Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy for some of them,
+# and Ray places one group after the other.
+PLACING_S = 30.0
+# A group that lacks room for this long has lost a race. Ray's own views of what is free differ for some moments.
+NO_ROOM_S = 1.0
+# What Ray reports of a group that it is about to place. In any other state it has found no room, and will try again.
+_ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
 # Up to so many groups are looked up one by one, and more of them in Ray's table, which lists every group since the
 # cluster has started.
 ASKED_ALONE = 16
+# The names of groups that this package creates.
+_NAME = re.compile(r".*-[0-9a-f]{8}")
 # A bundle: the id of its node, and what it holds there.
 Pinned = tuple[str, Mapping[str, float]]
+# Raises if the program does not want what is being waited for any more.
+Check = Callable[[], object]
+# The ids of groups that this process has created and not removed, and whether Ray has chosen their nodes.
+_mine: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Reserved:
     group: PlacementGroup
     node_idx: tuple[int, ...]
     node_ids: tuple[str, ...]
-    bundles: tuple[dict[str, float], ...]
+    bundles: Sequence[dict[str, float]]
 
 
 Placed = tuple[Reserved, ...]
@@ -47,7 +54,10 @@ Placed = tuple[Reserved, ...]
 
 @dataclass(frozen=True)
 class Busy:
-    """Others hold what a request needs. The error is "Waited 1.0 s", then `why`, then the advice to wait longer."""
+    """A request has no room now. The error is "Waited 1.0 s", then `why`, then the advice to wait longer.
+
+    "{holders}" in `why` stands for whoever holds what the request needs.
+    """
 
     why: str
     error: type[PlacementTimeoutError | ResourceInsufficientError] = PlacementTimeoutError
@@ -55,29 +65,65 @@ class Busy:
 
 @dataclass(frozen=True)
 class Impossible:
-    """The nodes cannot hold a request, even when they are idle. The error consists of these sentences."""
+    """The nodes cannot hold a request even when they are idle, or no arrangement was found ("not found").
+
+    The error consists of these sentences.
+    """
 
     why: str
     advice: str
+    verdict: Verdict = "impossible"
 
 
-def place(request: Request, chosen: Mapping[int, tuple[str, ...]], *, deadline: float = math.inf) -> Placed | None:
-    """Create the groups of a plan. Return None, with nothing left behind, if Ray cannot place them at once."""
+def allow() -> None:
+    """Continue to wait."""
+
+
+def describe_groups(
+    request: Request, plan: Mapping[int, tuple[str, ...]]
+) -> list[tuple[tuple[Ask, ...], dict[str, Any]]]:
+    """Return the logical nodes and Ray's options of each group of a request. Without a plan, Ray chooses the nodes."""
     asks = request.asks
-    parts = [
-        [(ask.node_idx, node_id, dict(ask.bundle)) for ask in batch for node_id in chosen[ask.node_idx]]
-        for batch in ([asks] if request.unified and asks else [(ask,) for ask in asks])
-    ]
-    prefix = request.name or "fairlead"
-    wanted = {f"{prefix}-{part[0][0]}": [(node_id, bundle) for _, node_id, bundle in part] for part in parts}
-    if (groups := place_pinned(wanted, deadline=deadline)) is None:
+    described = []
+    for batch in [asks] if request.unified and asks else [(ask,) for ask in asks]:
+        options: dict[str, Any] = {
+            "name": f"{request.name or 'fairlead'}-{batch[0].node_idx}",
+            "bundles": [dict(ask.bundle) for ask in batch for _ in range(ask.count)],
+        }
+        if plan:
+            # When a node is lost, Ray then parks the group: it does not look for another node, nor spin its scheduler.
+            pins = [{"ray.io/node-id": node_id} for ask in batch for node_id in plan[ask.node_idx]]
+            options["bundle_label_selector"] = pins
+        else:
+            # Ray does not accept a space.
+            labels = [{key: text.replace(" ", "") for key, text in ask.labels.items()} for ask in batch]
+            options["strategy"] = batch[0].strategy
+            options["bundle_label_selector"] = [
+                own for ask, own in zip(batch, labels, strict=True) for _ in range(ask.count)
+            ]
+        described.append((batch, options))
+    return described
+
+
+def place(
+    request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: float, check: Check = allow
+) -> Placed | None:
+    """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
+
+    `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The rest is as for
+    `wait_placed`.
+    """
+    described = describe_groups(request, plan)
+    placed = _place_all([options for _, options in described], deadline=deadline, check=check)
+    if placed is None:
         return None
-    return tuple(Reserved(group, *zip(*part, strict=True)) for group, part in zip(groups, parts, strict=True))
+    return tuple(
+        Reserved(group, tuple(ask.node_idx for ask in batch for _ in range(ask.count)), node_ids, options["bundles"])
+        for (batch, options), (group, node_ids) in zip(described, placed, strict=True)
+    )
 
 
-def place_pinned(
-    wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = math.inf
-) -> tuple[PlacementGroup, ...] | None:
+def place_pinned(wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = 0.0) -> tuple[PlacementGroup, ...] | None:
     """Create placement groups whose bundles are pinned to nodes.
 
     When a node is lost, Ray then parks its group: it does not look for another node, nor spin its scheduler.
@@ -88,36 +134,49 @@ def place_pinned(
         deadline: as for `wait_placed`.
 
     Returns:
-        The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them at once.
+        The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them.
     """
+    placed = _place_all([pin_bundles(*one) for one in wanted.items()], deadline=deadline)
+    return None if placed is None else tuple(group for group, _ in placed)
+
+
+def _place_all(
+    described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow
+) -> list[tuple[PlacementGroup, tuple[str, ...]]] | None:
+    """Create groups from Ray's options; return them with their nodes, or remove all if Ray does not place each."""
     made: list[PlacementGroup] = []
-    placed: list[PlacementGroup] = []
+    found: list[tuple[PlacementGroup, tuple[str, ...]]] = []
     try:
-        placed = create_pinned(wanted.items(), made, deadline=deadline)
+        placed = create_groups(described, made, deadline=deadline, check=check)
+        found = [(group, node_ids) for group, node_ids in zip(made, placed, strict=True) if node_ids is not None]
     finally:
-        if len(placed) < len(wanted):
+        if len(found) < len(described):
             remove(made)
-    return tuple(placed) if len(placed) == len(wanted) else None
+    return found if len(found) == len(described) else None
 
 
-def create_pinned(
-    wanted: Collection[tuple[str, Sequence[Pinned]]], made: list[PlacementGroup], *, deadline: float
-) -> list[PlacementGroup]:
-    """Create pinned groups, and return those that Ray places. The caller removes those in `made`, which gets all."""
-    options: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "bundles": [dict(bundle) for _, bundle in bundles],
-            "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id, _ in bundles],
-        }
-        for name, bundles in wanted
-    ]
+def pin_bundles(name: str, bundles: Sequence[Pinned]) -> dict[str, Any]:
+    """Return Ray's options of a group whose bundles are pinned to nodes."""
+    return {
+        "name": name,
+        "bundles": [dict(bundle) for _, bundle in bundles],
+        "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id, _ in bundles],
+    }
+
+
+def create_groups(
+    described: Sequence[Mapping[str, Any]], made: list[PlacementGroup], *, deadline: float, check: Check = allow
+) -> list[tuple[str, ...] | None]:
+    """Create groups from Ray's options, and return what `wait_placed` does.
+
+    The caller removes those in `made`, which gets all of them.
+    """
     try:
-        for one in options:
-            made.append(create_group(one))
+        for options in described:
+            made.append(create_group(options))
     finally:
         # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
-        placed = wait_placed(made, [len(one["bundles"]) for one in options[: len(made)]], deadline=deadline)
+        placed = wait_placed(made, deadline=deadline, check=check)
     return placed
 
 
@@ -125,7 +184,9 @@ def create_group(options: Mapping[str, Any]) -> PlacementGroup:
     """Create a placement group from Ray's options, without waiting until it is placed."""
     # Ray refuses a second group of one name.
     name = options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"
-    return ask_head("create placement groups", lambda: placement_group(**{**options, "name": name}), undo=_remove_late)
+    group = ask_head("create placement groups", lambda: placement_group(**{**options, "name": name}), undo=_remove_late)
+    _mine[group.id.hex()] = "strategy" in options
+    return group
 
 
 def _remove_late(group: PlacementGroup) -> None:
@@ -133,8 +194,10 @@ def _remove_late(group: PlacementGroup) -> None:
     # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
     # with Ray 2.60 when the group was removed immediately, never after this wait.
     try:
+        ids = {group.id.hex()}
         wait_until(
-            lambda: all(row["state"] == "CREATED" for row in _rows({group.id.hex()})), time.monotonic() + PLACING_S
+            lambda: all(row["stats"]["scheduling_state"] != "QUEUED" for row in _rows(ids)),
+            time.monotonic() + PLACING_S,
         )
     finally:
         if (here := connection()) is not None:
@@ -142,39 +205,61 @@ def _remove_late(group: PlacementGroup) -> None:
 
 
 def wait_placed(
-    groups: Sequence[PlacementGroup], sizes: Sequence[int], *, deadline: float = math.inf
-) -> list[PlacementGroup]:
-    """Return the groups that Ray has placed, once it has placed all or seems to place no more.
+    groups: Sequence[PlacementGroup], *, deadline: float, check: Check = allow
+) -> list[tuple[str, ...] | None]:
+    """Wait until Ray has placed all groups, or has found no room for one of them.
 
-    `sizes` are the numbers of their bundles.
+    Args:
+        groups: the groups.
+        deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`.
+        check: is called during the wait, and raises if that should end.
+
+    Returns:
+        The node ids of the bundles of each group; None for one that Ray has not placed.
     """
-    # A reservation that takes only what is free now (0 s) waits that long too.
-    last = max(deadline, time.monotonic() + PLACING_S + BUNDLE_S * sum(sizes))
-    waiting = {group.ready(): (group, size) for group, size in zip(groups, sizes, strict=True)}
-    placed: set[Any] = set()
-    pending = list(waiting)
+    # Ray places a group within two milliseconds, and a look takes one.
+    last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
+    placed: dict[str, tuple[str, ...]] = {}
+    pending = {group.id.hex() for group in groups}
+    lacking_since: float | None = None
     while pending:
+        time.sleep(pause)
+        rows = look_up(pending)
+        placed |= {group_id: nodes_of(row) for group_id, row in rows.items() if row["state"] == "CREATED"}
+        pending.difference_update(placed)
         now = time.monotonic()
-        patience = PLACING_S + min(BUNDLE_S * sum(waiting[ref][1] for ref in pending), max(0.0, deadline - now))
-        done, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, min(patience, last - now)))
-        if not done:
+        is_lacking = any(
+            group_id not in rows or rows[group_id]["stats"]["scheduling_state"] not in _ON_ITS_WAY
+            for group_id in pending
+        )
+        lacking_since = (now if lacking_since is None else lacking_since) if is_lacking else None
+        if not pending or now >= last or (lacking_since is not None and now >= lacking_since + NO_ROOM_S):
             break
-        for ref in done:
-            with contextlib.suppress(ray.exceptions.RayError):  # it has been removed
-                ray.get(ref)
-                placed.add(waiting[ref][0].id)
-    return [group for group in groups if group.id in placed]
+        check()
+        pause = min(1.5 * pause, 0.25)
+    return [placed.get(group.id.hex()) for group in groups]
+
+
+def look_up(ids: AbstractSet[str]) -> dict[str, dict[str, Any]]:
+    """Return by id the rows of Ray's table for those of the groups that are not removed."""
+    return {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, ids)}
+
+
+def nodes_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the node ids of the bundles of a group, by its row."""
+    return tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
 
 
 def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
-    """Return placement groups of others, in order, once Ray has placed all of them."""
+    """Return placement groups, in order, once Ray has placed all of them on nodes that are alive."""
     rows: list[dict[str, Any]] = []
 
     def are_placed() -> bool:
         rows[:] = ask_head("look at placement groups", lambda: [placement_group_table(group) for group in groups])
         if any(row.get("state", "REMOVED") == "REMOVED" for row in rows):
             raise PlacementError("A placement group has been removed, or is one of another cluster: create it again.")
-        return all(row.get("state") == "CREATED" for row in rows)
+        used = {node_id for row in rows for node_id in row["bundles_to_node_id"].values()}
+        return all(row.get("state") == "CREATED" for row in rows) and used <= alive_nodes()
 
     if not wait_until(are_placed, deadline):
         states = ", ".join(f"{row.get('name') or 'without a name'}: {row.get('state', 'unknown')}" for row in rows)
@@ -190,25 +275,22 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
     )
 
 
-def show_demand(request: Request, nodes: Sequence[Node]) -> list[PlacementGroup]:
-    """Create one unpinned group that shows a request to an autoscaler, for removal before anything is placed."""
-    asks, own = request.asks, request.unified or request.segment_size is not None
-    # The first logical node without room has to be on a new node, so Ray places nothing of the group before one joins.
-    # Otherwise requests that wait for the same node would take it from each other again and again.
-    lacking = bisect_left(range(1, len(asks)), True, key=lambda n: decide(asks[:n], nodes, own_nodes=own)[0] is None)
-    bundles, selectors = [], []
-    for at, ask in enumerate(asks):
-        pack = ask.strategy == "STRICT_PACK"
-        whole = {name: amount * ask.count for name, amount in ask.bundle.items()}
-        parts = [whole] if pack and len(asks) > 1 else [dict(ask.bundle)] * ask.count
-        labels = {key: text.replace(" ", "") for key, text in ask.labels.items()}
-        new = {"ray.io/node-id": f"!in({','.join(node.node_id for node in nodes)})"} if nodes and at == lacking else {}
-        bundles += parts
-        selectors += [{**(new if pack or part == 0 else {}), **labels} for part in range(len(parts))]
-    strategy = asks[0].strategy if len(asks) == 1 else "STRICT_SPREAD" if own else "PACK"
-    name = f"{request.name or 'fairlead'}-{asks[0].node_idx}"
-    shown = {"name": name, "bundles": bundles, "strategy": strategy, "bundle_label_selector": selectors}
-    return [create_group(shown)]
+def is_moved_by_ray(group: PlacementGroup) -> bool:
+    """Return whether Ray chooses another node for the bundles of a group when theirs is lost."""
+    return _mine.get(group.id.hex(), False)
+
+
+def find_abandoned() -> dict[PlacementGroup, str]:
+    """Return the groups, with their names, that dead actors of this job have left and that no actor uses.
+
+    An actor that Ray has restarted is another process, so its earlier groups are among them.
+    """
+    left = ask_head("look for groups of dead actors", abandoned_groups)
+    return {
+        PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))): name
+        for group_id, name in left.items()
+        if group_id not in _mine and _NAME.fullmatch(name)
+    }
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
@@ -224,6 +306,8 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
     Raises:
         HeadTimeoutError: Ray's head does not answer. The groups are removed in the background once it does.
     """
+    for group in groups:
+        _mine.pop(group.id.hex(), None)
     if not groups or not ray.is_initialized():
         return True
     deadline = time.monotonic() + timeout_s

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from .._ray_private import connection
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 from .claims import close_slots
-from .groups import read_placed, remove, remove_on_error
+from .groups import is_moved_by_ray, read_placed, remove, remove_on_error
 from .slots import number_slots, slots_of
 from .wait import reserve
 
@@ -44,7 +44,6 @@ class Held:
     replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
-    token: object = field(default_factory=object)  # of the reservation
     watcher: str | None = None  # for which the agents of the nodes sample memory
 
     @property
@@ -79,49 +78,63 @@ class Holding:
         # Only the thread that has it assigns these. Both locks are reentrant: a signal handler may shut the cluster
         # down.
         self._changing = threading.RLock()
+        self._changer = 0  # the thread that has it
+        self._shutdowns = 0  # whatever began before the latest of them ends without a result
         # One extension waits for resources at a time, so that no two plan with the same nodes and the same numbers.
         self._extending = threading.RLock()
 
     @contextlib.contextmanager
-    def _hold(self, lock: threading.RLock, what: str, deadline: float) -> Iterator[float]:
+    def _hold(
+        self, lock: threading.RLock, what: str, deadline: float, advice: str = ", or wait longer (timeout_s)"
+    ) -> Iterator[float]:
         """Hold a lock, and yield the seconds left; raise if another thread, which does `what`, has it until then."""
         began = time.monotonic()
         if not lock.acquire(timeout=min(max(0.0, deadline - began), threading.TIMEOUT_MAX)):
             raise PlacementTimeoutError(
                 f"Waited {deadline - began:.1f} s: another thread {what} the cluster {self.request.name!r}. Try again "
-                "when that has ended, or wait longer (timeout_s)."
+                f"when that has ended{advice}."
             )
         try:
             yield max(0.0, deadline - time.monotonic())
         finally:
             lock.release()
 
-    def _check_same(self, mine: Held | None, what: str) -> Held:
-        """Return what is held now; raise if the reservation to which `mine` belongs has ended while `what` was done."""
-        held = self.held
-        if held is None or mine is None or held.token is not mine.token:
+    @contextlib.contextmanager
+    def _change(self, timeout_s: float) -> Iterator[Callable[[], None]]:
+        """Be the one to change what is held; yield a function that raises if a shutdown has begun since."""
+        shutdowns = self._shutdowns
+        with self._hold(self._changing, "changes", time.monotonic() + timeout_s), head_deadline(timeout_s):
+            outer, self._changer = self._changer, threading.get_ident()
+            try:
+                yield functools.partial(self._check, shutdowns)
+            finally:
+                self._changer = outer
+
+    def _check(self, shutdowns: int) -> None:
+        """Raise if a shutdown has begun since there were so many."""
+        if self._shutdowns != shutdowns:
             raise PlacementError(
-                f"The cluster {self.request.name!r} was shut down while {what}. What was taken for that is released: "
+                f"The cluster {self.request.name!r} was shut down in the meantime. What was taken since is released: "
                 "reserve the cluster and try again."
             )
-        return held
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
         request = replace(self.request, unified=unified)
-        with self._changing, head_deadline(max(request.timeout_s, request.wait_for_nodes_s)):
+        with self._change(max(request.timeout_s, request.wait_for_nodes_s)) as check:
             if self.held is not None:
                 return
             on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
-            places = dict(enumerate(reserve(request)))
+            places = dict(enumerate(reserve(request, check=check)))
             self.request = request
             self.held = Held(on=on, at=time.time(), places=places, next_place=len(places), watcher=watcher)
-            if watcher is not None:
-                try:
+            try:
+                check()  # a signal handler may have found nothing to release
+                if watcher is not None:
                     read_usage(self.held.node_ids, watcher)
-                except BaseException:
-                    self.give_back()
-                    raise
+            except BaseException:
+                self.give_back()
+                raise
 
     def adopt(self, groups: Sequence[PlacementGroup], *, timeout_s: float) -> None:
         """Hold placement groups of others, which are not removed, once Ray has placed them."""
@@ -138,9 +151,10 @@ class Holding:
         self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
     ) -> tuple[int, ...]:
         """Reserve more logical nodes like `model`, add their slots at the end, and return their numbers."""
-        mine, began = self.held, time.monotonic()
+        check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
         deadline = began + timeout_s
         with self._hold(self._extending, "extends", deadline) as left_s:
+            check()
             nodes_s = max(0.0, wait_for_nodes_s - (time.monotonic() - began))
             first = len(self.request.asks)
             asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
@@ -149,25 +163,31 @@ class Holding:
             )
 
             def find_usable(nodes: Sequence[Node]) -> list[Node]:
-                held = self._check_same(mine, "it was extended")
                 # With these, every logical node is on a physical node of its own.
-                taken = set(held.node_ids) if part.unified or part.segment_size else set()
+                taken = set(self.held.node_ids) if self.held and (part.unified or part.segment_size) else set()
                 return [node for node in nodes if node.node_id not in taken]
 
             with head_deadline(max(left_s, nodes_s)):
-                slots = reserve(part, find_usable, self._amounts)
+                slots = reserve(part, find_usable, self._amounts, check)
                 with (
                     remove_on_error(lambda: [slot.placement_group for slot in slots]),
                     # A release of other nodes may take that long.
                     self._hold(self._changing, "changes", max(deadline, time.monotonic() + GIVE_BACK_S)),
                 ):
-                    held = self._check_same(mine, "it was extended")
+                    held = self._held_now(check)
                     numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
                     places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
                     self.request = replace(self.request, asks=(*self.request.asks, *asks))
                     self.held = replace(held, places=places, next_place=held.next_place + len(slots))
                 self._watch(held, self.held)
             return tuple(ask.node_idx for ask in asks)
+
+    def _held_now(self, check: Callable[[], None]) -> Held:
+        """Return what is held; raise if a shutdown has begun."""
+        check()
+        if (held := self.held) is None:
+            raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
+        return held
 
     def _amounts(self) -> dict[str, dict[str, float]]:
         """Return the amounts of resources that the cluster holds, by node id."""
@@ -182,7 +202,8 @@ class Holding:
 
     def release(self, wanted: AbstractSet[int]) -> bool:
         """Release logical nodes, and return whether Ray had their resources back in time."""
-        with self._changing, head_deadline(GIVE_BACK_S):
+        deadline = time.monotonic() + GIVE_BACK_S
+        with self._change(GIVE_BACK_S) as check:
             mine = self.held
             slots = mine.slots if mine else ()
             there = {slot.node_idx for slot in slots}
@@ -201,13 +222,13 @@ class Holding:
                     f"Logical node(s) {sorted(wanted)} of {self.request.name!r} cannot be released: worker group(s) "
                     f"{', '.join(map(repr, names))} use their slots. Shut them down first."
                 )
-            before, request = self._check_same(mine, "nodes were released"), self.request
+            before, request = self._held_now(check), self.request
             asks = tuple(replace(ask, count=0) if ask.node_idx in wanted else ask for ask in request.asks)
             gpu_ids = {at: gpus for at, gpus in request.gpu_ids.items() if at not in wanted}
             self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
             kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
             self.held = replace(before, places=dict(zip(kept, number_slots(kept.values()), strict=True)))
-            return self._return(before, self.held)
+            return self._return(before, self.held, deadline)
 
     def _watch(self, before: Held, held: Held | None) -> None:
         """Have the memory of the present nodes sampled, instead of those that were held before."""
@@ -220,7 +241,7 @@ class Holding:
             with contextlib.suppress(PlacementError):
                 read_usage(new, before.watcher)
 
-    def _return(self, before: Held, held: Held | None) -> bool:
+    def _return(self, before: Held, held: Held | None, deadline: float) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
         slots = held.slots if held else ()
         staying = {slot.node_id for slot in slots}
@@ -229,11 +250,12 @@ class Holding:
             leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
             for lease in leases:
                 before.leases.pop(lease, None)
-            release_ports(leases)
+            # The groups need some of the time too.
+            release_ports(leases, timeout_s=max(0.0, deadline - time.monotonic()) / 2)
         finally:
             kept = {slot.placement_group.id for slot in slots}
             groups = [group for group in self._own_groups(before) if group.id not in kept]
-            returned = remove(groups, timeout_s=GIVE_BACK_S)
+            returned = remove(groups, timeout_s=max(0.0, deadline - time.monotonic()))
         dismiss_agents(set(before.node_ids) - staying)
         return returned
 
@@ -243,46 +265,72 @@ class Holding:
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
         deadline = time.monotonic() + timeout_s
-        with self._changing, head_deadline(timeout_s):
-            alive, mine, size = alive_nodes(), self.held, self.request.segment_size
-            places = mine.places if mine else {}
+        with self._change(timeout_s) as check:
+            alive, places = alive_nodes(), self.held.places if self.held else {}
             lost = [place for place, slot in places.items() if slot.node_id not in alive]
-            there = [slot for slot in places.values() if slot.node_id in alive]
             if not lost:
                 return ()
-            counts = Counter(places[place].node_idx for place in lost)
-            asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
-            segment = self._segments()
-            left = {segment[slot.node_idx] for slot in there}
-
-            def batch_of(ask: Ask) -> tuple[bool, int]:
-                """Put the asks of a segment together that has lost all its nodes: nothing shows its domain."""
-                number = segment[ask.node_idx]
-                return (False, ask.node_idx) if size is None or number in left else (True, number)
-
-            # The most demanding first, and whole segments last.
-            ordered = sorted(asks, key=lambda ask: (batch_of(ask)[0], -ask.count))
+            there = [slot for slot in places.values() if slot.node_id in alive]
+            used = {slot.placement_group.id for slot in there}
+            chosen = {place: places[place] for place in lost if is_moved_by_ray(places[place].placement_group)}
+            moved = {place: slot for place, slot in chosen.items() if slot.placement_group.id in used}
+            # Ray would look for nodes for these without a pause, and nothing of them is left.
+            gone = [slot for place, slot in chosen.items() if place not in moved]
+            remove(list({slot.placement_group.id: slot.placement_group for slot in gone}.values()))
             new: list[Slot] = []
             with remove_on_error(lambda: [slot.placement_group for slot in new]):
-                for (is_segment, _), batch in group_pairs((batch_of(ask), ask) for ask in ordered).items():
+                for batch, size in self._batches([places[place] for place in lost if place not in moved], there):
                     left_s = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
                     part = replace(
                         self.request,
-                        asks=tuple(batch),
-                        segment_size=size if is_segment else None,
+                        asks=batch,
+                        segment_size=size,
                         timeout_s=left_s,
                         wait_for_nodes_s=left_s,
                         unified=False,
                         timeout_name="timeout_s",
                     )
-                    new += reserve(part, functools.partial(self._find_usable, batch[0], [*there, *new]))
-                before = self._check_same(mine, "nodes were replaced")
+                    usable = functools.partial(self._find_usable, batch[0], [*there, *new])
+                    new += reserve(part, usable, check=check)
+                where = self._find_moved(moved.values(), deadline=deadline)
+                before = self._held_now(check)
                 made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
-                places, replacements = replace_slots(before.places, lost, new), {**before.replacements, **made}
-                held = self.held = replace(before, places=places, replacements=replacements)
-            self._return(before, held)  # groups that have lost all their bundles
+                present = {**before.places, **{place: where[slot.key] for place, slot in moved.items()}}
+                present = replace_slots(present, [place for place in lost if place not in moved], new)
+                replacements = {**before.replacements, **made}
+                held = self.held = replace(before, places=present, replacements=replacements)
+            self._return(before, held, time.monotonic() + GIVE_BACK_S)  # groups that have lost all their bundles
             return tuple(held.places[place] for place in lost)
+
+    def _batches(self, lost: Sequence[Slot], there: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
+        """Return the requests that replace slots, in those that are placed together, with their segment size."""
+        counts = Counter(slot.node_idx for slot in lost)
+        asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
+        segment, size = self._segments(), self.request.segment_size
+        left = {segment[slot.node_idx] for slot in there}
+
+        def batch_of(ask: Ask) -> tuple[bool, int]:
+            """Put the asks of a segment together that has lost all its nodes: nothing shows its domain."""
+            number = segment[ask.node_idx]
+            return (False, ask.node_idx) if size is None or number in left else (True, number)
+
+        # The most demanding first, and whole segments last.
+        ordered = sorted(asks, key=lambda ask: (batch_of(ask)[0], -ask.count))
+        batches = group_pairs((batch_of(ask), ask) for ask in ordered)
+        return [(tuple(batch), size if is_segment else None) for (is_segment, _), batch in batches.items()]
+
+    def _find_moved(self, lost: Collection[Slot], *, deadline: float) -> dict[tuple[str, int], Slot]:
+        """Return the slots of groups whose nodes Ray chooses, by bundle, once it has placed the lost bundles again."""
+        if not lost:
+            return {}
+        groups = list({slot.placement_group.id: slot.placement_group for slot in lost}.values())
+        node_idx = {slot.key: slot.node_idx for slot in (self.held.slots if self.held else ())}
+        placed = [
+            replace(one, node_idx=tuple(node_idx.get((one.group.id.hex(), at), 0) for at in range(len(one.node_ids))))
+            for one in read_placed(groups, deadline=deadline)
+        ]
+        return {slot.key: slot for slot in slots_of(placed, self.request.capacity, deadline=deadline)}
 
     def _segments(self) -> dict[int, int]:
         """Return the number of each logical node's segment; without segments, each has its own."""
@@ -293,35 +341,47 @@ class Holding:
         """Return the nodes that a replacement can use, beside the slots that are there."""
         request, segment = self.request, self._segments()
         near = {slot.node_id for slot in there if segment[slot.node_idx] == segment[ask.node_idx]}
-        taken = near if ask.strategy == "STRICT_SPREAD" else set()
-        if request.unified or request.segment_size:  # every logical node is on a physical node of its own
-            taken = {slot.node_id for slot in there}
+        # With these, every logical node is on a physical node of its own.
+        taken = {slot.node_id for slot in there} if request.unified or request.segment_size else set()
         domains = {node_place(node)[0] for node in nodes if request.segment_size and node.node_id in near}
         free = [node for node in nodes if node.node_id not in taken]
         return [node for node in free if node_place(node)[0] in domains] if domains else free
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
-        mine = self.held
+        mine, check = self.held, functools.partial(self._check, self._shutdowns)
         leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
         try:
             # First added, then checked: a shutdown either sees them, or is seen.
             if mine is not None:
                 mine.leases.update(dict.fromkeys(leases))
-            self._check_same(mine, "ports were leased")
+            check()
         except BaseException:
             release_ports(leases)
             raise
         return leases
 
     def give_back(self) -> bool:
-        """Release ports and groups, and return whether Ray had the resources back in time."""
-        with self._changing:
+        """Release ports and groups within `GIVE_BACK_S`, and return whether Ray had the resources back in time.
+
+        Whatever another thread waits for ends. In the middle of a reservation of the same thread, as from a signal
+        handler, nothing can be released yet, and the error says so: the reservation fails and releases it.
+        """
+        deadline = time.monotonic() + GIVE_BACK_S
+        self._shutdowns += 1
+        is_inside = self._changer == threading.get_ident()
+        with self._hold(self._changing, "still changes", deadline, advice=""):
             held, self.held = self.held, None
+        if held is None and is_inside:
+            raise PlacementError(
+                f"shutdown() was called inside of a reserve() of the cluster {self.request.name!r} on the same thread, "
+                "as from a signal handler, and could release nothing yet. That reserve() fails, and releases what it "
+                "has taken."
+            )
         if held is None or held.ray_ended:
             return True  # nothing was held, or Ray ended, and with it everything that was
-        with head_deadline(GIVE_BACK_S):
-            return self._return(held, None)
+        with head_deadline(deadline - time.monotonic()):
+            return self._return(held, None, deadline)
 
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""

@@ -11,24 +11,29 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .._model import ACCELERATOR_TYPE, PRECISION
-from .._nodes.head import ask_head, read_nodes
+from .._nodes.head import alive_nodes, ask_head, read_nodes
 from .._plan.topology import accelerator_order
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .groups import Reserved
+from .groups import Check, Reserved, allow
 
 # Their ids, by the name of the resource.
 Accelerators = Mapping[str, tuple[str, ...]]
-# A task that reports an id has to start a process. It gets this long even when the reservation's own time is used up:
-# the resources are held by then, and a reservation that takes only what is free now (0 s) would always fail.
-LEAST_S = 10.0
+# A task that reports an id has to start a process, for which a busy node may need a minute. It gets this long even when
+# the reservation's own time is used up: the resources are held by then.
+LEAST_S = 60.0
+# How often a wait for these tasks looks whether it should end.
+LOOK_S = 0.5
 NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
-def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order. The deadline is for reading the ids of accelerators."""
-    accelerators = accelerator_ids(placed, deadline=deadline)
-    nodes = read_nodes()
+def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, check: Check = allow) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order.
+
+    The deadline is for reading the ids of accelerators; `check` is called meanwhile, and raises if that should end.
+    """
+    accelerators = accelerator_ids(placed, deadline=deadline, check=check)
+    nodes = read_nodes(with_free=False)
     position = {node.node_id: at for at, node in enumerate(nodes)}
     gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
     if gone:
@@ -73,7 +78,7 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(numbered)
 
 
-def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[list[Accelerators]]:
+def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Check = allow) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index."""
     # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
     # accelerators runs a short task, all at once.
@@ -84,17 +89,23 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float) -> list[li
         for index, bundle in enumerate(one.bundles)
         if (kinds := {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0})
     }
-    timeout_s = max(LEAST_S, deadline - time.monotonic())
+    began = time.monotonic()
+    timeout_s = max(LEAST_S, deadline - began)
     refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held) if held else {}
-    try:
-        ids = dict(zip(refs, ray.get(list(refs.values()), timeout=timeout_s), strict=True))
-    except ray.exceptions.GetTimeoutError as error:
+    late = list(refs.values())
+    while late and (left_s := began + timeout_s - time.monotonic()) > 0:
+        _, late = ray.wait(late, num_returns=len(late), timeout=min(LOOK_S, left_s))
+        if late:
+            check()
+            alive_nodes()  # which fails in time if the head is silent
+    if late:
         raise PlacementTimeoutError(
             f"The accelerators are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
             f"{timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement groups of "
             "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of extend, replace_lost_nodes and of), or "
             "look at the nodes."
-        ) from error
+        )
+    ids = dict(zip(refs, ray.get(list(refs.values())), strict=True))
     return [[ids.get((g, index), {}) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
 
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raylets that are slow to place what fits: a reservation waits for them, and does not blame others."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import ray
+
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement._reserve import groups
+
+
+@pytest.fixture
+def raylet(joining, eventually):
+    """Add a node of 4 CPUs, and return the process id of its raylet."""
+    node = joining.add_node(num_cpus=4)
+    assert eventually(lambda: ray.available_resources().get("CPU") == 4)
+    return node.all_processes["raylet"][0].process.pid
+
+
+@pytest.fixture
+def created(monkeypatch):
+    """Return a list with an entry for each placement group that is created."""
+    made, create = [], groups.create_group
+    monkeypatch.setattr(groups, "create_group", lambda options: made.append(1) or create(options))
+    return made
+
+
+def test_a_raylet_that_stands_still(raylet, created, eventually):
+    """A raylet that stops for 2.5 s delays a reservation by that. One group is created, and nothing leaks."""
+    os.kill(raylet, signal.SIGSTOP)
+    threading.Timer(2.5, os.kill, (raylet, signal.SIGCONT)).start()
+    with RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=0) as cluster:
+        assert len(cluster.slots()) == 2
+    assert len(created) == 1
+    assert eventually(lambda: ray.available_resources().get("CPU") == 4, 20)
+
+
+@pytest.mark.nightly
+def test_a_raylet_that_never_places(raylet, monkeypatch, eventually):
+    """If Ray does not place what fits, the error says that, and not that others hold it."""
+    monkeypatch.setattr(groups, "PLACING_S", 2.0)
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        message = r"Waited \d+\.\d s: the nodes have room for the request, but Ray has not placed it\."
+        resume = threading.Timer(4.0, os.kill, (raylet, signal.SIGCONT))
+        resume.start()
+        with pytest.raises(PlacementTimeoutError, match=message):
+            RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=0).reserve()
+    finally:
+        resume.cancel()
+        os.kill(raylet, signal.SIGCONT)
+    assert eventually(lambda: ray.available_resources().get("CPU") == 4, 30)
+
+
+def test_uneven_logical_nodes(joining, eventually):
+    """`[4, 8, 2]` fits on nodes of 8, 4 and 2; `[5, 6, 5]` on 8 + 8 is refused in less than 0.1 s."""
+    _, *small = [joining.add_node(num_cpus=cpus) for cpus in (8, 4, 2)]
+    assert eventually(lambda: ray.available_resources().get("CPU") == 14)
+    with RayVirtualCluster([4, 8, 2], use_gpus=False, reserve_timeout_s=0) as cluster:
+        assert [len(group.bundle_specs) for group in cluster.get_placement_groups()] == [4, 8, 2]
+    for node in small:
+        joining.remove_node(node, allow_graceful=False)
+    joining.add_node(num_cpus=8)
+    assert eventually(lambda: ray.available_resources().get("CPU") == 16)
+    took = []
+    for _ in range(5):
+        began = time.monotonic()
+        with pytest.raises(ResourceInsufficientError, match=r"cannot hold 16 bundles in 3 logical node\(s\)"):
+            RayVirtualCluster([5, 6, 5], use_gpus=False).reserve()
+        took.append(time.monotonic() - began)
+    assert min(took) < 0.1, took
