@@ -93,7 +93,10 @@ def agents_of(job):
 
 
 def test_a_controller_that_ends(nodes, head, eventually):
-    """However an actor ends, its ports are released; its groups, the agent and others' leases stay."""
+    """However an actor ends, its ports are released; the agent and others' leases stay.
+
+    Its groups stay if it was killed; one that is dropped may still return them before its process exits.
+    """
     first = Controller.options(runtime_env={"env_vars": {"MINE": "yes"}}).remote()
     pid, mine = ray.get(first.agent.remote(head))
     assert not mine  # the agent does not run in the environment of the process that asks first
@@ -110,7 +113,8 @@ def test_a_controller_that_ends(nodes, head, eventually):
             del controller
             assert eventually(lambda: is_free(LOW)), how
             (left,) = [row for row in placement_group_table().values() if row["name"].startswith(how)]
-            remove_placement_group(get_placement_group(left["name"]))  # Ray would do so at the end of the job
+            with contextlib.suppress(*[ValueError] * (how != "killed")):  # it is removed already
+                remove_placement_group(get_placement_group(left["name"]))  # Ray would do so at the end of the job
             assert worker_is_alive(worker) is False
         assert NodeAgent(head).leased() == [LOW + 1]
         assert NodeAgent(head).run(os.getpid) == pid

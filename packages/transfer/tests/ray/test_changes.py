@@ -255,7 +255,7 @@ def test_guard(groups):
 
 
 def test_versions_in_the_open(groups):
-    """The status of a target and other processes show the version of the weights of each rank."""
+    """The status of a target shows the version of the weights of each rank."""
     source, target = groups
 
     def shown():
@@ -268,9 +268,6 @@ def test_versions_in_the_open(groups):
         link.send(3, timeout=60)
         assert shown() == [3, 3]
         assert all(0 < one.weights_age_s < 60 for one in target.get_worker_status())
-        target.call("holds").result()
-        seen = inspect("status", group="generation")[1]["workers"]
-        assert [(one["rank"], one["weights"]) for one in seen] == [(0, 3), (1, 3)]
         kill(target, 1)
         target.restart_failed_workers()
         assert shown() == [3, None]
