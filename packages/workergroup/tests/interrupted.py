@@ -28,7 +28,7 @@ REPORT_S = 30.0
 # Of the processes of all groups so far.
 MARKS = []
 # Threads that serve all groups of a process.
-SERVING = ["fairlead-monitor"]
+SERVING = ["fairlead-finalizers"]
 
 
 class Worker:
