@@ -413,27 +413,26 @@ def _find_callers(case: Case) -> list[str]:
     for wait in case.graph.waits:
         if wait.kind == "get" and all(map(case.is_infrastructure, wait.targets)):
             found.update(dict.fromkeys(key for key in wait.waiters if key != case.driver))
-    ends = case.graph.waiters()
     serving = {key for wait in case.graph.waits for key in wait.targets if case.is_infrastructure(key)}
-    return [key for key in found if (case.call_age(key) or 0.0) >= case.after_s and not serving & ends]
+    if serving & case.graph.waiters():
+        return []
+    return [key for key in found if (case.call_age(key) or 0.0) >= case.after_s]
 
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
     said = {pid for one in found if one.kind != "working" for pid in (one.pid, *(of.pid for of in one.suspects)) if pid}
-    listed = [case.suspect(key, text) for key, text in suspects.items()]
-    listed = [one for one in listed if one.pid not in said or not one.pid]
+    order = {"user": 0, "library": 1}
+    rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
+    rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
+    listed = [one for _, one in rated if one.pid not in said or not one.pid]
     if not listed:
         return []
-    order = {"user": 0, "library": 1}
-    kinds = {case.suspect(key, "").pid: order.get(case.at(key).kind, 2) for key in suspects}
-    listed.sort(key=lambda one: (kinds.get(one.pid, 2), -(one.since_s or 0.0), one.pid))
-    count = f"{len(listed)} process{'es' * (len(listed) > 1)}"
-    stand = "stand" if len(listed) > 1 else "stands"
-    text = f"{stand} still, and it is not known what for" if len(listed) > 1 else f"{stand} still: {listed[0].text}"
+    alone = len(listed) == 1
+    text = f"stands still: {listed[0].text}" if alone else "stand still, and it is not known what for"
     waits = [one for one in case.graph.waits if {*suspects} & case.graph.reach(one.waiters)]
     one = case.say("undecided", [*suspects], text, waits[0] if waits else None, confidence="guess", remedy=_STACKS)
-    subject = listed[0].name if len(listed) == 1 else count
+    subject = listed[0].name if alone else f"{len(listed)} processes"
     return [replace(one, subject=subject, suspects=tuple(listed[:MOST_SUSPECTS]), since_s=listed[0].since_s)]
 
 
