@@ -192,6 +192,18 @@ def test_driver_with_a_pool_of_threads():
     assert (found.kind, [one.class_name for one in found.actors], found.blames) == ("late", ["Sandbox"], True)
 
 
+def test_two_tasks_at_fault():
+    """A task that no node can hold does not explain another one, which has hung, and is waited for elsewhere."""
+    pending = Call(f"{1:048x}"[8:] + JOB, "score", "", "PENDING_NODE_ASSIGNMENT", NOW - 100, resources={"GPU": 8.0})
+    hung = Call(f"{2:048x}"[8:] + JOB, "load", "", "RUNNING", NOW - 100, 4242, "n1", parent="f" * 40 + JOB)
+    driver = process(811, GET, refs=[(pending.task_id + "00000001", False)], driver=True)
+    thread = replace(process(9811, GET, refs=[(hung.task_id + "00000001", False)]).threads[0], tid=9811)
+    processes = [replace(driver, threads=(*driver.threads, thread)), process(4242, QUEUE, title="ray::load")]
+    nodes = (Node("n1", "10.0.0.1", resources={"CPU": 8.0}),)
+    found = diagnose(look([], processes, calls=(pending, hung), nodes=nodes))
+    assert {(one.kind, one.task) for one in found if one.blames} == {("pending", "score"), ("late", "load")}
+
+
 def test_killed_peer_of_an_asynchronous_barrier():
     """An actor that was killed is named, if its peers have stood in their calls since then, whatever they wait in."""
     barrier = actor(9, "Barrier")

@@ -139,7 +139,8 @@ def _judge(case: Case) -> list[Finding]:
     ]  # fmt: skip
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for one in found for actor in one.actors if one.blames}
-    explained |= {f"task:{key}" for key in case.graph.tasks if any(one.blames and one.task for one in found)}
+    tasks = {(one.task, one.pid) for one in found if one.blames and one.task}
+    explained |= {f"task:{key}" for key, task in case.graph.tasks.items() if (task.name, task.pid) in tasks}
     if any(one.kind == "stopped" and not one.actors for one in found):
         explained.add(case.driver)
     for fleet in case.graph.fleets:
@@ -168,7 +169,7 @@ def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], d
     """Return what is at the ends of the waits, and the processes there that nothing can be said of, with the reason."""
     found, suspects = dict[tuple[str, ...], Finding](), dict[str, str]()
     for wait in case.graph.waits:
-        if wait.kind == "calls" or case.graph.reach(wait.waiters) & {*explained}:
+        if wait.kind == "calls" or {*wait.waiters, *case.graph.reach(wait.targets)} & {*explained}:
             continue
         if wait.kind == "collective" and not wait.targets:
             one = _all_inside(case, wait)
@@ -188,7 +189,7 @@ def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], d
 
 def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     """Return what is at the end of a wait, or add it to the suspects."""
-    graph, sinks = case.graph, sorted(case.graph.sinks(wait.waiters))
+    graph, sinks = case.graph, sorted(case.graph.sinks(wait.targets or wait.waiters))
     # A worker set that is in a collective with all its members waits for itself. Faults without a process are named
     # elsewhere.
     if any(key in graph.waiters() or _is_absent(case, key) for key in sinks):
