@@ -177,11 +177,15 @@ def test(session: nox.Session) -> None:
     They share one environment, which has no torch.
     """
     install(session, *map(package, SIBLINGS), *all_test_requirements())
-    marked = [*ROOT.glob("packages/*/tests/*/test_*.py"), *ROOT.glob("integration-tests/test_*.py")]
-    on_ray = [str(path.relative_to(ROOT)) for path in sorted(marked) if "mark.smoke" in path.read_text("utf-8")]
     units = [package(name, "/tests/unit") for name in SIBLINGS]
     run_tests(session, *TWO_PROCESSES, "-m", "not nightly", *units, *session.posargs)
-    run_tests(session, *TWO_PROCESSES, "-m", "smoke", *on_ray, *session.posargs)
+    run_tests(session, *TWO_PROCESSES, "-m", "smoke", *find_smoke_tests(), *session.posargs)
+
+
+def find_smoke_tests() -> list[str]:
+    """Return the files of tests on Ray of which some are marked `smoke`."""
+    marked = [*ROOT.glob("packages/*/tests/*/test_*.py"), *ROOT.glob("integration-tests/test_*.py")]
+    return [str(path.relative_to(ROOT)) for path in sorted(marked) if "mark.smoke" in path.read_text("utf-8")]
 
 
 def install_wheels(session: nox.Session) -> Path:
@@ -261,12 +265,45 @@ def minimums(session: nox.Session, name: str) -> None:
 
 @nox.session
 def canary(session: nox.Session) -> None:
-    """Test the use of private parts of Ray against the newest Ray, including a pre-release. Nightly."""
-    install(session, *map(package, SIBLINGS), *PYTEST)
-    # Without the constraints, which pin Ray.
-    session.install("--upgrade", "--pre", "ray", env=UV_ENV, silent=False)
-    tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_ray_private.py"))
-    run_tests(session, *tests, "--timeout=1200", *session.posargs, FAIRLEAD_ROUNDS="200")
+    """Test the use of private parts of Ray against the newest Ray, and against a pre-release if there is one. Nightly.
+
+    Then the tests that are marked `smoke` show that every package works on it.
+    """
+    install(session, *map(package, SIBLINGS), *all_test_requirements())
+    private = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_ray_private.py"))
+    tried = set()
+    for options in ([], ["--pre"]):
+        # Without the constraints, which pin Ray.
+        session.install("--upgrade", *options, "ray", env=UV_ENV, silent=False)
+        version = session.run("python", "-c", "import ray; print(ray.__version__)", silent=True)
+        if version not in tried:
+            tried.add(version)
+            run_tests(session, *private, "--timeout=1200", *session.posargs, FAIRLEAD_ROUNDS="200")
+            run_tests(session, *TWO_PROCESSES, "-m", "smoke", *find_smoke_tests(), *session.posargs)
+    session.log(f"tested with Ray {', '.join(sorted(one.strip() for one in tried))}")
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure which part of each package its unit tests and its tests on Ray run, and print a table. Nightly.
+
+    `nox -s coverage -- placement` measures one package. What a process does that is killed is not counted.
+    """
+    names = session.posargs or list(SIBLINGS)
+    install(session, *map(package, SIBLINGS), "torch", *all_test_requirements(), *group("coverage"))
+    data = str(make_folder(session, "coverage") / "data")
+    tests = [f"packages/{name}/tests/{kind}" for name in names for kind in ("unit", "ray")]
+    tests = [folder for folder in tests if (ROOT / folder).is_dir()]
+    options = ["-m", "not nightly", *TWO_PROCESSES, *(f"--cov={import_name(name)}" for name in names), "--cov-report="]
+    run_tests(session, *options, *tests, COVERAGE_FILE=data)
+    rows = ["| package | lines that tests run |", "|---|---|"]
+    for name in names:
+        report = ["coverage", "report", f"--include=*/{import_name(name)}/*", "--format=total"]
+        rows.append(f"| {name} | {session.run(*report, silent=True, env={'COVERAGE_FILE': data}).strip()} % |")
+    session.log("\n" + "\n".join(rows))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write("\n".join(rows) + "\n")
 
 
 @nox.session
