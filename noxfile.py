@@ -349,6 +349,7 @@ def nightly(session: nox.Session) -> None:
         session.notify(name, posargs=[])
     if not session.posargs:
         session.notify("examples", posargs=["all"])
+        session.notify("hardware", posargs=["--rehearse"])
     here = install_wheels(session)
     if "inspect" in names:
         install(session, *group("libraries"))
@@ -532,6 +533,17 @@ def bench(session: nox.Session) -> None:
     """Measure speed as ratios against hand-written Ray in the same run."""
     install(session, *map(package, SIBLINGS), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
+
+
+@nox.session
+def hardware(session: nox.Session) -> None:
+    """Try GPUs, TPUs and several machines, as far as they are there, and print a report to paste into an issue.
+
+    `RAY_ADDRESS=auto nox -s hardware` uses the cluster of this machine, `nox -s hardware -- --rehearse` only CPUs.
+    """
+    has_tpus = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    install(session, *map(package, SIBLINGS), "torch", *["jax[tpu]"] * has_tpus)
+    session.run("python", "scripts/hardware.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session
