@@ -99,7 +99,8 @@ class RayVirtualCluster:
     ) -> None:
         counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
         _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
-        _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
+        if communication_backend is not None:
+            _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo"))
         if use_gpus or num_gpus_per_node != 0:
             check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
@@ -107,19 +108,25 @@ class RayVirtualCluster:
         self.placement_group_strategy: Strategy = placement_group_strategy
         self.port_range_low: int = PORT_LOW if port_range_low is None else port_range_low
         self.port_range_high: int = PORT_HIGH if port_range_high is None else port_range_high
-        check_range(self.port_range_low, self.port_range_high)
+        if (self.port_range_low, self.port_range_high) != (PORT_LOW, PORT_HIGH):
+            check_range(self.port_range_low, self.port_range_high)
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
+        self._accelerators = {"GPU": 1.0} if use_gpus else {}
+        if accelerators is not None:
+            self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
         gpus = self._accelerators.get("GPU", 0.0)
         self.use_gpus: bool = gpus > 0
-        wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
+        wanted: Mapping[int, frozenset[str]] = {}
+        if gpu_ids is not None and gpu_ids != "auto":
+            wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
         self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
-        _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
+        if segment_size is not None:
+            _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
         asks = _model.make_asks(
             counts,
             capacity * cpus_per_worker,
@@ -378,7 +385,8 @@ class RayVirtualCluster:
         if any(other.bundle != model.bundle for other in others):
             what = "a cluster whose node_resource_constraints differ between logical nodes"
             raise ValueError(f"{what} {remedy} constraints that you need")
-        _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
+        if self.segment_size is not None:
+            _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
         self.slots()
         return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 

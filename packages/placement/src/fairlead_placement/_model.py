@@ -194,8 +194,6 @@ def check_seconds(name: str, value: Any) -> float:
 
 def check_segments(size: Any, used: int, strategy: str) -> None:
     """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
-    if size is None:
-        return
     check_positive("segment_size", size)
     if strategy != "STRICT_PACK":
         raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
@@ -205,8 +203,6 @@ def check_segments(size: Any, used: int, strategy: str) -> None:
 
 def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
     """Return the accelerators that a bundle holds, of which each of `capacity` workers gets the same part."""
-    if accelerators is None:
-        return {"GPU": 1.0} if use_gpus else {}
     if "GPU" in accelerators and not use_gpus:
         raise ValueError(f"accelerators={accelerators!r} has GPUs, and use_gpus=False none: leave use_gpus out")
     if unknown := sorted(accelerators.keys() - (names := accelerator_names())):
@@ -241,8 +237,8 @@ def make_asks(
     bundle = {"CPU": float(cpus), **accelerators}
     if model:
         bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
-    selector = dict(labels or {})
-    check_selector(selector)
+    if selector := dict(labels or {}):
+        check_selector(selector)
     extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")

@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement._reserve import gpus, groups
 
 
 def in_bundle(group, index=0):
@@ -187,11 +188,16 @@ def test_a_waiter_is_served(local, pauses, eventually):
 
 
 def test_wrong_ids_are_not_kept(local, monkeypatch):
-    """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the check fails)."""
-    checked = []
-    monkeypatch.setattr(
-        "fairlead_placement._reserve.gpus._check_ids", lambda *placed, **options: checked.append(placed)
-    )
+    """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the ids of the groups)."""
+    read, checked = gpus.accelerator_ids, []
+
+    def read_others(placed, **options):
+        if "CPU" not in placed[0].bundles[0]:  # it only keeps others from the GPU
+            return read(placed, **options)
+        checked.append(placed)
+        return [[{"GPU": ("9",)}]]
+
+    monkeypatch.setattr(gpus, "accelerator_ids", read_others)
     with pytest.raises(ResourceInsufficientError, match="GPU 0, asked for logical node 0, is not free"):
         RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
     assert len(checked) == 1
@@ -241,7 +247,6 @@ class Gate:
         "gpus.accelerator_ids",
         "gpus.exchange",
         "gpus.place",
-        "gpus._check_ids",
     ],
 )
 def test_interrupted(local, monkeypatch, seam):
@@ -259,10 +264,7 @@ def test_interrupted(local, monkeypatch, seam):
 
 def test_interrupted_at_the_end(local, monkeypatch):
     """An interrupt of the fillers' removal leaves no group on the requested GPUs (seam: that removal)."""
-    from fairlead_placement._reserve import gpus as _gpus
-    from fairlead_placement._reserve import groups as _groups
-
-    remove, calls = _groups.remove, []
+    remove, calls = groups.remove, []
 
     def interrupted_late(made):
         remove(made)
@@ -270,8 +272,8 @@ def test_interrupted_at_the_end(local, monkeypatch):
         if len(made) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_gpus, "remove", interrupted_late)
-    monkeypatch.setattr(_groups, "remove", interrupted_late)
+    monkeypatch.setattr(gpus, "remove", interrupted_late)
+    monkeypatch.setattr(groups, "remove", interrupted_late)
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
     assert calls == [0, 1, 4, 1]

@@ -142,10 +142,9 @@ def test_auto(monkeypatch, listening, machine, dead_address):
         f"machine, which are: {one} (process 77). Pass the address of one of them, set RAY_ADDRESS, or start a cluster "
         "with `ray start --head`."
     )
-    assert find_target("auto", private=True) == Target(one, "process 77 started for itself")
     machine.append(make_raylet(other, "CPU", starter=78))
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
-        find_target("auto", private=True)
+        find_target("auto")
     machine[-1] = make_raylet(other, local_tag(), starter=78)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert find_target(None) is None
@@ -190,11 +189,11 @@ def test_terminal(monkeypatch, listening):
 
 
 @pytest.mark.parametrize(
-    ("how", "private", "tries"),
-    [("argument", True, [True]), ("argument", False, [False]), ("file", True, [True])],
+    ("how", "find_token", "tries"),
+    [("argument", True, [True]), ("argument", False, [False]), ("file", False, [True])],
     ids=["a command", "a program", "found"],
 )
-def test_the_token_of_the_user(monkeypatch, listening, announce, how, private, tries):
+def test_the_token_of_the_user(monkeypatch, listening, announce, how, find_token, tries):
     """A command takes the user's token for a named cluster too. A program says so by RAY_AUTH_MODE."""
     tried = []
 
@@ -209,10 +208,10 @@ def test_the_token_of_the_user(monkeypatch, listening, announce, how, private, t
         announce(listening[0])
     named = listening[0] if how == "argument" else "auto"
     if tries[-1]:
-        assert attach_to(named, private=private) == "context"
+        assert attach_to(named, find_token=find_token) == "context"
     else:
         with pytest.raises(PlacementError, match="wants a token"):
-            attach_to(named, private=private)
+            attach_to(named, find_token=find_token)
     assert tried == tries
 
 

@@ -27,16 +27,16 @@ CHECK_S = 1.0
 SIGNAL_S = 0.5
 
 
+@dataclass(eq=False)
 class OneTimeEvent:
     """An event of threads, of which Ctrl-C may interrupt any operation.
 
     A wait for `threading.Event` that is interrupted when it ends raises RuntimeError for a lock that it does not have.
     """
 
-    def __init__(self) -> None:
-        self._has_happened = False
-        # Each thread that this wakes up wakes up the next one.
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+    _has_happened: bool = field(default=False, init=False)
+    # Each thread that this wakes up wakes up the next one.
+    _wake: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue, init=False)
 
     def set(self) -> None:
         """Note that the event has happened."""
@@ -121,32 +121,25 @@ _pool = _Pool()
 os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]  # a fork has no threads at first
 
 
-def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
+def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, when_idle: bool = False) -> Job[_T]:
     """Call a function on a thread that never starts a Ray and does not keep the process alive.
 
     Args:
         function: the function.
         args: its arguments.
         name: the name of the thread until it returns.
+        when_idle: wait until a thread has nothing to do, and start none: the garbage collector may request that at any
+            moment. The function calls `claim_thread` before anything that takes time.
 
     Returns:
         The job, of which `future` will have what the function returns.
     """
-    if claim_thread():
-        return run_when_idle(function, *args, name=name)
     job: Job[_T] = Job(time.monotonic())
-    _call(job.future, function, *args)
-    job.over.set()
-    return job
-
-
-def run_when_idle(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
-    """Do the same when a thread has nothing to do, but start none: the garbage collector may call this anywhere.
-
-    The function calls `claim_thread` before anything that takes time.
-    """
-    job: Job[_T] = Job(time.monotonic())
-    _pool.work.put((name, job, function, args))
+    if when_idle or claim_thread():
+        _pool.work.put((name, job, function, args))
+    else:
+        _call(job.future, function, *args)
+        job.over.set()
     return job
 
 

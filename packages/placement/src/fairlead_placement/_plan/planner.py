@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from .._model import PRECISION, Ask, Node, Verdict, group_pairs, matches
@@ -94,7 +95,7 @@ class Site:
     """The requests by shape, and the nodes by what they have for those: all of it if `idle`, else what is free."""
 
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
-        self.asks = sorted(asks, key=lambda ask: ask.node_idx)
+        self.asks = sorted(asks, key=attrgetter("node_idx"))
         self.nodes, self.own_nodes = nodes, own_nodes
         alike = list(group_pairs((ask.shape, ask) for ask in self.asks).values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
@@ -172,7 +173,7 @@ class Site:
 
     def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
         """Place each logical node on a node of its own."""
-        asks = sorted(asks, key=lambda ask: ask.node_idx)
+        asks = sorted(asks, key=attrgetter("node_idx"))
         found = self._place_in_order(asks, positions)
         if found is not None or len(asks) > len(positions):
             return found

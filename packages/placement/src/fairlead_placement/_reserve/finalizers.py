@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .._nodes.background import claim_thread, run_when_idle
+from .._nodes.background import claim_thread, run_in_thread
 from .._nodes.head import wait_until
 from .._ray_private import block_shutdown, connection
 
@@ -54,7 +54,7 @@ def wait_for_dropped(timeout_s: float) -> bool:
 
 def _drop(functions: list[Callable[[], Any]]) -> None:
     _dropped.append(functions)
-    run_when_idle(_return_dropped, name="fairlead-finalizers")
+    run_in_thread(_return_dropped, name="fairlead-finalizers", when_idle=True)
 
 
 def _return_dropped() -> None:

@@ -32,13 +32,16 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, chec
 
     The deadline is for reading the ids of accelerators; `check` is called meanwhile, and raises if that should end.
     """
-    accelerators = accelerator_ids(placed, deadline=deadline, check=check)
+    accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
+    if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
+        accelerators = accelerator_ids(placed, deadline=deadline, check=check)
     nodes = read_nodes(with_free=False)
     position = {node.node_id: at for at, node in enumerate(nodes)}
     gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
     if gone:
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    slots = []
+    slots: list[Slot] = []
+    orders: list[tuple[object, ...]] = []
     for one, ids in zip(placed, accelerators, strict=True):
         for index, (node_id, bundle) in enumerate(zip(one.node_ids, one.bundles, strict=True)):
             node = nodes[position[node_id]]
@@ -62,9 +65,9 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, chec
                     capacity=capacity,
                 )
             )
-    # The sort is stable: slots that compare as equal stay in the order of the groups and their bundles.
-    slots.sort(key=lambda one: (position[one.node_id], [*map(accelerator_order, one.accelerator_ids)], one.node_idx))
-    return number_slots(slots)
+            numbers = [accelerator_order(id_) for kind in ids[index].values() for id_ in kind]
+            orders.append((position[node_id], numbers, one.node_idx[index]))
+    return number_slots(slots[at] for _, at in sorted(zip(orders, range(len(slots)), strict=True)))
 
 
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
