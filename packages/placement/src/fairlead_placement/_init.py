@@ -69,12 +69,7 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        level = (rays := logging.getLogger("ray")).level
-        try:
-            # This call is not worth a line in the log, but ray.init sets the level for good.
-            context = ray.init(ignore_reinit_error=True, logging_level="error")
-        finally:
-            rays.setLevel(level)
+        context = ray.init(ignore_reinit_error=True)
     elif address != "local":
         context = attach_to(address)
     if context is not None:

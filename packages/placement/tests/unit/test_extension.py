@@ -2,7 +2,7 @@
 """Logical nodes that are added and released: refusals before any request, and the order of the slots."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -158,52 +158,6 @@ def test_replacements_are_in_the_places_of_lost_slots(random):
     for place, slot in places.items():
         if place not in lost:
             assert replace(after[place], node_rank=0, local_rank=0) == replace(slot, node_rank=0, local_rank=0)
-    check_numbers(after.values())
-
-
-@dataclass(frozen=True)
-class Group:
-    id: str
-
-
-def test_the_order_of_groups_after_a_replacement(monkeypatch):
-    """The placement group of a replacement comes after the older groups of its logical node, whichever slot was lost.
-
-    The seams are what asks Ray: the reservation of a request, the nodes that are alive, and the removal of groups.
-    """
-    made = iter([("pg-0", "n0", "n1", "n2"), ("pg-1", "n3"), ("pg-2", "n4"), ("pg-3", "n5")])
-
-    def reserve_next(*_, **__):
-        group, *machines = next(made)
-        return number_slots(
-            Slot(
-                placement_group=Group(group),
-                bundle_index=index,
-                node_idx=0,
-                node_id=machine,
-                node_ip="",
-                node_rank=0,
-                local_rank=0,
-            )
-            for index, machine in enumerate(machines)
-        )
-
-    alive = {f"n{number}" for number in range(6)}
-    monkeypatch.setattr(_held, "reserve", reserve_next)
-    monkeypatch.setattr(_held, "alive_nodes", lambda: frozenset(alive))
-    monkeypatch.setattr(_held, "remove", lambda *_, **__: True)
-    monkeypatch.setattr(_held, "dismiss_agents", lambda _: None)
-    monkeypatch.setattr(_held, "connection", lambda: "here")
-    monkeypatch.setattr(_held, "is_moved_by_ray", lambda group: False)
-    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="SPREAD") as cluster:
-        for lost, groups in (
-            ("n0", ["pg-0", "pg-1"]),
-            ("n1", ["pg-0", "pg-1", "pg-2"]),
-            ("n3", ["pg-0", "pg-2", "pg-3"]),
-        ):
-            alive.remove(lost)
-            cluster.replace_lost_nodes()
-            assert [group.id for group in cluster.get_placement_groups()] == groups
 
 
 class Name(str):

@@ -12,7 +12,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
 from .._model import Ask, Node, Request, group_pairs
@@ -41,8 +40,6 @@ class Held:
     # The slots by numbers that stay the same when slots are added, replaced and released; views keep the numbers.
     places: Mapping[int, Slot]
     next_place: int
-    # The numbers of the placement groups that have replaced parts of others.
-    replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
     watcher: str | None = None  # for which the agents of the nodes sample memory
@@ -63,8 +60,8 @@ class Held:
         return self.on != connection()
 
     def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
-        """Return the placement groups of slots, in the order of the logical nodes, and of one node the oldest first."""
-        ordered = sorted(slots, key=lambda slot: (slot.node_idx, self.replacements.get(slot.placement_group.id, 0)))
+        """Return the placement groups of slots, in the order of the logical nodes."""
+        ordered = sorted(slots, key=lambda slot: slot.node_idx)
         return list({slot.placement_group.id: slot.placement_group for slot in ordered}.values())
 
 
@@ -233,12 +230,9 @@ class Holding:
                     )
                     near = () if segment_size else self._near(asks[0], [*staying, *new])
                     new += reserve(part, functools.partial(self._find_usable, [*staying, *new], near), check=check)
-                places = replace_slots(before.places, list(gone), new)
-                places |= self._find_moved(moved, deadline=deadline)
+                places = {**replace_slots(before.places, gone, new), **self._find_moved(moved, deadline=deadline)}
                 self._held_now(check)
-                made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
-                numbered = dict(zip(places, number_slots(places.values()), strict=True))
-                held = replace(before, places=numbered, replacements={**before.replacements, **made})
+                held = replace(before, places=dict(zip(places, number_slots(places.values()), strict=True)))
                 self.held = held
             self._return(before, held, time.monotonic() + GIVE_BACK_S)  # groups that have lost all their bundles
             return tuple(held.places[place] for place in lost)
@@ -280,9 +274,9 @@ class Holding:
 
     def _find_moved(self, lost: Mapping[int, Slot], *, deadline: float) -> dict[int, Slot]:
         """Return the slots of groups whose nodes Ray chooses, by place, once it has placed the lost bundles again."""
-        groups = list({slot.placement_group.id: slot.placement_group for slot in lost.values()}.values())
-        if not groups:
+        if not lost:
             return {}
+        groups = list({slot.placement_group.id: slot.placement_group for slot in lost.values()}.values())
         placed = read_placed(groups, deadline=deadline)
         slots = {slot.key: slot for slot in slots_of(placed, self.request.capacity, deadline=deadline)}
         return {place: replace(slots[slot.key], node_idx=slot.node_idx) for place, slot in lost.items()}
@@ -366,14 +360,10 @@ class Holding:
         )
 
 
-def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence[Slot]) -> dict[int, Slot]:
-    """Put each new slot in the place of a lost one of its logical node, and number the nodes again."""
+def replace_slots(places: Mapping[int, Slot], lost: Iterable[int], new: Sequence[Slot]) -> dict[int, Slot]:
+    """Put each new slot in the place of a lost one of its logical node."""
     of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
-    slots = dict(places)
-    for place in lost:
-        slots[place] = of_logical_node[slots[place].node_idx].pop()
-    # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
-    return dict(zip(slots, number_slots(slots.values()), strict=True))
+    return {**places, **{place: of_logical_node[places[place].node_idx].pop() for place in lost}}
 
 
 def not_returned(what: str) -> PlacementError:
