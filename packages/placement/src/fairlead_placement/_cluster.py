@@ -98,9 +98,8 @@ class RayVirtualCluster:
         wait_for_nodes_s: float = 0.0,
     ) -> None:
         counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
-        _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
-        if communication_backend is not None:
-            _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo"))
+        if communication_backend not in ("nccl", "gloo", None):
+            raise ValueError(f"communication_backend must be 'nccl', 'gloo' or None, got {communication_backend!r}")
         if use_gpus or num_gpus_per_node != 0:
             check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)

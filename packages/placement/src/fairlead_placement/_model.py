@@ -175,11 +175,6 @@ def check_counts(name: str, counts: Any, *, least: int = 0) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
-
-
 def check_positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -232,6 +227,8 @@ def make_asks(
     constraints: Sequence[Mapping[str, float]] | None,
 ) -> list[Ask]:
     """Return a request for each logical node, also for those that are not in use."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"placement_group_strategy must be one of {list(STRATEGIES)}, got {strategy!r}")
     if model is not None and not (isinstance(model, str) and model and accelerators):
         raise ValueError(f"accelerator_type must be the model of the accelerators of a bundle, got {model!r}")
     bundle = {"CPU": float(cpus), **accelerators}

@@ -79,7 +79,7 @@ def test_bad_config(config, message):
         ([1], {"node_resource_constraints": [{"GPU": 1}]}, "other than CPU and GPU, got 'GPU': 1"),
         ([1], {"node_resource_constraints": [{"x": 0}]}, "positive, finite amounts .*, got 'x': 0"),
         ([1], {"node_resource_constraints": [{"x": float("inf")}]}, "positive, finite amounts .*, got 'x': inf"),
-        ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo'\], got 'mpi'"),
+        ([1], {"communication_backend": "mpi"}, r"must be 'nccl', 'gloo' or None, got 'mpi'"),
         ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
         ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
         ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be numbers, 0 or more, or names .*, got -1 in \[0, -1\]"),

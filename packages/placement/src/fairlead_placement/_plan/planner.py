@@ -6,7 +6,7 @@ shape are interchangeable. So the work grows with the number of nodes times that
 """
 
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,7 +104,8 @@ class Site:
         for ask, *others in alike:
             is_whole = ask.strategy == "STRICT_PACK"
             unit = tuple(round(ask.bundle.get(n, 0) * PRECISION) * (ask.count if is_whole else 1) for n in names)
-            known = {has: _count_units(has, unit) for has in set(self.room)}
+            sizes = [(resource, n) for resource, n in enumerate(unit) if n]
+            known = {has: min((has[resource] // n for resource, n in sizes), default=0) for has in set(self.room)}
             fits = [known[has] for has in self.room]
             if ask.labels:
                 fits = [n if matches(ask.labels, node.labels) else 0 for n, node in zip(fits, nodes, strict=True)]
@@ -119,7 +120,9 @@ class Site:
         if segment_size is not None:
             places = self._place_in_segments(segment_size)
         else:
-            places = self._place_apart(self.asks, everywhere)
+            places = self._place_in_order(self.asks, everywhere)
+            if places is None:
+                places = self._place_tightest(self.asks, everywhere)
             if places is None and not self.own_nodes:
                 places = self._place_together()
         if places is None:
@@ -165,13 +168,30 @@ class Site:
             for resource in range(len(units[0][0]) if units else 0)
         )
 
-    def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each logical node on a node of its own."""
-        places = self._place_in_order(asks, positions)
-        if places is not None or len(asks) > len(positions):
-            return places
+    def _place_in_order(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
+        """Place each logical node, in order, on the first node that no other one uses."""
+        places: Places = {}
+        used: set[int] = set()
+        # A node that is too small for a shape stays so, and a used node stays used. So each shape walks the nodes once.
+        walks: dict[Shape, Iterator[int]] = {}
+        for ask in asks:
+            shape = self.shape_of[ask.node_idx]
+            for position in walks.setdefault(shape, iter(positions)):
+                if shape.fits[position] and position not in used:
+                    used.add(position)
+                    places[ask.node_idx] = position
+                    break
+            else:
+                return None
+        return places
+
+    def _place_tightest(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
+        """Place each logical node, the largest first, on the tightest node that no other one uses."""
+        if len(asks) > len(positions):
+            return None
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
-        places, unused = {}, dict.fromkeys(positions)
+        places: Places = {}
+        unused = dict.fromkeys(positions)
         for shape in self._largest_first(members, positions):
             usable = [position for position in unused if shape.fits[position]]
             # The tightest are those that the fewest shapes can use.
@@ -187,23 +207,6 @@ class Site:
                 del unused[position]
         return places
 
-    def _place_in_order(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each logical node, in order, on the first node that no other one uses."""
-        places: Places = {}
-        used: set[int] = set()
-        # A node that is too small for a shape stays so, and a used node stays used. So each shape walks the nodes once.
-        walks: dict[Shape, Iterator[int]] = defaultdict(lambda: iter(positions))
-        for ask in asks:
-            shape = self.shape_of[ask.node_idx]
-            for position in walks[shape]:
-                if shape.fits[position] and position not in used:
-                    used.add(position)
-                    places[ask.node_idx] = position
-                    break
-            else:
-                return None
-        return places
-
     def _place_together(self) -> Places | None:
         """Place logical nodes on nodes that they share."""
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in self.asks)
@@ -212,7 +215,8 @@ class Site:
         for shape in self._largest_first(members, range(len(room))):
             usable = [position for position in range(len(room)) if shape.fits[position]]
             picked: list[int] = []
-            for units, position in sorted((_count_units(room[position], shape.unit), position) for position in usable):
+            holds = [(min(has // n for has, n in zip(room[at], shape.unit, strict=True) if n), at) for at in usable]
+            for units, position in sorted(holds):
                 taken = min(units, len(members[shape]) - len(picked))
                 picked += [position] * taken
                 room[position] = tuple([has - taken * n for has, n in zip(room[position], shape.unit, strict=True)])
@@ -253,7 +257,7 @@ class Site:
             # A domain that lacks room for a group stays so for all groups like it.
             first, before = (first if need == before else 0), need
             while first < len(domains):
-                inside = self._place_apart(block, domains[first])
+                inside = self._place_in_order(block, domains[first]) or self._place_tightest(block, domains[first])
                 if inside is not None:
                     break
                 first += 1
@@ -263,8 +267,3 @@ class Site:
             taken = set(inside.values())
             domains[first] = [position for position in domains[first] if position not in taken]
         return places
-
-
-def _count_units(amounts: Amounts, unit: Amounts) -> int:
-    """Return how many units of these amounts fit into others."""
-    return min((has // n for has, n in zip(amounts, unit, strict=True) if n), default=0)
