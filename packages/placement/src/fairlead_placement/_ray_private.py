@@ -183,14 +183,20 @@ def has_node_here(address: str, timeout_s: float) -> bool:
 
 
 def autoscaler_is_there() -> bool:
-    """Return whether an autoscaler that may add nodes has reported its state to Ray.
+    """Return whether an autoscaler that may add nodes has reported its state to Ray."""
+    return infeasible_groups() is not None
+
+
+def infeasible_groups() -> frozenset[str] | None:
+    """Return the ids of the placement groups that an autoscaler cannot add nodes for; None if no autoscaler adds nodes.
 
     With each head, `ray start` and `ray.init` start an autoscaler, which adds nothing if it has no configuration.
     Version 1 then reports each node's type as "node_<id>". Version 2 reports no types, but launches nothing if the head
-    lacks the instance id that launchers give to nodes.
+    lacks the instance id that launchers give to nodes. If nodes have such ids and the autoscaler has no configuration,
+    as on KubeRay without autoscaling, it reports groups that the nodes have no room for.
 
-    Reason: nothing public shows what an autoscaler has reported.
-    Fallback: False, also before the first report. A request that the present nodes cannot hold is then refused at once.
+    Reason: nothing public shows what an autoscaler has reported. Version 1 does not report what is infeasible.
+    Fallback: None, also before the first report. A request that the present nodes cannot hold is then refused at once.
     """
     with contextlib.suppress(*_MISSING):
         from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
@@ -199,12 +205,13 @@ def autoscaler_is_there() -> bool:
         status = GetClusterStatusReply.FromString(client.get_cluster_status())
         state, nodes = status.autoscaling_state, status.cluster_resource_state.node_states
         if state.last_seen_cluster_resource_state_version and any(node.instance_id for node in nodes):
-            return True
+            return frozenset(gang.details.partition(":")[0] for gang in state.infeasible_gang_resource_requests)
         key = ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
         report = json.loads(client.internal_kv_get(key.encode(), None) or "{}").get("autoscaler_report") or {}
         types = report.get("node_type_mapping") or {}
-        return any(name != f"node_{node_id}" for node_id, name in types.items())
-    return False
+        if any(name != f"node_{node_id}" for node_id, name in types.items()):
+            return frozenset()
+    return None
 
 
 @dataclass(frozen=True)

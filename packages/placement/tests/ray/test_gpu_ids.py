@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement._reserve import gpus, groups
+from fairlead_placement._reserve import gpus
 
 
 def in_bundle(group, index=0):
@@ -173,20 +173,6 @@ def test_only_the_rest_is_missing(local, hold_group):
         RayVirtualCluster([2], gpu_ids=[0, 1], reserve_timeout_s=0).reserve()
 
 
-def test_a_waiter_is_served(local, pauses, eventually):
-    """A waiting reservation gets its GPUs when they are released."""
-    first = RayVirtualCluster([2], gpu_ids=[0, 1]).reserve()
-    second = RayVirtualCluster([2], gpu_ids=[1, 2])
-    waiter = threading.Thread(target=second.reserve)
-    waiter.start()
-    assert eventually(lambda: pauses, 120)
-    assert waiter.is_alive()
-    first.shutdown()
-    waiter.join()
-    assert read_gpu_ids(second) == {0: [1, 2]}
-    second.shutdown()
-
-
 def test_wrong_ids_are_not_kept(local, monkeypatch):
     """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the ids of the groups)."""
     read, checked = gpus.accelerator_ids, []
@@ -201,20 +187,6 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
     with pytest.raises(ResourceInsufficientError, match="GPU 0, asked for logical node 0, is not free"):
         RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
     assert len(checked) == 1
-
-
-def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypatch):
-    """Nodes may take the whole time of the reservation to report ids (seam: the time that they have without it)."""
-    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.0)
-    for gpu_ids in (None, [1]):
-        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=120) as cluster:
-            assert len(cluster.slots()[0].accelerator_ids) == 1
-
-
-def test_ids_are_found_without_time_to_wait(local):
-    """A reservation without time to wait still reads its ids, because the resources are held by then."""
-    with RayVirtualCluster([1], reserve_timeout_s=0) as cluster:
-        assert len(cluster.slots()[0].accelerator_ids) == 1
 
 
 def test_ids_that_do_not_come(local, monkeypatch):
@@ -259,24 +231,6 @@ def test_interrupted(local, monkeypatch, seam):
     monkeypatch.setattr(f"fairlead_placement._reserve.{seam}", interrupt)
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
-    assert groups_there() == []
-
-
-def test_interrupted_at_the_end(local, monkeypatch):
-    """An interrupt of the fillers' removal leaves no group on the requested GPUs (seam: that removal)."""
-    remove, calls = groups.remove, []
-
-    def interrupted_late(made):
-        remove(made)
-        calls.append(len(made))
-        if len(made) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpus, "remove", interrupted_late)
-    monkeypatch.setattr(groups, "remove", interrupted_late)
-    with pytest.raises(KeyboardInterrupt):
-        RayVirtualCluster([1], gpu_ids=[2]).reserve()
-    assert calls == [0, 1, 4, 1]
     assert groups_there() == []
 
 

@@ -43,16 +43,6 @@ def test_ray_ends_first(start_script):
     assert err == ""
 
 
-def test_import_is_light(run_script):
-    """Importing the package starts neither Ray nor an agent."""
-    out = run_script("""
-        import fairlead_placement, ray
-        from fairlead_placement import testing
-        print(ray.is_initialized())
-        """)
-    assert out == "False\n"
-
-
 def test_at_exit(run_script):
     """At interpreter exit nothing is released, and an object that is dropped then does not delay the exit."""
     out = run_script(

@@ -169,7 +169,7 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
 
     The seam is the private call that reports an autoscaler: the real autoscaler stops every Ray on this machine.
     """
-    monkeypatch.setattr("fairlead_placement._reserve.wait.autoscaler_is_there", lambda: True)
+    monkeypatch.setattr("fairlead_placement._reserve.wait.infeasible_groups", frozenset)
     began = time.monotonic()
     with pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"), assert_no_leaks():
         RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
@@ -224,7 +224,7 @@ def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension
         assert [slot.node_id for slot in cluster.slots()[4:]] == [added.node_id] * 2
         assert [slot.node_rank for slot in cluster.slots()] == [0, 0, 1, 1, 2, 2]
 
-        monkeypatch.setattr("fairlead_placement._reserve.wait.autoscaler_is_there", lambda: True)
+        monkeypatch.setattr("fairlead_placement._reserve.wait.infeasible_groups", frozenset)
         extension = start_extension(cluster, 2)
         assert eventually(lambda: [r for r in placement_group_table().values() if r["state"] == "PENDING"])
         nodes.add_node(num_cpus=2)

@@ -83,12 +83,6 @@ def test_unified(ids):
         RayVirtualCluster([1, 1, 1, 1], use_gpus=False).reserve(unified=True)
 
 
-def test_spreading(ids):
-    """With STRICT_SPREAD the bundles of one logical node are on different nodes."""
-    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="STRICT_SPREAD") as cluster:
-        assert facts(cluster) == [(0, ids[rank], rank, 0) for rank in range(3)]
-
-
 def test_segments(ids):
     """Groups of `segment_size` logical nodes are in one topology domain, each on its own node."""
     with RayVirtualCluster([1, 0, 1], use_gpus=False, segment_size=2) as cluster:

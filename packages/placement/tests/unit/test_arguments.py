@@ -2,12 +2,11 @@
 """Arguments are checked before Ray is asked."""
 
 import pickle
-import sys
 
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, _ray_private, lease_ports
+from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
@@ -169,13 +168,6 @@ def test_accelerators(options, bundle):
     assert ask.bundle == bundle
     assert cluster.use_gpus is ("GPU" in bundle)
     assert cluster.communication_backend == ("nccl" if "GPU" in bundle else "gloo")
-
-
-def test_names_of_accelerators(monkeypatch):
-    """Ray says which resources are accelerators (seam: without its list, the usual names are known)."""
-    assert {"GPU", "TPU", "neuron_cores", "HPU", "NPU"} <= _ray_private.accelerator_names()
-    monkeypatch.setitem(sys.modules, "ray._private.accelerators", None)
-    assert _ray_private.accelerator_names() == {"GPU", "TPU", "neuron_cores", "HPU", "NPU"}
 
 
 def test_a_cluster_is_not_sent():

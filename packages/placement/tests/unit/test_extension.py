@@ -10,10 +10,9 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement._model import Ask, Request
+from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement._reserve import held as _held
-from fairlead_placement._reserve.held import Held, Holding, replace_slots
+from fairlead_placement._reserve.held import replace_slots
 from fairlead_placement._reserve.slots import number_slots
 
 
@@ -158,48 +157,3 @@ def test_replacements_are_in_the_places_of_lost_slots(random):
     for place, slot in places.items():
         if place not in lost:
             assert replace(after[place], node_rank=0, local_rank=0) == replace(slot, node_rank=0, local_rank=0)
-
-
-class Name(str):
-    """The id of a node, which counts how often it is compared with another one."""
-
-    compared = 0
-
-    def __eq__(self, other):
-        Name.compared += 1
-        return str.__eq__(self, other)
-
-    __hash__ = str.__hash__
-
-
-def test_a_release_of_many_nodes(monkeypatch):
-    """The cost of a release grows with the number of nodes and leases, not with its square."""
-    count = 1_000
-    slots = [
-        Slot(
-            placement_group=SimpleNamespace(id=ray.PlacementGroupID(at.to_bytes(18, "big"))),
-            bundle_index=0,
-            node_idx=at,
-            node_id=Name(f"node {at}"),
-            node_ip="",
-            node_rank=at,
-            local_rank=0,
-        )
-        for at in range(count)
-    ]
-    asks = tuple(Ask(at, 1, {}) for at in range(count))
-    holding = Holding(Request(asks=asks, name="many", capacity=1, timeout_s=0.0, wait_for_nodes_s=0.0))
-    leases = dict.fromkeys(PortLease("", 1, Name(slot.node_id), f"lease {slot.node_idx}") for slot in slots)
-    places = dict(enumerate(slots))
-    holding.held = Held(on="here", at=0.0, places=places, next_place=count, leases=leases)
-    released = []
-    monkeypatch.setattr(_held, "release_ports", lambda leases, timeout_s: released.extend(leases))
-    monkeypatch.setattr(_held, "remove", lambda groups, timeout_s: True)
-    dismissed = []
-    monkeypatch.setattr(_held, "dismiss_agents", dismissed.extend)
-    Name.compared = 0
-    assert holding.release(set(range(count // 2)))
-    assert [lease.lease_id for lease in released] == [f"lease {at}" for at in range(count // 2)]
-    assert sorted(dismissed) == sorted(f"node {at}" for at in range(count // 2))
-    assert [lease.lease_id for lease in holding.held.leases] == [f"lease {at}" for at in range(count // 2, count)]
-    assert Name.compared <= 20 * count

@@ -79,13 +79,6 @@ def test_a_lost_race(monkeypatch):
     assert Table(0.9, lacks_from={0: 0.0}).wait(monkeypatch, deadline=0.0)[0] == [0]
 
 
-def test_many_groups(monkeypatch):
-    """Ray places groups one after the other, however long that takes, and is not asked too often."""
-    table = Table(*(0.02 * at for at in range(1000)))
-    assert len(table.wait(monkeypatch, deadline=0.0)[0]) == 1000
-    assert table.looks < 120
-
-
 def test_a_wait_that_is_not_wanted_any_more(monkeypatch):
     """A check that raises ends the wait."""
     with pytest.raises(KeyError):
@@ -109,23 +102,6 @@ def test_a_creation_fails(monkeypatch):
         place_pinned({str(at): [("node", {"CPU": 1.0})] for at in range(1000)})
     assert steps == [20, created]
     assert len(created) == 20
-
-
-@pytest.mark.parametrize("count", [groups.ASKED_ALONE, groups.ASKED_ALONE + 1])
-def test_rows_of_groups(monkeypatch, count):
-    """Few groups are looked up one by one; the table, which lists all groups that have ever existed, is for many."""
-    asked = []
-    ids = {f"{at:036x}" for at in range(count)}
-
-    def read(group=None):
-        asked.append(group)
-        if group is not None:
-            return {"placement_group_id": group.id.hex(), "state": "CREATED"}
-        return {f"{at:036x}": {"placement_group_id": f"{at:036x}", "state": "CREATED"} for at in range(1000)}
-
-    monkeypatch.setattr(groups, "placement_group_table", read)
-    assert {row["placement_group_id"] for row in groups._rows(ids)} == ids
-    assert asked == [None] if count > groups.ASKED_ALONE else None not in asked
 
 
 @pytest.fixture
@@ -159,13 +135,6 @@ def test_a_worker_asks_for_everything_in_its_bundle(assigns):
     """A worker asks for a CPU and for its share of all other resources that the bundle holds."""
     assert slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1).worker_resources == {"CPU": 1, "neuron_cores": 1}
     assert slot_of({"CPU": 2.0, "licence": 3.0}, 2).worker_resources == {"CPU": 1, "licence": 1.5}
-
-
-def test_a_slot_has_the_ids_of_any_accelerator(assigns):
-    """The ids of a slot are those that Ray assigns for the accelerator of its bundle, whatever kind that is."""
-    slot = slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1)
-    assert slot.accelerators == {"neuron_cores": ("3",)}
-    assert slot.accelerator_ids == ("3",)
 
 
 def test_a_worker_does_not_ask_for_the_model(assigns):

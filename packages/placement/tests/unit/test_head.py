@@ -137,15 +137,6 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
     assert sent == ["look"] * 2
 
 
-def test_the_error(monkeypatch):
-    """The error says what was requested, how long this process waited, and what to do (seam: whether Ray runs)."""
-    answer = threading.Event()
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    with pytest.raises(HeadTimeoutError, match=r"a request to wait for it; waited \d+\.\d s\. .* and try again\."):
-        ask_head("wait for it", answer.wait, 60, timeout_s=0.1)
-    answer.set()
-
-
 def test_a_function_that_is_over_is_forgotten():
     """Nothing of a function stays alive on its thread."""
 
@@ -154,23 +145,6 @@ def test_a_function_that_is_over_is_forgotten():
 
     value = weakref.ref(call_within(20, Value))
     assert value() is None
-
-
-def test_late_requests_are_forgotten(monkeypatch, eventually):
-    """The table of late requests keeps no entry for a request that has ended (seam: whether Ray runs)."""
-    answer = threading.Event()
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(_head, "_late", {})
-    for number in range(50):
-        with pytest.raises(HeadTimeoutError):
-            ask_head(f"remove group {number}", answer.wait, 60, timeout_s=0.01)
-    answer.set()
-    assert eventually(lambda: not head_is_silent())
-    answer.clear()
-    with pytest.raises(HeadTimeoutError):
-        ask_head("remove one more", answer.wait, 60, timeout_s=0.01)
-    assert list(_head._late) == ["remove one more"]
-    answer.set()
 
 
 def test_no_request_on_another_ray(monkeypatch):

@@ -36,6 +36,8 @@ _NAME = re.compile(r".*-[0-9a-f]{8}")
 Pinned = tuple[str, Mapping[str, float]]
 # Raises if the program does not want what is being waited for any more.
 Check = Callable[[], object]
+# Returns whether no node will come for one of these groups, for which there is no room now.
+GiveUp = Callable[[AbstractSet[str]], bool]
 # The ids of groups that this process has created and not removed, and whether Ray has chosen their nodes.
 _mine: dict[str, bool] = {}
 
@@ -82,7 +84,7 @@ def place(
     *,
     deadline: float,
     check: Check = allow,
-    is_patient: bool = False,
+    give_up: GiveUp | None = None,
 ) -> Placed | None:
     """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
 
@@ -105,7 +107,7 @@ def place(
         ]
         described.append(options)
         numbers.append(tuple(ask.node_idx for ask in batch for _ in range(ask.count)))
-    placed = create_groups(described, deadline=deadline, check=check, is_patient=is_patient)
+    placed = create_groups(described, deadline=deadline, check=check, give_up=give_up)
     if None in placed.values():
         remove(list(placed))
         return None
@@ -143,7 +145,7 @@ def pin_bundles(name: str, bundles: Sequence[Pinned]) -> dict[str, Any]:
 
 
 def create_groups(
-    described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow, is_patient: bool = False
+    described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
     """Create groups from Ray's options, and wait as `wait_placed` does; return the node ids of the bundles of each.
 
@@ -162,7 +164,7 @@ def create_groups(
                 _mine[made[-1].id.hex()] = "strategy" in options
         finally:
             # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
-            placed = wait_placed(made, deadline=deadline, check=check, is_patient=is_patient)
+            placed = wait_placed(made, deadline=deadline, check=check, give_up=give_up)
         is_done = True
     finally:
         if not is_done:
@@ -186,7 +188,7 @@ def _remove_late(group: PlacementGroup) -> None:
 
 
 def wait_placed(
-    groups: Sequence[PlacementGroup], *, deadline: float, check: Check = allow, is_patient: bool = False
+    groups: Sequence[PlacementGroup], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
 ) -> list[tuple[str, ...] | None]:
     """Wait until Ray has placed all groups, or has found no room for one of them.
 
@@ -194,7 +196,7 @@ def wait_placed(
         groups: the groups.
         deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`, unless a group lacks room.
         check: is called during the wait, and raises if that should end.
-        is_patient: whether groups may lack room until the deadline: Ray places them on nodes that join.
+        give_up: for groups that may lack room until the deadline, as Ray places them on nodes that join: ends the wait.
 
     Returns:
         The node ids of the bundles of each group; None for one that Ray has not placed.
@@ -216,8 +218,8 @@ def wait_placed(
             lacking_since = None
         elif lacking_since is None:
             lacking_since = now
-        ends = last if lacking_since is None else deadline if is_patient else lacking_since + NO_ROOM_S
-        if not pending or now >= min(last, ends):
+        ends = last if lacking_since is None else deadline if give_up else lacking_since + NO_ROOM_S
+        if not pending or now >= min(last, ends) or (give_up and give_up(pending)):
             break
         check()
         pause = min(1.5 * pause, 0.25)

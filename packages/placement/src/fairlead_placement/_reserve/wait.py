@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import ray
@@ -13,7 +14,7 @@ import ray
 from .._model import Ask, Node, Request, Verdict, group_pairs
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import autoscaler_is_there, draining_nodes
+from .._ray_private import draining_nodes, infeasible_groups
 from .._show import ReservationReport, Waiting, name_holders
 from .._slot import Slot
 from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError, ResourceInsufficientError
@@ -153,16 +154,22 @@ def _place_on_new_nodes(request: Request, refusal: Refusal, check: Check, began:
     # Ray has no request for these.
     if request.gpu_ids or request.segment_size or (request.unified and len(request.asks) > 1):
         return refusal
-    if not ask_head("look for an autoscaler", autoscaler_is_there):
+    infeasible = ask_head("look for an autoscaler", infeasible_groups)
+    if infeasible is None:
         return refusal
-    limit_s = max(request.timeout_s, request.wait_for_nodes_s)
+    limit_s, asked_at = max(request.timeout_s, request.wait_for_nodes_s), time.monotonic()
     with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting:
 
-        def look() -> None:
-            check()
+        def is_hopeless(pending: AbstractSet[str]) -> bool:
+            nonlocal infeasible, asked_at
             waiting.show("the autoscaler has to add nodes", limit_s)
+            if time.monotonic() >= asked_at + STATUS_S:
+                infeasible, asked_at = ask_head("look for an autoscaler", infeasible_groups), time.monotonic()
+            return not pending.isdisjoint(infeasible or ())
 
-        placed = place(request, {}, deadline=began + limit_s, check=look, is_patient=True)
+        placed = place(request, {}, deadline=began + limit_s, check=check, give_up=is_hopeless)
+    if placed is None and time.monotonic() < began + limit_s and not refusal.is_taken:
+        return replace(refusal, why=f"{refusal.why} The autoscaler reports that it cannot add nodes for it.")
     return refusal if placed is None else placed
 
 
