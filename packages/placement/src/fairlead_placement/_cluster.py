@@ -65,8 +65,8 @@ class RayVirtualCluster:
 
     Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
     reserves raises the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins
-    every bundle to its node. Otherwise Ray chooses them. All methods that ask Ray raise `HeadTimeoutError` if its head
-    does not answer.
+    every bundle to its node. Otherwise Ray chooses them, as it does if there is no room and an autoscaler may add nodes.
+    All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -361,7 +361,7 @@ class RayVirtualCluster:
         Args:
             bundle_counts: the number of bundles of each new logical node.
             timeout_s: seconds to wait for resources that others hold, for Ray's head, and for another thread that
-                changes the cluster.
+                changes the cluster. Other changes wait for this one.
             wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
         Returns:
