@@ -65,8 +65,8 @@ class RayVirtualCluster:
 
     Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
     reserves raises the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins
-    every bundle to its node. Otherwise Ray chooses them, as it does if there is no room and an autoscaler may add nodes.
-    All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
+    every bundle to its node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add
+    nodes. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()

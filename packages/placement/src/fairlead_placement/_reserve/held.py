@@ -162,7 +162,7 @@ class Holding:
             amounts: dict[str, Counter[str]] = {}
             for slot in held.slots:
                 amounts.setdefault(slot.node_id, Counter()).update(bundles[slot.node_idx])
-            slots = reserve(part, functools.partial(self._find_usable, held.slots, ()), amounts, check)
+            slots = reserve(part, functools.partial(self._find_usable, held.slots, first), amounts, check)
             with remove_on_error(lambda: [slot.placement_group for slot in slots]):
                 self._held_now(check)
                 numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
@@ -228,8 +228,8 @@ class Holding:
                         unified=False,
                         timeout_name="timeout_s",
                     )
-                    near = () if segment_size else self._near(asks[0], [*staying, *new])
-                    new += reserve(part, functools.partial(self._find_usable, [*staying, *new], near), check=check)
+                    usable = functools.partial(self._find_usable, [*staying, *new], asks[0].node_idx)
+                    new += reserve(part, usable, check=check)
                 places = {**replace_slots(before.places, gone, new), **self._find_moved(moved, deadline=deadline)}
                 self._held_now(check)
                 held = replace(before, places=dict(zip(places, number_slots(places.values()), strict=True)))
@@ -242,35 +242,30 @@ class Holding:
         used = [ask.node_idx for ask in self.request.asks if ask.count]
         return {node_idx: at // (self.request.segment_size or 1) for at, node_idx in enumerate(used)}
 
-    def _batches(self, lost: Iterable[Slot], staying: Sequence[Slot]) -> Iterable[tuple[tuple[Ask, ...], int | None]]:
+    def _batches(self, lost: Iterable[Slot], staying: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
         """Return the requests that replace slots, in those that are placed together, with their segment size.
 
         These are single logical nodes, the most demanding first, and then segments that have lost all their nodes.
         """
-        counts, segment = Counter(slot.node_idx for slot in lost), self._segments()
-        asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
+        counts, segment, size = Counter(slot.node_idx for slot in lost), self._segments(), self.request.segment_size
         left = {segment[slot.node_idx] for slot in staying}
-        whole = {number for number in segment.values() if number not in left and self.request.segment_size}
-        single = sorted((ask for ask in asks if segment[ask.node_idx] not in whole), key=lambda ask: -ask.count)
-        together = group_pairs((segment[ask.node_idx], ask) for ask in asks if segment[ask.node_idx] in whole)
-        return [((ask,), None) for ask in single] + [
-            (tuple(batch), self.request.segment_size) for batch in together.values()
+        asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
+        single = [ask for ask in asks if size is None or segment[ask.node_idx] in left]
+        whole = group_pairs((segment[ask.node_idx], ask) for ask in asks if ask not in single).values()
+        return [
+            *(((ask,), None) for ask in sorted(single, key=lambda ask: -ask.count)),
+            *((tuple(batch), size) for batch in whole),
         ]
 
-    def _near(self, ask: Ask, slots: Sequence[Slot]) -> list[str]:
-        """Return the nodes of a logical node's segment, whose domain it has to be in."""
-        segment = self._segments()
-        if self.request.segment_size is None:
-            return []
-        return [slot.node_id for slot in slots if segment[slot.node_idx] == segment[ask.node_idx]]
-
-    def _find_usable(self, slots: Sequence[Slot], near: Sequence[str], nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes that a request can use beside some slots, in the domain of the nodes that are near."""
-        # With these, every logical node is on a physical node of its own.
-        is_apart = self.request.unified or self.request.segment_size
+    def _find_usable(self, slots: Sequence[Slot], first: int, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes that logical nodes, of which this is the first, can use beside some slots."""
+        is_apart, segment = self.request.unified or self.request.segment_size, self._segments()
+        # With these, every logical node is on a physical node of its own, and in the domain of its segment.
         taken = {slot.node_id for slot in slots} if is_apart else set()
-        domains = {node_place(node)[0] for node in nodes if node.node_id in near}
-        return [node for node in nodes if node.node_id not in taken and (not domains or node_place(node)[0] in domains)]
+        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment.get(first)} & taken
+        domains = {node_place(node)[0] for node in nodes if self.request.segment_size and node.node_id in near}
+        free = [node for node in nodes if node.node_id not in taken]
+        return [node for node in free if node_place(node)[0] in domains] if domains else free
 
     def _find_moved(self, lost: Mapping[int, Slot], *, deadline: float) -> dict[int, Slot]:
         """Return the slots of groups whose nodes Ray chooses, by place, once it has placed the lost bundles again."""
