@@ -140,15 +140,6 @@ def test_held_by_others(local, hold_group):
             assert read_gpu_ids(cluster) == {0: free}
 
 
-def test_held_by_a_part(local):
-    """A GPU of which an actor holds a part is not free, although Ray counts the rest as free."""
-    with (
-        actor(num_gpus=0.25) as (part,),
-        pytest.raises(ResourceInsufficientError, match=f"GPU {part}, asked for logical node 0, is not free"),
-    ):
-        RayVirtualCluster([1], gpu_ids=[part], reserve_timeout_s=0).reserve()
-
-
 @pytest.mark.parametrize(
     ("counts", "ids", "message"),
     [
@@ -162,15 +153,6 @@ def test_no_node_has_them(local, pauses, counts, ids, message):
         RayVirtualCluster(counts, gpu_ids=ids).reserve()
     assert (caught.value.report.verdict, caught.value.report.plan) == ("impossible", {})
     assert pauses == []
-
-
-def test_only_the_rest_is_missing(local, hold_group):
-    """If the GPUs are free and another resource is not, the error says so."""
-    with (
-        hold_group([{"CPU": 15}]),
-        pytest.raises(PlacementTimeoutError, match="GPUs asked for are free, but others hold"),
-    ):
-        RayVirtualCluster([2], gpu_ids=[0, 1], reserve_timeout_s=0).reserve()
 
 
 def test_wrong_ids_are_not_kept(local, monkeypatch):

@@ -104,24 +104,6 @@ def test_groups_that_are_created_too_late(stop_head, eventually):
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
 
 
-@pytest.mark.nightly
-def test_using_and_shutting_down(stop_head, monkeypatch, eventually):
-    """Reading a cluster's state and shutting it down fail in time; the groups are removed later."""
-    cluster = RayVirtualCluster([2], use_gpus=False).reserve()
-    cluster.get_master_address_and_port()
-    with stop_head(), monkeypatch.context() as patch:
-        patch.setattr(_head, "ALIVE_S", 0.5)
-        patch.setattr(_head, "HEAD_S", 0.5)
-        patch.setattr(_held, "GIVE_BACK_S", 1.0)
-        for use in (cluster.explain, cluster.get_resource_usage, lambda: cluster.replace_lost_nodes(0.5)):
-            with pytest.raises(HeadTimeoutError):
-                use()
-        with pytest.raises(HeadTimeoutError):
-            cluster.shutdown()
-    assert cluster.shutdown()
-    assert eventually(lambda: ray.available_resources().get("CPU") == 16, 30)
-
-
 # The limit of everything that has none of its own, and of everything that takes one.
 LIMIT_S = 1.0
 # How to use each public name of a cluster, and what comes of it; None for whatever needs no answer of the head.

@@ -280,30 +280,6 @@ def test_ray_client(private, start_script):
     assert "Traceback" not in errors
 
 
-def test_connection(server, run_script):
-    """Each connection has its own identity, also to the same cluster."""
-    address, _ = server
-    out = run_script(
-        """
-        import ray
-        from fairlead_placement import init_ray
-        from fairlead_placement.spi import connection
-
-        seen = []
-        for _ in range(2):
-            init_ray()
-            seen.append(connection())
-            assert connection() == seen[-1]
-            ray.shutdown()
-            assert connection() is None
-        print(seen[0] == seen[1], all(seen))
-        """,
-        RAY_ADDRESS=address,
-        **TOKEN,
-    )
-    assert out.split() == ["False", "True"]
-
-
 def test_a_file_that_outlived_its_cluster(run_script):
     """If something else listens at the address in Ray's file, `init_ray` fails in time and names the file."""
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as folder:
@@ -330,12 +306,6 @@ def test_a_file_that_outlived_its_cluster(run_script):
         )
     assert out.startswith("HeadTimeoutError Something listens at ")
     assert f"which `ray start` announced in {folder}/ray/ray_current_cluster, but no Ray head answered there" in out
-
-
-def test_log_dir(server):
-    """A local Ray creates the given folder, and keeps its session and its logs there."""
-    _, logs = server
-    assert list(logs.glob("session_*/logs/raylet.out"))
 
 
 def test_no_token(server, run_script, tmp_path):

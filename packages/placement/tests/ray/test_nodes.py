@@ -63,16 +63,6 @@ def test_logical_nodes_are_physical_nodes(ids):
             assert set(placement_group_table(group)["bundles_to_node_id"].values()) == {node_id}
 
 
-def test_uneven_logical_nodes(ids):
-    """A small logical node leaves the large nodes to large ones; slots follow the nodes, not the numbers."""
-    with RayVirtualCluster([2, 4, 4], use_gpus=False) as cluster:
-        assert facts(cluster) == [
-            *((1, ids[0], 0, local) for local in range(4)),
-            *((2, ids[1], 1, local) for local in range(4)),
-            *((0, ids[2], 2, local) for local in range(2)),
-        ]
-
-
 def test_unified(ids):
     """A unified cluster is one group of pinned bundles; it needs a physical node for each logical node."""
     with RayVirtualCluster([1, 0, 1], use_gpus=False).reserve(unified=True) as cluster:

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logical nodes that are added and released: refusals before any request, and the order of the slots."""
+"""Logical nodes that are added: refusals before any request."""
 
 import re
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import ray
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement._reserve import held as _held
-from fairlead_placement._reserve.held import replace_slots
-from fairlead_placement._reserve.slots import number_slots
+from fairlead_placement import RayVirtualCluster
 
 
 @pytest.mark.parametrize(
@@ -47,113 +40,3 @@ def test_clusters_that_cannot_be_extended(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         RayVirtualCluster([1, 1], **options).extend([1, 1, 1])
     assert not ray.is_initialized()
-
-
-def make_slots(random, group, counts, machines):
-    """Return slots of logical nodes as a reservation has them: in the order of the nodes' numbers."""
-    rows = [(random.choice(machines), node_idx, index) for node_idx, count in counts.items() for index in range(count)]
-    return number_slots(
-        Slot(
-            placement_group=SimpleNamespace(id=f"{group}-{node_idx}"),
-            bundle_index=index,
-            node_idx=node_idx,
-            node_id=machine,
-            node_ip="",
-            node_rank=0,
-            local_rank=0,
-        )
-        for machine, node_idx, index in sorted(rows)
-    )
-
-
-def identify(slot):
-    return slot.placement_group.id, slot.bundle_index
-
-
-def check_numbers(slots):
-    """Assert that nodes are numbered in the order of the slots, and so are the slots of each node."""
-    machines = list(dict.fromkeys(slot.node_id for slot in slots))
-    for rank, machine in enumerate(machines):
-        there = [slot for slot in slots if slot.node_id == machine]
-        assert {slot.node_rank for slot in there} == {rank}
-        assert [slot.local_rank for slot in there] == list(range(len(there)))
-
-
-@given(st.randoms(use_true_random=True))
-def test_the_order_of_slots(random):
-    """Through any extensions and releases, slots keep their order, additions come last, and views keep their slots.
-
-    The seams are what asks Ray: the reservation of a request, and the release of groups and ports.
-    """
-    machines = [f"n{at}" for at in range(4)]
-    removed = []
-
-    def take(request, *_, **__):
-        counts = {ask.node_idx: ask.count for ask in request.asks}
-        return make_slots(random, "pg", counts, machines)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_held, "reserve", take)
-        patch.setattr(_held, "remove", lambda groups, **_: removed.extend(group.id for group in groups) or True)
-        patch.setattr(_held, "connection", lambda: "here")
-        patch.setattr(_held, "close_slots", lambda slots: [])
-        patch.setattr(_held, "dismiss_agents", lambda _: None)
-        counts = [random.randint(0, 3) for _ in range(random.randint(1, 3))]
-        cluster = RayVirtualCluster(counts, use_gpus=False).reserve()
-        model, views = list(map(identify, cluster.slots())), []
-        for _ in range(6):
-            used = sorted({slot.node_idx for slot in cluster.slots()})
-            if random.random() < 0.6 or not used:
-                more = [random.randint(1, 3) for _ in range(random.randint(1, 2))]
-                new = cluster.extend(more)
-                assert new == tuple(range(len(counts), len(counts) + len(more)))
-                counts += more
-                added = cluster.slots()[len(model) :]
-                assert sorted(slot.node_idx for slot in added) == [at for at in new for _ in range(counts[at])]
-                assert [slot.node_id for slot in added] == sorted(slot.node_id for slot in added)
-                model += map(identify, added)
-            else:
-                gone = set(random.sample(used, random.randint(1, len(used))))
-                kept = [identify(slot) for slot in cluster.slots() if slot.node_idx not in gone]
-                cluster.release_nodes(gone)
-                assert {f"pg-{at}" for at in gone} == set(removed[-len(gone) :])
-                model = [one for one in model if one in kept]
-                counts = [0 if at in gone else count for at, count in enumerate(counts)]
-            assert list(map(identify, cluster.slots())) == model
-            check_numbers(cluster.slots())
-            assert cluster.world_size() == len(model) == sum(counts)
-            assert cluster.node_count() == sum(count > 0 for count in counts)
-            assert [f"pg-{at}" for at, count in enumerate(counts) if count] == [
-                group.id for group in cluster.get_placement_groups()
-            ]
-            if model:
-                size = random.randint(1, len(model))
-                view = cluster.split([size, len(model) - size])[0] if size < len(model) else cluster.split([size])[0]
-                views.append((view, model[:size]))
-            for view, wanted in views:
-                assert list(map(identify, view.slots())) == [one for one in wanted if one in model]
-                assert view.world_size() == len(view.slots())
-        assert cluster.shutdown()
-
-
-@given(st.randoms(use_true_random=True))
-def test_replacements_are_in_the_places_of_lost_slots(random):
-    """Each lost slot is replaced by one of its logical node, and the other slots keep their places."""
-    machines = [f"n{at}" for at in range(4)]
-    counts = {at: random.randint(1, 3) for at in range(3)}
-    places = dict(zip([3, 4, 7, *range(10, 20)], make_slots(random, "old", counts, machines), strict=False))
-    lost = [place for place, slot in places.items() if slot.node_id == "n0"]
-    missing = {at: sum(places[place].node_idx == at for place in lost) for at in counts}
-    new = make_slots(random, "new", missing, ["n5", "n6"])
-
-    after = replace_slots(places, lost, new)
-
-    assert list(after) == list(places)
-    assert [slot.node_idx for slot in after.values()] == [slot.node_idx for slot in places.values()]
-    assert {identify(after[place]) for place in lost} == set(map(identify, new))
-    for node_idx in counts:
-        in_place = [identify(after[place]) for place in lost if after[place].node_idx == node_idx]
-        assert in_place == [identify(slot) for slot in new if slot.node_idx == node_idx]
-    for place, slot in places.items():
-        if place not in lost:
-            assert replace(after[place], node_rank=0, local_rank=0) == replace(slot, node_rank=0, local_rank=0)

@@ -13,76 +13,11 @@ from fairlead_placement._nodes import head
 from fairlead_placement._nodes.head import head_deadline
 from fairlead_placement._reserve import groups, slots
 from fairlead_placement._reserve.groups import (
-    NO_ROOM_S,
-    PLACING_S,
     Reserved,
     place_pinned,
     remove,
-    wait_placed,
 )
 from fairlead_placement._reserve.slots import slots_of
-
-
-class Table:
-    """Ray's table of placement groups, each of which is placed, or found to have no room, at a scripted time.
-
-    A clock that only pauses move shows the time.
-    """
-
-    def __init__(self, *placed_at, lacks_from=()):
-        self.now, self.looks = 0.0, 0
-        ids = [SimpleNamespace(hex=lambda at=at: f"{at:036x}") for at in range(len(placed_at))]
-        self.groups = [SimpleNamespace(id=one) for one in ids]
-        self.placed_at = {group.id.hex(): at for group, at in zip(self.groups, placed_at, strict=True)}
-        self.lacks_from = {self.groups[at].id.hex(): since for at, since in dict(lacks_from).items()}
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def rows(self, ids):
-        self.looks += 1
-        for group_id in ids:
-            is_placed = self.now >= self.placed_at[group_id]
-            lacks = self.now >= self.lacks_from.get(group_id, 1e9)
-            state = "FINISHED" if is_placed else "NO_RESOURCES" if lacks else "QUEUED"
-            yield {
-                "placement_group_id": group_id,
-                "state": "CREATED" if is_placed else "PENDING",
-                "bundles": {0: {}},
-                "bundles_to_node_id": {0: "node"},
-                "stats": {"scheduling_state": state},
-            }
-
-    def wait(self, monkeypatch, **options):
-        """Return the numbers of the groups that `wait_placed` finds placed, and how long it waits."""
-        monkeypatch.setattr(groups, "_rows", lambda ids: list(self.rows(ids)))
-        monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        placed = wait_placed(self.groups, **options)
-        return [at for at, nodes in enumerate(placed) if nodes == ("node",)], self.now
-
-
-def test_a_busy_raylet_is_no_lost_race(monkeypatch):
-    """A group that Ray is about to place is waited for, even without any time of the reservation."""
-    assert Table(2.5).wait(monkeypatch, deadline=0.0) == ([0], pytest.approx(2.5, abs=0.3))
-    placed, waited = Table(1e9).wait(monkeypatch, deadline=0.0)
-    assert (placed, waited) == ([], pytest.approx(PLACING_S, abs=0.3))
-    placed, waited = Table(100.0).wait(monkeypatch, deadline=200.0)
-    assert placed == [0]
-
-
-def test_a_lost_race(monkeypatch):
-    """If Ray has found no room for a group, the wait ends soon, and the groups that are placed are known."""
-    placed, waited = Table(0.1, 1e9, 0.2, lacks_from={1: 0.05}).wait(monkeypatch, deadline=600.0)
-    assert placed == [0, 2]
-    assert NO_ROOM_S <= waited <= NO_ROOM_S + 1.0
-    # Ray's views of what is free may differ for some moments.
-    assert Table(0.9, lacks_from={0: 0.0}).wait(monkeypatch, deadline=0.0)[0] == [0]
-
-
-def test_a_wait_that_is_not_wanted_any_more(monkeypatch):
-    """A check that raises ends the wait."""
-    with pytest.raises(KeyError):
-        Table(1e9).wait(monkeypatch, deadline=600.0, check=lambda: {}["shut down"])
 
 
 def test_a_creation_fails(monkeypatch):

@@ -17,19 +17,6 @@ from fairlead_placement._init import Target, attach_to, find_target, local_tag
 from fairlead_placement._ray_private import Raylet
 
 
-def test_something_else_answers(monkeypatch):
-    """If Ray cannot attach, the error quotes Ray and says that a token may be missing."""
-
-    def refuse(**options):
-        raise ConnectionError("no cluster id")
-
-    monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr("fairlead_placement._init.connect_to_head", lambda address, find_token: None)
-    message = r"but Ray cannot attach to it: no cluster id\. .* RAY_AUTH_MODE=token"
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PlacementError, match=message):
-        init_ray(address=f"127.0.0.1:{other.getsockname()[1]}")
-
-
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """A machine on which nothing is announced and no raylet runs (seam: the processes). Return the list of raylets.
