@@ -48,7 +48,7 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: st
     if not isinstance(gpu_ids, (list, tuple)):
         raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
     used = [node_idx for node_idx, count in enumerate(counts) if count > 0]
-    is_nested = any(isinstance(one, (list, tuple)) for one in gpu_ids)
+    is_nested = any(isinstance(part, (list, tuple)) for part in gpu_ids)
     if not is_nested and len(used) != 1:
         raise ValueError(f"gpu_ids must be a list per logical node, as {len(used)} are in use, got {gpu_ids!r}")
     per_node = list(gpu_ids) if is_nested else [gpu_ids if count else [] for count in counts]
@@ -59,10 +59,10 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: st
             raise ValueError(
                 f"gpu_ids of logical node {node_idx} must be {count} ids, one for each bundle, got {ids!r}"
             )
-        for one in ids:
-            if isinstance(one, bool) or not isinstance(one, (int, str)) or one == "" or str(one).startswith("-"):
+        for gpu in ids:
+            if isinstance(gpu, bool) or not isinstance(gpu, (int, str)) or gpu == "" or str(gpu).startswith("-"):
                 raise ValueError(
-                    f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {one!r} in {ids!r}"
+                    f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {gpu!r} in {ids!r}"
                 )
         if len(set(map(str, ids))) < len(ids):
             raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
@@ -92,7 +92,10 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
             return _explain_busy(request, nodes, owned, free) if is_taken else _refuse(request, nodes, owned, verdict)
         on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
         used = [node for node in nodes if node.node_id in on.values()]
-        with remove_on_error(lambda: [one.group for one in placed]), hold_free_gpus(used, deadline=deadline) as fillers:
+        with (
+            remove_on_error(lambda: [reserved.group for reserved in placed]),
+            hold_free_gpus(used, deadline=deadline) as fillers,
+        ):
             free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
             if all(ids <= free[on[node_idx]] for node_idx, ids in _wanted(request)):
                 placed.extend(exchange(request, on, fillers, deadline=deadline))
