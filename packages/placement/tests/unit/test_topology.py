@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_placement import ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._model import Node
+from fairlead_placement import Node, ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
 from fairlead_placement._plan.topology import node_place, physical_order
 
 

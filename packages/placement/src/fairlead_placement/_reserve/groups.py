@@ -153,7 +153,6 @@ def create_groups(
     interrupt, all groups are removed.
     """
     made: list[PlacementGroup] = []
-    is_done = False
     try:
         try:
             for options in described:
@@ -165,10 +164,9 @@ def create_groups(
         finally:
             # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
             placed = wait_placed(made, deadline=deadline, check=check, give_up=give_up)
-        is_done = True
-    finally:
-        if not is_done:
-            remove(made)
+    except BaseException:
+        remove(made)
+        raise
     return dict(zip(made, placed, strict=True))
 
 

@@ -76,7 +76,8 @@ def reserve(
         while True:
             check()
             waited = time.monotonic() - began
-            nodes = find_usable(read_nodes())
+            present = read_nodes()
+            nodes = find_usable(present)
             outcome: Placed | Refusal | None = None
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, owned, deadline=deadline)
@@ -92,8 +93,9 @@ def reserve(
                 ask_again_at = waited + STATUS_S
                 if remove_abandoned():
                     continue
-                outcome = _place_on_new_nodes(request, outcome, check, began)
-                waited = time.monotonic() - began
+                if len(nodes) == len(present):  # Ray may place it on any of them
+                    outcome = _place_on_new_nodes(request, outcome, check, began)
+                    waited = time.monotonic() - began
             if not isinstance(outcome, Refusal):
                 try:
                     return slots_of(outcome, request.capacity, deadline=deadline, check=check)
@@ -152,7 +154,7 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict, *, is_ext
 def _place_on_new_nodes(request: Request, refusal: Refusal, check: Check, began: float) -> Placed | Refusal:
     """Let Ray place a request that has no room, if an autoscaler may add nodes: groups without a place are demand."""
     # Ray has no request for these.
-    if request.gpu_ids or request.segment_size or (request.unified and len(request.asks) > 1):
+    if request.gpu_ids or request.segment_size or request.unified:
         return refusal
     infeasible = ask_head("look for an autoscaler", infeasible_groups)
     if infeasible is None:
