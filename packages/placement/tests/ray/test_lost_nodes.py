@@ -174,27 +174,6 @@ def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
     cluster.shutdown()
 
 
-@pytest.mark.nightly
-def test_a_node_dies_while_others_hold(nodes, pauses, eventually):
-    """A waiting request is refused, long before its time is up, when the death of a node has made it impossible."""
-    with RayVirtualCluster([2], use_gpus=False) as holder:
-        lost = next(n.node_id for n in nodes.worker_nodes if n.node_id != holder.slots()[0].node_id)
-        outcome: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                RayVirtualCluster([2, 2], use_gpus=False, reserve_timeout_s=600).reserve()
-            except (ResourceInsufficientError, PlacementTimeoutError) as error:
-                outcome.append(error)
-
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        assert eventually(lambda: pauses, 60)
-        kill(nodes, lost, eventually)
-        waiter.join(timeout=120)
-        assert [type(error) for error in outcome] == [ResourceInsufficientError]
-
-
 def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension):
     """`extend` waits for nodes that join, with demand for an autoscaler if there is one (seam: whether there is)."""
     with RayVirtualCluster([2, 2], use_gpus=False, name="growing") as cluster:

@@ -328,29 +328,6 @@ def test_dropped(eventually, recwarn):
     assert eventually(lambda: not groups_there())
 
 
-def test_dropping_waits_for_nothing(eventually):
-    """The garbage collector may run while a thread has the cluster's lock, so the finalizer takes no lock."""
-    cluster = RayVirtualCluster([2], use_gpus=False).reserve()
-    holding, release = cluster._holding, threading.Event()
-
-    def hold_the_lock():
-        with holding._changing:
-            held.set()
-            release.wait(60)
-
-    held = threading.Event()
-    thread = threading.Thread(target=hold_the_lock)
-    thread.start()
-    held.wait()
-    del cluster
-    gc.collect()
-    assert thread.is_alive()
-    assert len(groups_there()) == 1
-    release.set()
-    assert eventually(lambda: not groups_there())
-    thread.join()
-
-
 def test_groups_pinned_by_hand():
     """Either all groups are placed, each bundle on its node, or none is left."""
     node_id = ray.nodes()[0]["NodeID"]

@@ -68,16 +68,6 @@ def test_interrupted(in_time, monkeypatch, eventually):
     assert eventually(lambda: len(undone) == 1)
 
 
-def test_interrupted_twice():
-    """A second interrupt ends the wait for the function, which is undone when it returns."""
-    job, undone = background.Job(0.0), []
-    job.over = SimpleNamespace(wait=lambda timeout_s: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        job.result(60.0, undone.append)
-    job.future.set_result("value")
-    assert undone == ["value"]
-
-
 def test_at_the_end_of_the_interpreter(monkeypatch):
     """If no thread can be started any more, the function runs on the calling thread."""
 

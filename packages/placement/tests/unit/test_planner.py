@@ -36,10 +36,6 @@ def plan(*args, **options):
     return decide(*args, **options).plan
 
 
-def never_fits(*args, **options):
-    return decide(*args, **options).verdict == "impossible"
-
-
 BUNDLES = [{"CPU": 1}, {"CPU": 1}, {"CPU": 2}, {"CPU": 1, "x": 0.1}, {"CPU": 1, "x": 1}, {"x": 0.5}]
 # One draw for a whole example. Drawing each number takes hypothesis longer than everything that is tested with it.
 randoms = st.randoms(use_true_random=True)
@@ -282,22 +278,6 @@ def test_bad_segment_size(size):
         check_segments(size, 2, "STRICT_PACK")
 
 
-def test_a_domain_for_each_segment():
-    """60 groups that each need another domain all find it, and one group more is refused at once."""
-    domains = [f"d{at:03}" for at in range(60)]
-    nodes = physical_order(
-        node(f"{domain}-{at}", CPU=8, labels={"ray.io/gpu-domain": domain}, **{f"in_{domain}": 1})
-        for domain in domains
-        for at in range(4)
-    )
-    asks = [Ask(at, 8, {"CPU": 1, f"in_{domains[59 - at // 4]}": 0.001}) for at in range(240)]
-
-    chosen = plan(asks, nodes, segment_size=4)
-
-    assert [ids[0] for ids in chosen.values()] == [f"d{59 - at // 4:03}-{at % 4}" for at in range(240)]
-    assert never_fits(asks + [Ask(240 + at, 1, {"CPU": 1}) for at in range(4)], nodes, segment_size=4)
-
-
 @pytest.mark.parametrize(
     ("counts", "cpus", "expected"),
     [
@@ -334,14 +314,6 @@ def test_uneven_nodes(counts, cpus, expected):
 def test_strategies_of_ray(strategy, count, cpus, verdict):
     """With these, Ray chooses the nodes, so the plan is empty; what is impossible is known before Ray is asked."""
     assert decide(asks_of(count, strategy=strategy), nodes_of(*cpus)) == ({} if verdict == "fits" else None, verdict)
-
-
-def test_the_scarce_node_is_left_to_the_ask_that_needs_it():
-    """A large ask leaves the only node that has the resource of a small ask to that one."""
-    asks = [Ask(0, 2, {"CPU": 1}), Ask(1, 1, {"CPU": 1, "x": 1})]
-    nodes = [node("n0", CPU=2, x=1), node("n1", CPU=4)]
-
-    assert plan(asks, nodes, own_nodes=True) == {0: ("n1", "n1"), 1: ("n0",)}
 
 
 def test_amounts_are_exact():
