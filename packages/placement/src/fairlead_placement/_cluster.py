@@ -448,9 +448,9 @@ class RayVirtualCluster:
         """
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
         places = self._own_places().items()
-        there = {slot.node_idx for _, slot in places}
-        if not wanted or not wanted <= there:
-            raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
+        used = {slot.node_idx for _, slot in places}
+        if not wanted or not wanted <= used:
+            raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
         return self._view((place, slot) for place, slot in places if slot.node_idx in wanted)
 
     def _view(self, places: Iterable[tuple[int, Slot]]) -> "RayVirtualCluster":

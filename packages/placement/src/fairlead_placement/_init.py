@@ -175,12 +175,12 @@ def find_target(named: str | None) -> Target | None:
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
         return None
-    found = (
+    listed = (
         ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in started or _list_clusters("")) or "none"
     )
     what = "several" if started else "none that is named, announced or started by init_ray"
     raise PlacementError(
-        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {found}. Pass the address '
+        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {listed}. Pass the address '
         "of one of them, set RAY_ADDRESS, or start a cluster with `ray start --head`."
     )
 

@@ -111,10 +111,10 @@ def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
     # without "in" is refused.
     if text == "":
         return True, frozenset([""])
-    if (found := _CONDITION.fullmatch(text)) is None:
+    if (match := _CONDITION.fullmatch(text)) is None:
         raise ValueError(f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
-    negated, one, several = found.groups()
-    return not negated, frozenset(value.strip() for value in (one or several).split(","))
+    negated, single, several = match.groups()
+    return not negated, frozenset(value.strip() for value in (single or several).split(","))
 
 
 def check_selector(selector: Mapping[str, str]) -> None:
@@ -246,4 +246,4 @@ def make_asks(
                 f"got {name!r}: {amount!r}"
             )
     numbered = enumerate(zip(counts, extras, strict=True))
-    return [Ask(at, count, {**bundle, **extra}, strategy, selector) for at, (count, extra) in numbered]
+    return [Ask(number, count, {**bundle, **extra}, strategy, selector) for number, (count, extra) in numbered]

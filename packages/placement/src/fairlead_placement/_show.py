@@ -193,13 +193,13 @@ def draw_nodes(
 def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
     """Return who holds some of these resources on the nodes, the first few by name."""
     here = {node.node_id for node in nodes}
-    found = [
+    named = [
         f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]}"
         for holder in holders
         if any(names & held.keys() for node_id in here & holder.bundles.keys() for held in holder.bundles[node_id])
     ]
-    rest = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
-    return ", ".join([*found[:NAMED], *rest]) or "tasks, or actors that are starting"
+    rest = [f"{len(named) - NAMED} more"] if len(named) > NAMED else []
+    return ", ".join([*named[:NAMED], *rest]) or "tasks, or actors that are starting"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

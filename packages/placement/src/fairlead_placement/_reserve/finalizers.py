@@ -8,6 +8,7 @@ the object's resources to a background thread, which releases them.
 import atexit
 import collections
 import logging
+import os
 import threading
 import time
 import warnings
@@ -89,5 +90,7 @@ def _stop() -> None:
     wait_until(lambda: not _turn.locked(), time.monotonic() + EXIT_S)
 
 
+# A fork holds nothing of what its parent has dropped.
+os.register_at_fork(after_in_child=_dropped.clear)
 # After Ray's own hook, so that it runs before it.
 atexit.register(_stop)

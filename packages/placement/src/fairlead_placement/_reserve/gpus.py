@@ -197,13 +197,13 @@ def _ids(ids: Iterable[str]) -> str:
 def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
     """Return the ids of all GPUs of each node, by node id, as the agents report them; 0, 1, ... if one is silent."""
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
-    found = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
+    ids = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
     limit_s = min(AGENTS_S[1], max(AGENTS_S[0], deadline - time.monotonic()))
     asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
     for node_id, visible in run_on_nodes(visible_gpus, asked, timeout_s=limit_s).items():
         if visible and not isinstance(visible, Exception):
-            found[node_id] = frozenset(visible[: counts[node_id]])
-    return found
+            ids[node_id] = frozenset(visible[: counts[node_id]])
+    return ids
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class Holding:
         with self._change(max(timeout_s, wait_for_nodes_s)) as check:
             held, waited = self._held_now(check), time.monotonic() - began
             first = len(self.request.asks)
-            asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
+            asks = tuple(replace(model, node_idx=first + number, count=count) for number, count in enumerate(counts))
             part = replace(
                 self.request,
                 asks=asks,
@@ -240,7 +240,7 @@ class Holding:
     def _segments(self) -> dict[int, int]:
         """Return the number of each logical node's segment; without segments, each has its own."""
         used = [ask.node_idx for ask in self.request.asks if ask.count]
-        return {node_idx: at // (self.request.segment_size or 1) for at, node_idx in enumerate(used)}
+        return {node_idx: number // (self.request.segment_size or 1) for number, node_idx in enumerate(used)}
 
     def _batches(self, lost: Iterable[Slot], staying: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
         """Return the requests that replace slots, in those that are placed together, with their segment size.
@@ -313,8 +313,8 @@ class Holding:
             # The groups need some of the time too.
             release_ports(leases, timeout_s=max(0.0, deadline - time.monotonic()) / 2)
         finally:
-            kept = {slot.placement_group.id for slot in slots}
-            groups = [group for group in self._own_groups(before) if group.id not in kept]
+            used = {slot.placement_group.id for slot in slots}
+            groups = [group for group in self._own_groups(before) if group.id not in used]
             returned = remove(groups, timeout_s=max(0.0, deadline - time.monotonic()))
         dismiss_agents(set(before.node_ids) - staying)
         return returned
