@@ -56,8 +56,9 @@ class RayVirtualCluster:
         node_resource_constraints: what else each bundle holds, per logical node.
         label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: seconds to wait for resources that others hold, and for Ray's head. Nothing is held during
-            the wait, so many small requests of others can starve a large one.
+        reserve_timeout_s: seconds to wait for resources that others hold, for nodes of an autoscaler, and for Ray's
+            head. Without an autoscaler nothing is held during the wait, so many small requests of others can starve a
+            large one.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
