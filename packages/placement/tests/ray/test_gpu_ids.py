@@ -96,13 +96,6 @@ def test_a_list_for_each_logical_node(local):
         assert read_gpu_ids(cluster) == {1: [2, 3]}
 
 
-def test_auto(local, monkeypatch):
-    """ "auto" means any GPUs, and holds no others in between."""
-    monkeypatch.delattr("fairlead_placement._reserve.wait.try_gpus")
-    with RayVirtualCluster([2], gpu_ids="auto") as cluster:
-        assert len(cluster.slots()) == 2
-
-
 def test_two_at_once(local):
     """Two clusters that request different GPUs of one node at the same time both get theirs."""
     clusters = [RayVirtualCluster([2], gpu_ids=ids) for ids in ([1, 2], [0, 3])]

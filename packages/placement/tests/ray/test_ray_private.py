@@ -6,14 +6,11 @@ import time
 
 import pytest
 import ray
-from ray._private import ray_constants
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
 from fairlead_placement.spi import read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-STATUS = ray_constants.DEBUG_AUTOSCALING_STATUS.encode()
 
 
 def test_free_resources(monkeypatch):

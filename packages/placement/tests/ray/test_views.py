@@ -185,25 +185,6 @@ class Holder:
         return None
 
 
-class Event:
-    def __init__(self):
-        self.done = False
-
-    def set(self):
-        self.done = True
-
-    def is_set(self):
-        return self.done
-
-
-def wait_for(event):
-    import time
-
-    deadline = time.monotonic() + 150
-    while not ray.get(event.is_set.remote()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 class TestAdopted:
     def test_groups_of_others(self):
         """Their bundles are slots in physical order; they stay reserved, and only their owner changes them."""

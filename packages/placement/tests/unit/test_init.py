@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which Ray cluster `init_ray` attaches to or starts. No Ray runs here."""
 
-import io
 import logging
 import os
-import re
 import socket
-import sys
 import threading
 
 import pytest
@@ -155,24 +152,6 @@ def test_an_address_of_ray_client(how, monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(PlacementError, match=f"{address!r} is an address of Ray Client, .* with `ray job submit`"):
         init_ray(address=address if how == "argument" else None)
-
-
-def test_terminal(monkeypatch, listening):
-    """The line is printed if standard error is a terminal, unless the log shows it already."""
-    monkeypatch.setattr(ray, "init", lambda **options: "context")
-    monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr("fairlead_placement._init.connect_to_head", lambda address, find_token: None)
-    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
-    line = f"Attached to the Ray cluster at {listening[0]}, which `address` names.\n"
-    init_ray(address=listening[0])
-    assert terminal.getvalue() == ""
-    terminal.isatty = lambda: True
-    init_ray(address=listening[0])
-    assert re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()) == line
-    monkeypatch.setattr(logging.getLogger("fairlead_placement"), "level", logging.INFO)
-    logging.getLogger("fairlead_placement._init").manager._clear_cache()
-    init_ray(address=listening[0])
-    assert terminal.getvalue().count("Attached") == 1
 
 
 @pytest.mark.parametrize(

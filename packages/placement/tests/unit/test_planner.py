@@ -199,14 +199,6 @@ def test_order_of_the_input_makes_no_difference(asks, nodes, own_nodes, random):
     assert again == plan(asks, physical_order(nodes), own_nodes=own_nodes)
 
 
-def test_constraints_per_logical_node():
-    """Logical nodes with constraints get the nodes that meet them, in any order."""
-    nodes = [node("n0", CPU=8, a=1), node("n1", CPU=8, b=1), node("n2", CPU=8)]
-    asks = [Ask(0, 4, {"CPU": 1}), Ask(1, 4, {"CPU": 1, "b": 0.001}), Ask(2, 4, {"CPU": 1, "a": 0.001})]
-
-    assert plan(asks, nodes, own_nodes=True) == {0: ("n2",) * 4, 1: ("n1",) * 4, 2: ("n0",) * 4}
-
-
 def in_domains(**domains):
     """Return nodes "a0", "a1" ... with the given CPUs in the domain "a"; those of "none" have no domain."""
     nodes = [

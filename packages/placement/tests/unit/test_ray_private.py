@@ -9,7 +9,6 @@ import pytest
 import ray
 import ray.util.client
 from ray._private import auto_init_hook
-from ray._private.authentication import authentication_token_setup
 from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
 
 from fairlead_placement import _ray_private as private
@@ -100,18 +99,6 @@ def test_node_here(monkeypatch):
     assert [private.has_node_here("127.0.0.1:1", 0.0) for _ in range(2)] == [False, True]
     monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", lambda address: None)
     assert private.has_node_here("127.0.0.1:1", 0.0)
-
-
-def test_finding_a_token(monkeypatch):
-    """For a cluster that was found, Ray's own search for a token is made; earlier versions have none."""
-    asked = []
-    monkeypatch.delattr(ray._raylet, "GcsClient")
-    name = "maybe_enable_token_auth_if_token_available"
-    monkeypatch.setattr(authentication_token_setup, name, lambda **options: asked.append(options))
-    private.connect_to_head("127.0.0.1:1", find_token=True)
-    assert asked == [{"warn_if_disabled": False}]
-    monkeypatch.delattr(authentication_token_setup, name)
-    private.connect_to_head("127.0.0.1:1", find_token=True)
 
 
 def test_visible_gpus(monkeypatch):
