@@ -69,7 +69,8 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        context = ray.init(ignore_reinit_error=True)
+        # Ray sets the level of its logger for good.
+        context = ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
     elif address != "local":
         context = attach_to(address)
     if context is not None:
