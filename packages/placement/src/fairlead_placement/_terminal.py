@@ -85,7 +85,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     """Attach to a running cluster for the length of a block, with one `head_deadline`, and never start one.
 
     Args:
-        address: as for `init_ray`; "auto" also finds the only Ray that a program of this user has started for itself.
+        address: as for `init_ray`.
         timeout_s: how long Ray's head may take to answer; None for 15 s.
 
     Raises:
@@ -98,7 +98,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
         job = JobConfig(metadata={COMMAND_MARK: "yes"})
         logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` does below, but before Ray finds a token
         attach_to(
-            address, timeout_s=timeout_s, private=True, job_config=job, log_to_driver=False, logging_level="error"
+            address, timeout_s=timeout_s, find_token=True, job_config=job, log_to_driver=False, logging_level="error"
         )
     except ValueError as error:
         print(error, file=sys.stderr)  # noqa: T201
@@ -120,13 +120,9 @@ class Output:
     def __init__(self) -> None:
         self._file = sys.stdout
 
-    def make_console(self) -> Console:
-        """Return a console of the terminal, or without colours and with long lines if it is none."""
-        return Console(file=self._file) if self._file.isatty() else Console(file=self._file, width=WIDTH)
-
     def print(self, renderable: RenderableType) -> None:
-        """Print tables and text, with colours on a terminal."""
-        console = self.make_console()
+        """Print tables and text, with colours on a terminal, else with long lines."""
+        console = Console(file=self._file, width=None if self._file.isatty() else WIDTH)
         with console.capture() as captured:
             console.print(renderable)
         # rich would end the program itself if the pipe is closed.

@@ -63,32 +63,6 @@ def test_logical_nodes_are_physical_nodes(ids):
             assert set(placement_group_table(group)["bundles_to_node_id"].values()) == {node_id}
 
 
-def test_uneven_logical_nodes(ids):
-    """A small logical node leaves the large nodes to large ones; slots follow the nodes, not the numbers."""
-    with RayVirtualCluster([2, 4, 4], use_gpus=False) as cluster:
-        assert facts(cluster) == [
-            *((1, ids[0], 0, local) for local in range(4)),
-            *((2, ids[1], 1, local) for local in range(4)),
-            *((0, ids[2], 2, local) for local in range(2)),
-        ]
-
-
-def test_unified(ids):
-    """A unified cluster is one group of pinned bundles; it needs a physical node for each logical node."""
-    with RayVirtualCluster([1, 0, 1], use_gpus=False).reserve(unified=True) as cluster:
-        assert facts(cluster) == [(0, ids[0], 0, 0), (2, ids[1], 1, 0)]
-        (group,) = cluster.get_placement_groups()
-        assert placement_group_table(group)["bundles_to_node_id"] == {0: ids[0], 1: ids[1]}
-    with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
-        RayVirtualCluster([1, 1, 1, 1], use_gpus=False).reserve(unified=True)
-
-
-def test_spreading(ids):
-    """With STRICT_SPREAD the bundles of one logical node are on different nodes."""
-    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="STRICT_SPREAD") as cluster:
-        assert facts(cluster) == [(0, ids[rank], rank, 0) for rank in range(3)]
-
-
 def test_segments(ids):
     """Groups of `segment_size` logical nodes are in one topology domain, each on its own node."""
     with RayVirtualCluster([1, 0, 1], use_gpus=False, segment_size=2) as cluster:

@@ -6,15 +6,11 @@ import time
 
 import pytest
 import ray
-from ray._private import ray_constants, services
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.spi import autoscaler_is_there, read_nodes
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement.spi import read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-STATUS = ray_constants.DEBUG_AUTOSCALING_STATUS.encode()
 
 
 def test_free_resources(monkeypatch):
@@ -24,29 +20,6 @@ def test_free_resources(monkeypatch):
         assert read_nodes()[0].free["CPU"] == 16
         with pytest.raises(PlacementTimeoutError):
             RayVirtualCluster([14], use_gpus=False, reserve_timeout_s=0).reserve()
-
-
-def test_autoscalers_without_configuration(tmp_path, eventually):
-    """A cluster with nothing but the autoscaler that Ray starts with each head, of either version, counts as fixed."""
-    client = ray._private.worker.global_worker.gcs_client
-
-    def has_reported(version):
-        if version == 1:
-            return b"node_type_mapping" in (client.internal_kv_get(STATUS, None) or b"")
-        state = GetClusterStatusReply.FromString(client.get_cluster_status()).autoscaling_state
-        return state.last_seen_cluster_resource_state_version
-
-    for version in (1, 2):
-        output = str(tmp_path / "out"), str(tmp_path / "err")
-        started = services.start_monitor(client.address, str(tmp_path), *output, autoscaler_v2=version == 2)
-        try:
-            assert eventually(lambda version=version: has_reported(version))
-        finally:
-            started.process.kill()
-            started.process.wait()
-        assert not autoscaler_is_there()
-    with pytest.raises(ResourceInsufficientError):
-        RayVirtualCluster([17], use_gpus=False, reserve_timeout_s=600).reserve()
 
 
 def test_the_environment_of_agents():
