@@ -8,7 +8,7 @@ import time
 import numpy as np
 import ray
 
-from fairlead_placement.spi import find_agents, read_newer
+from fairlead_placement.extension import find_agents, read_newer
 from fairlead_sharding import NamedSharding
 
 # Rank 5 is at dp=0, tp=0, and so on: no test may depend on ascending ranks.

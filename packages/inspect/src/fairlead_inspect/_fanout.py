@@ -11,8 +11,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import Job as _Job
-from fairlead_placement.spi import ask_head, run_in_thread
+from fairlead_placement.extension import Job as _Job
+from fairlead_placement.extension import ask_head, run_in_thread
 
 from . import _ray_private
 from ._groups import read_labels

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from fairlead_placement.spi import Agent, ask_head, find_agents, head_deadline, run_on_agents
+from fairlead_placement.extension import Agent, ask_head, find_agents, head_deadline, run_on_agents
 
 _LIBRARY = "fairlead_workergroup"
 # Of the time for everything, the part in which agents have to answer each of the two requests.

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import PlacementError
-from fairlead_placement.spi import COMMAND_MARK
+from fairlead_placement.extension import COMMAND_MARK
 
 from .model import Actor, Call, Death, Job, Reservation, Span
 

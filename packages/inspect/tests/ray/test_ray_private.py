@@ -95,7 +95,7 @@ def _variables(function):
 COMMAND = """
     import sys
     import ray
-    from fairlead_placement.spi import attach
+    from fairlead_placement.extension import attach
 
     with attach(sys.argv[1]):
         print("job", ray.get_runtime_context().get_job_id(), file=sys.__stdout__, flush=True)

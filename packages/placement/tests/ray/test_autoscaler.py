@@ -17,7 +17,7 @@ from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement._nodes import agent_process
-from fairlead_placement.spi import autoscaler_is_there
+from fairlead_placement.extension import autoscaler_is_there
 
 # The id of the head in the provider.
 HEAD = "head"

@@ -10,7 +10,7 @@ def test_published(start_script):
         """
         import ray
         from fairlead_placement import init_ray
-        from fairlead_placement.spi import publish, withdraw
+        from fairlead_placement.extension import publish, withdraw
         init_ray(address="local", num_cpus=1)
         node_id = ray.get_runtime_context().get_node_id()
         publish("first", 1, {node_id: {"rank": 3}})
@@ -27,7 +27,7 @@ def test_published(start_script):
         f"""
         import os, time
         from fairlead_placement import init_ray
-        from fairlead_placement.spi import find_agents, read_boards, run_on_agents
+        from fairlead_placement.extension import find_agents, read_boards, run_on_agents
         init_ray(address="{publisher.line()}")
 
         def read(wanted):
@@ -64,7 +64,7 @@ def test_agent_that_dies(start_script):
         import time
         import ray
         from fairlead_placement import init_ray
-        from fairlead_placement.spi import find_agents, publish, read_boards, read_newer, withdraw
+        from fairlead_placement.extension import find_agents, publish, read_boards, read_newer, withdraw
         init_ray(address="local", num_cpus=1)
         node_id = ray.get_runtime_context().get_node_id()
         publish("first", 3, {node_id: "kept"})

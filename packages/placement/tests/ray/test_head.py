@@ -15,7 +15,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeou
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import held as _held
-from fairlead_placement.spi import head_deadline, place_pinned
+from fairlead_placement.extension import head_deadline, place_pinned
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -191,7 +191,7 @@ def test_ray_client(private, start_script):
         import gc
         import ray
         from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
-        from fairlead_placement.spi import connection, find_agents, publish, read_nodes, run_on_nodes
+        from fairlead_placement.extension import connection, find_agents, publish, read_nodes, run_on_nodes
 
         ray.init("{private[1]}", logging_level="error")
         cluster = RayVirtualCluster([1], use_gpus=False)

@@ -21,7 +21,7 @@ from fairlead_placement import (
     lease_ports,
     release_ports,
 )
-from fairlead_placement.spi import run_on_nodes
+from fairlead_placement.extension import run_on_nodes
 
 
 @pytest.fixture(scope="module")

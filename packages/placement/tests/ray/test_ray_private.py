@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement.spi import read_nodes
+from fairlead_placement.extension import read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -72,7 +72,7 @@ def test_shutdown_while_threads_wait(run_script):
         import ray
 
         from fairlead_placement._ray_private import never_connect
-        from fairlead_placement.spi import collect
+        from fairlead_placement.extension import collect
 
         def work():
             never_connect()

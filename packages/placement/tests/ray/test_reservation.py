@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.spi import place_pinned, remove_placement_groups
+from fairlead_placement.extension import place_pinned, remove_placement_groups
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -19,7 +19,7 @@ from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
 from fairlead_placement import NodeAgent, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.spi import autoscaler_is_there
+from fairlead_placement.extension import autoscaler_is_there
 
 # Version 1 knows nodes by this kind of id in place of their addresses.
 HEAD = f"{0:05}".rjust(56, "f")

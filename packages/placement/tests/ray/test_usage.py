@@ -15,7 +15,7 @@ import ray
 
 from fairlead_placement import GpuMemory, NodeAgent, PlacementError, ProcessUsage, RayVirtualCluster
 from fairlead_placement._nodes import agent as _agent
-from fairlead_placement.spi import run_on_nodes, usage_on_nodes
+from fairlead_placement.extension import run_on_nodes, usage_on_nodes
 
 
 @pytest.fixture

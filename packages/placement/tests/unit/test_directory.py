@@ -10,7 +10,7 @@ import ray
 from fairlead_placement import PlacementTimeoutError
 from fairlead_placement._nodes import directory
 from fairlead_placement._ray_private import block_shutdown
-from fairlead_placement.spi import Rounds
+from fairlead_placement.extension import Rounds
 
 
 @pytest.fixture(autouse=True)

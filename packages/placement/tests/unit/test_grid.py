@@ -8,7 +8,7 @@ from rich.console import Console
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement._reserve.held import Held
 from fairlead_placement._show import as_text, draw
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 
 class Group:

@@ -10,8 +10,8 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement._nodes import head
 from fairlead_placement._reserve import groups
-from fairlead_placement.spi import head_deadline, place_pinned
-from fairlead_placement.spi import remove_placement_groups as remove
+from fairlead_placement.extension import head_deadline, place_pinned
+from fairlead_placement.extension import remove_placement_groups as remove
 
 
 def test_a_creation_fails(monkeypatch):

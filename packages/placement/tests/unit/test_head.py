@@ -14,7 +14,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._nodes.head import head_is_silent
-from fairlead_placement.spi import ask_head, head_deadline, run_in_thread
+from fairlead_placement.extension import ask_head, head_deadline, run_in_thread
 
 
 def call_within(timeout_s, function, *args, undo=None):

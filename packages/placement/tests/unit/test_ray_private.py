@@ -12,7 +12,7 @@ from ray._private import auto_init_hook
 from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
 
 from fairlead_placement import _ray_private as private
-from fairlead_placement.spi import run_in_thread
+from fairlead_placement.extension import run_in_thread
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from fairlead_placement._nodes import rounds as module
 from fairlead_placement._ray_private import block_shutdown
-from fairlead_placement.spi import Rounds, wait_until
+from fairlead_placement.extension import Rounds, wait_until
 
 
 def is_active(rounds):

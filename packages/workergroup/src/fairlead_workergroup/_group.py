@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Unpack
 import ray
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement.spi import head_deadline, release_when_dropped
+from fairlead_placement.extension import head_deadline, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 

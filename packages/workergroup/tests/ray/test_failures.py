@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fairlead_placement.spi import find_agents, run_on_agents
+from fairlead_placement.extension import find_agents, run_on_agents
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup.testing import kill

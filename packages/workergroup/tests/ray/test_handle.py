@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from fairlead_placement import PlacementError, RayVirtualCluster
-from fairlead_placement.spi import run_on_nodes
+from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
@@ -405,7 +405,7 @@ CLIENT = """
     import pickle, sys, time
     import ray
     from fairlead_placement import PlacementError
-    from fairlead_placement.spi import find_agents
+    from fairlead_placement.extension import find_agents
     from fairlead_workergroup import WorkerGroupError, attach
 
     try:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_placement.spi import find_agents
+from fairlead_placement.extension import find_agents
 from fairlead_workergroup import Restart, WorkerFailureError
 
 from ..calling import MB

@@ -3,7 +3,7 @@
 
 import pytest
 
-from fairlead_placement.spi import Agent
+from fairlead_placement.extension import Agent
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
 from fairlead_workergroup._observe.publications import find_group

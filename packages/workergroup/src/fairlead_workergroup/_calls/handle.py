@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import Slot, init_ray
-from fairlead_placement.spi import ask_head, head_deadline, read_newer, refuse_client, run_each
+from fairlead_placement.extension import ask_head, head_deadline, read_newer, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.judge import Evidence, Judge, decide

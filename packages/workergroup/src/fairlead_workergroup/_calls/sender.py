@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import ray
 from ray import ObjectRef
 
-from fairlead_placement.spi import Rounds
+from fairlead_placement.extension import Rounds
 from fairlead_sharding import NamedSharding
 
 from .. import _world

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement.spi import group_pairs, head_deadline
+from fairlead_placement.extension import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 

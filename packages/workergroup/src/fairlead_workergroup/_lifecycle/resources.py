@@ -18,7 +18,7 @@ from fairlead_placement import (
     Slot,
     lease_ports,
 )
-from fairlead_placement.spi import SlotClaim, claim_slots
+from fairlead_placement.extension import SlotClaim, claim_slots
 
 from .._membership.roster import Roster
 from .._observe.head import alive_nodes, draining_nodes

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
+from fairlead_placement.extension import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
 from .._observe.head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, collect, head_deadline
+from fairlead_placement.extension import choose_alive, collect, head_deadline
 
 from .. import _world
 from .._membership.judge import Evidence, Judge, Verdict

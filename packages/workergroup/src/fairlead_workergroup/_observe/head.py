@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from fairlead_placement import spi
-from fairlead_placement.spi import Agent, ask_head, head_deadline
+from fairlead_placement.extension import Agent, ask_head, head_deadline
 
 from .. import _ray_private
 

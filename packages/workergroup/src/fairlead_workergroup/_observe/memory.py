@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import ray
 
 from fairlead_placement import PlacementError
-from fairlead_placement.spi import choose_alive
+from fairlead_placement.extension import choose_alive
 
 from .._membership.judge import Evidence
 from .._membership.model import WorkerProcess

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fairlead_placement.spi import Agent, read_boards
+from fairlead_placement.extension import Agent, read_boards
 from fairlead_sharding import NamedSharding
 
 from ..exceptions import WorkerGroupError

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import ray
 
-from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
+from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
 from .._membership.model import WorkerProcess
 from .._remote.process import Process

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import await_published, publish, withdraw
+from fairlead_placement.extension import await_published, publish, withdraw
 
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
