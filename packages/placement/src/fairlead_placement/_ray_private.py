@@ -388,40 +388,50 @@ def worker_is_alive(worker_id: str) -> bool | None:
     return None
 
 
-def clean_runtime_env() -> Any | None:
-    """Return the runtime_env with which an actor gets the job's environment, or None if it would get that anyway.
+def bare_runtime_env() -> Any | None:
+    """Return a runtime_env that leaves out what this process's would pass on; None if there is nothing to leave out.
 
-    Reason: Ray merges the environment of the process that creates an actor into the actor's and cannot leave it out. A
-    value of None, which the public constructor drops, removes an entry.
-    Fallback: None. An agent then runs in the Python of the worker that created it, which may exist on the worker's node
-    alone.
+    Reason: Ray merges the environment of the process that creates an actor or a task into theirs, and cannot leave it
+    out: `RuntimeEnv.serialize` drops the values of None that would. A slow pip install of the job would delay what has
+    to answer within seconds, and a Python that exists on one node alone would make it fail.
+    Fallback: None, and the environment is passed on.
     """
+    mine = dict(ray.get_runtime_context().runtime_env)
+    if not mine:
+        return None
     from ray.runtime_env import RuntimeEnv
 
-    context = ray.get_runtime_context()
-    if context.get_worker_id() == driver_of(context.get_job_id()):
-        return None
-    mine = dict(context.runtime_env)
-    of_job: Any = mine
-    with contextlib.suppress(*_MISSING):
-        config = ray._private.worker.global_worker.core_worker.get_job_config()
-        of_job = RuntimeEnv.deserialize(config.runtime_env_info.serialized_runtime_env or "{}")
-    if mine == dict(of_job):
-        return None
-    clean = RuntimeEnv()
-    dict.update(clean, {key: of_job.get(key, [] if isinstance(mine[key], list) else None) for key in mine})
-    variables = dict.fromkeys(mine.get("env_vars") or {}, "") | (of_job.get("env_vars") or {})
-    if variables:
-        dict.__setitem__(clean, "env_vars", variables)
-    return clean
+    class Bare(RuntimeEnv):  # type: ignore[misc]
+        def serialize(self) -> str:
+            removed: dict[str, Any] = dict.fromkeys(mine)
+            if variables := mine.get("env_vars"):
+                # Ray merges these one by one. On the node, each gets the value there, or "" if it has none.
+                removed["env_vars"] = {name: f"${{{name}}}" for name in variables}
+            return json.dumps(removed, sort_keys=True)
+
+    return Bare()
 
 
 def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
-    """Create an actor of a remote class in the job's environment, whatever process creates it; return its handle.
+    """Create an actor of a remote class without the environment of this process; return its handle.
 
-    Reason: the public `options` drops the entries of `clean_runtime_env`.
-    Fallback: `options`. The actor then gets the environment of the process that creates it.
+    Reason: the public `options` copies the environment, and drops what `bare_runtime_env` adds.
+    Fallback: `options`. The actor then gets the environment of this process.
     """
-    if (create := getattr(actor_class, "_remote", None)) is None:
-        return actor_class.options(**options).remote(*args)
-    return create(args=tuple(args), runtime_env=clean_runtime_env(), **options)
+    if (bare := bare_runtime_env()) is not None and (create := getattr(actor_class, "_remote", None)) is not None:
+        return create(args=tuple(args), runtime_env=bare, **options)
+    return actor_class.options(**options).remote(*args)
+
+
+def start_task(remote_function: Any, args: Sequence[Any], **options: Any) -> Any:
+    """Start a task without the environment of this process; return the reference to its result.
+
+    Reason and fallback: as for `create_actor`.
+    """
+    if (bare := bare_runtime_env()) is not None:
+        with contextlib.suppress(*_MISSING):
+            from ray._private.utils import get_runtime_env_info
+
+            info = get_runtime_env_info(bare, is_job_runtime_env=False, serialize=True)
+            return remote_function._remote(args=tuple(args), serialized_runtime_env_info=info, **options)
+    return remote_function.options(**options).remote(*args)

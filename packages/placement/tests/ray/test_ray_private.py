@@ -49,29 +49,48 @@ def test_autoscalers_without_configuration(tmp_path, eventually):
         RayVirtualCluster([17], use_gpus=False, reserve_timeout_s=600).reserve()
 
 
-def test_the_environment_of_agents():
-    """A process that cannot read its job's environment passes its own to the agents that it creates."""
+# The first lines of a job whose environment changes everything that a process inherits.
+JOB = """
+    import os, time
+    import ray
+    from fairlead_placement._ray_private import create_actor, start_task
 
-    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"MINE": "yes"}})
-    def has_clean_environment(missing):
-        from fairlead_placement._ray_private import clean_runtime_env
+    def hook():
+        os.environ["HOOKED"] = "yes"
 
-        worker = ray._private.worker.global_worker
-        core = worker.core_worker
+    environment = {
+        "env_vars": {"MINE": "yes", "PATH": "/nowhere:" + os.environ["PATH"]},
+        "working_dir": os.getcwd(),
+        "worker_process_setup_hook": hook,
+    }
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error", runtime_env=environment)
 
-        class WithoutJob:
-            def __getattr__(self, name):
-                if name == "get_job_config":
-                    raise AttributeError(name)
-                return getattr(core, name)
+    def look():
+        return os.environ.get("MINE") or None, os.environ.get("HOOKED"), "/nowhere" in os.environ["PATH"]
 
-        worker.core_worker = WithoutJob() if missing else core
-        try:
-            return clean_runtime_env() is not None
-        finally:
-            worker.core_worker = core
+    class Looker:
+        def look(self):
+            return look()
 
-    assert ray.get([has_clean_environment.remote(missing) for missing in (False, True)]) == [True, False]
+    def compare():
+        actor = create_actor(ray.remote(Looker), (), num_cpus=0)
+        return ray.get([actor.look.remote(), start_task(ray.remote(look), (), num_cpus=0, max_retries=0)])
+"""
+
+
+def test_the_environment_of_a_job(run_script):
+    """Neither an actor nor a task gets the job's variables, hook and folder; a usual task does."""
+    out = run_script(JOB + "    print(ray.get(ray.remote(look).remote()), *compare())")
+    assert out == "('yes', 'yes', True) (None, None, False) (None, None, False)\n"
+
+
+def test_the_environment_of_an_actor(run_script):
+    """What an actor creates does not get the actor's environment either."""
+    out = run_script(
+        JOB + "    theirs = ray.remote(num_cpus=0, runtime_env={'env_vars': {'OTHER': 'yes'}})(compare)\n"
+        "    print(*ray.get(theirs.remote()))"
+    )
+    assert out == "(None, None, False) (None, None, False)\n"
 
 
 # How often a process is connected to Ray, and shuts it down while its threads use it: 200 times in `nox -s canary`.
