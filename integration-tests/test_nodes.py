@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_placement.spi import alive_nodes, drain_deadlines
+from fairlead_placement.extension import alive_nodes, drain_deadlines
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
 from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError

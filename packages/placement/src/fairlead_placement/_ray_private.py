@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -20,6 +21,7 @@ _never_connecting = threading.local()
 ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
+_NODE_ID = b"--node_id="
 # What the use of a private part raises if a version of Ray lacks it.
 _MISSING = (ImportError, AttributeError, TypeError)
 
@@ -75,14 +77,6 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(drain_deadlines())
 
 
-def driver_of(job_id: str) -> str:
-    """Return the worker id of a job's driver: the job's id, padded.
-
-    Reason: Ray constructs it so and does not report it. No attribute of Ray is used.
-    """
-    return job_id.ljust(56, "f")
-
-
 @dataclass(frozen=True)
 class Raylet:
     """A raylet of this user on this machine: its cluster's head, the process that started it, and when."""
@@ -114,6 +108,25 @@ def list_raylets() -> list[Raylet]:
             if address := options.get("gcs-address"):
                 found.append(Raylet(address, process.ppid(), process.create_time(), frozenset(resources)))
     return found
+
+
+def find_nodes_here() -> frozenset[str]:
+    """Return the ids of the nodes whose processes this one sees by the same pids, and may read.
+
+    Reason: no public function says whether the pids of a node are those that this process sees.
+    Fallback: none is found, and functions run on these nodes in tasks.
+    """
+    found = set()
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
+            return frozenset()
+        own = os.readlink("/proc/self/ns/pid")
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to someone else
+                if (path / "comm").read_bytes() == b"raylet\n" and os.readlink(path / "ns/pid") == own:
+                    arguments = (path / "cmdline").read_bytes().split(b"\0")
+                    found |= {one[len(_NODE_ID) :].decode() for one in arguments if one.startswith(_NODE_ID)}
+    return frozenset(found)
 
 
 def is_client() -> bool:
@@ -366,26 +379,6 @@ def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[
     finally:
         with block_shutdown():
             futures.clear()
-
-
-def worker_is_alive(worker_id: str) -> bool | None:
-    """Return whether a process and its node are alive, or None if that is unknown. It takes two small requests.
-
-    Reason: `ray.util.state.list_workers` needs the dashboard, and it and `ray.nodes()` list everything. When a node
-    dies, Ray does not mark its processes as dead.
-    Fallback: None. A node agent then keeps what ended processes hold, and leaves as soon as it holds nothing.
-    """
-    with contextlib.suppress(*_MISSING, ray.exceptions.RaySystemError):
-        from ray.core.generated.gcs_pb2 import WorkerTableData
-
-        accessor = ray._private.state.state._connect_and_get_accessor()
-        raw = accessor.get_worker_info(ray.WorkerID(bytes.fromhex(worker_id)))
-        if raw is None or not (row := WorkerTableData.FromString(raw)).is_alive:
-            return None if raw is None else False
-        node_id = ray.NodeID(row.worker_address.node_id)  # the request takes ids of this class only
-        (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
-        return bool(alive)
-    return None
 
 
 def bare_runtime_env() -> Any | None:

@@ -13,7 +13,7 @@ from fairlead_placement import (
     ResourceInsufficientError,
 )
 from fairlead_placement._show import as_text
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 from fairlead_placement.testing import assert_no_leaks
 
 

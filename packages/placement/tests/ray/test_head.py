@@ -17,7 +17,7 @@ from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import held as _held
 from fairlead_placement._reserve import wait as _wait
-from fairlead_placement.spi import alive_nodes, head_deadline, place_pinned, read_holders, read_nodes
+from fairlead_placement.extension import alive_nodes, head_deadline, place_pinned, read_holders, read_nodes
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -57,7 +57,7 @@ def test_at_exit(run_script):
     """At interpreter exit nothing is released, and an object that is dropped then does not delay the exit."""
     out = run_script(
         """
-        from fairlead_placement.spi import release_when_dropped
+        from fairlead_placement.extension import release_when_dropped
 
         class Owner:
             pass
@@ -80,7 +80,7 @@ def test_ray_is_shut_down_meanwhile(run_script):
 
         import ray
 
-        from fairlead_placement.spi import collect, release_when_dropped
+        from fairlead_placement.extension import collect, release_when_dropped
 
         ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
 

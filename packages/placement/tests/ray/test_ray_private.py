@@ -10,7 +10,8 @@ from ray._private import ray_constants, services
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.spi import autoscaler_is_there, read_nodes
+from fairlead_placement._ray_private import find_nodes_here
+from fairlead_placement.extension import autoscaler_is_there, read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -47,6 +48,17 @@ def test_autoscalers_without_configuration(tmp_path, eventually):
         assert not autoscaler_is_there()
     with pytest.raises(ResourceInsufficientError):
         RayVirtualCluster([17], use_gpus=False, reserve_timeout_s=600).reserve()
+
+
+def test_nodes_here():
+    """A node on this machine is found by its raylet, and none of which this process may not read the processes."""
+    node = ray.nodes()[0]["NodeID"]
+    assert node in find_nodes_here()
+    if os.geteuid() == 0 and (child := os.fork()) == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        os._exit(node in find_nodes_here())
+    assert os.geteuid() or os.waitpid(child, 0)[1] == 0
 
 
 # The first lines of a job whose environment changes everything that a process inherits.
@@ -118,7 +130,7 @@ def test_shutdown_while_threads_wait(run_script):
         import ray
 
         from fairlead_placement._ray_private import never_connect
-        from fairlead_placement.spi import collect
+        from fairlead_placement.extension import collect
 
         def work():
             never_connect()

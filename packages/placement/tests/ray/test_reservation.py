@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement._plan import planner as _planner
-from fairlead_placement.spi import place_pinned, remove_placement_groups
+from fairlead_placement.extension import place_pinned, remove_placement_groups
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

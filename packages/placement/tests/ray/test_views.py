@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

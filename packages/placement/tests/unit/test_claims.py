@@ -7,7 +7,7 @@ from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import ResourceInsufficientError, Slot
 from fairlead_placement._reserve import claims
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 
 def slots_of(count, capacity=1):

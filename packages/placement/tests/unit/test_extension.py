@@ -98,7 +98,6 @@ def test_the_order_of_slots(random):
         patch.setattr(_held, "remove", lambda groups, **_: removed.extend(group.id for group in groups) or True)
         patch.setattr(_held, "connection", lambda: "here")
         patch.setattr(_held, "close_slots", lambda slots: [])
-        patch.setattr(_held, "dismiss_agents", lambda _: None)
         counts = [random.randint(0, 3) for _ in range(random.randint(1, 3))]
         cluster = RayVirtualCluster(counts, use_gpus=False).reserve()
         model, views = list(map(identify, cluster.slots())), []
@@ -192,7 +191,6 @@ def test_the_order_of_groups_after_a_replacement(monkeypatch):
     monkeypatch.setattr(_held, "reserve", reserve_next)
     monkeypatch.setattr(_held, "alive_nodes", lambda: frozenset(alive))
     monkeypatch.setattr(_held, "remove", lambda *_, **__: True)
-    monkeypatch.setattr(_held, "dismiss_agents", lambda _: None)
     monkeypatch.setattr(_held, "connection", lambda: "here")
     monkeypatch.setattr(_held, "is_moved_by_ray", lambda group: False)
     with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="SPREAD") as cluster:
@@ -241,11 +239,8 @@ def test_a_release_of_many_nodes(monkeypatch):
     released = []
     monkeypatch.setattr(_held, "release_ports", lambda leases, timeout_s: released.extend(leases))
     monkeypatch.setattr(_held, "remove", lambda groups, timeout_s: True)
-    dismissed = []
-    monkeypatch.setattr(_held, "dismiss_agents", dismissed.extend)
     Name.compared = 0
     assert holding.release(set(range(count // 2)))
     assert [lease.lease_id for lease in released] == [f"lease {at}" for at in range(count // 2)]
-    assert sorted(dismissed) == sorted(f"node {at}" for at in range(count // 2))
     assert [lease.lease_id for lease in holding.held.leases] == [f"lease {at}" for at in range(count // 2, count)]
     assert Name.compared <= 20 * count

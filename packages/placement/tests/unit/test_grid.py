@@ -10,7 +10,7 @@ from rich.table import Table
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement._reserve.held import Held
 from fairlead_placement._show import as_text, draw
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 
 class Group:

@@ -15,7 +15,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._nodes.head import ask_head, head_deadline, head_is_silent
-from fairlead_placement.spi import run_in_thread
+from fairlead_placement.extension import run_in_thread
 
 
 def call_within(timeout_s, function, *args, undo=None):

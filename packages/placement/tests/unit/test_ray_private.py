@@ -12,7 +12,7 @@ from ray._private.authentication import authentication_token_setup
 from ray.core.generated import autoscaler_pb2
 
 from fairlead_placement import _ray_private as private
-from fairlead_placement.spi import run_in_thread
+from fairlead_placement.extension import run_in_thread
 
 
 class State:
@@ -81,13 +81,6 @@ def test_actors(no_state, monkeypatch, missing):
     if missing == "table":
         monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
     assert private.live_actors() == ()
-
-
-@pytest.mark.parametrize("missing", ["state", "table"])
-def test_processes(no_state, monkeypatch, missing):
-    if missing == "table":
-        monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
-    assert private.worker_is_alive("ab" * 28) is None
 
 
 def test_raylets(monkeypatch):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead_placement import Node, ResourceHolder
-from fairlead_placement.spi import Output, add_command, attach, read_holders, read_nodes, run_command
+from fairlead_placement.extension import Output, add_command, attach, read_holders, read_nodes, run_command
 
 from ._accelerators.slices import TOPOLOGY, TYPE, SliceShortage, assess_slices
 from ._accelerators.tpu_types import canonical_name, tpu_type

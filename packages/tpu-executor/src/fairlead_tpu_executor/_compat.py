@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.spi import read_nodes
+from fairlead_placement.extension import read_nodes
 
 from . import _host
 from ._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig

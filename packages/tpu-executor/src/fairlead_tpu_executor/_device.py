@@ -9,7 +9,7 @@ from typing import Any, Protocol, overload
 import ray
 
 from fairlead_placement import ResourceInsufficientError
-from fairlead_placement.spi import SlotClaim, connection
+from fairlead_placement.extension import SlotClaim, connection
 
 from ._accelerators.config import AcceleratorConfigType
 from ._pool import ClosesOnExit, SlicePool, arrange

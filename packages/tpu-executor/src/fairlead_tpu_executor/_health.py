@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement.spi import Job, drain_deadlines, run_each, run_in_thread
+from fairlead_placement.extension import Job, drain_deadlines, run_each, run_in_thread
 
 from ._ray_private import head_answers
 from .exceptions import HeadUnreachableError

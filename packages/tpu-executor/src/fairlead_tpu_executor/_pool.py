@@ -14,7 +14,7 @@ import ray
 from ray.runtime_env import RuntimeEnv
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import SlotClaim, claim_slots, group_pairs, release_when_dropped
+from fairlead_placement.extension import SlotClaim, claim_slots, group_pairs, release_when_dropped
 
 from ._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._accelerators.slices import SliceInfo

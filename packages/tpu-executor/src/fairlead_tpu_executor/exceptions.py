@@ -6,7 +6,7 @@ The exceptions of a user's function are raised as they are.
 
 from dataclasses import dataclass
 
-from fairlead_placement.spi import ErrorWithFields
+from fairlead_placement.extension import ErrorWithFields
 
 from ._accelerators.slices import SliceShortage
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from fairlead_placement.spi import wait_until
+from fairlead_placement.extension import wait_until
 
 from ._pool import ClosesOnExit
 from ._ray_private import no_announcement

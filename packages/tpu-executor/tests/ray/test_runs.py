@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from fairlead_placement import NodeAgent, ResourceInsufficientError
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     InsufficientSlicesError,

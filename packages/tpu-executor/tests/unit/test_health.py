@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fairlead_placement.spi import Job
+from fairlead_placement.extension import Job
 from fairlead_tpu_executor import HeadUnreachableError, _health
 from fairlead_tpu_executor._health import Head
 

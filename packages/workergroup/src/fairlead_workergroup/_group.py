@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Unpack
 import ray
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement.spi import head_deadline, release_when_dropped
+from fairlead_placement.extension import head_deadline, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -149,7 +149,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, limit))
         options = read_option("worker", worker, WorkerOptions)
         self._resources = resources = Resources(
-            self._roster, getattr(cluster, "port_range", None), read_master_ports(options)
+            self._roster, getattr(cluster, "port_range", None), read_master_ports(options), memory_limit=limit
         )
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)

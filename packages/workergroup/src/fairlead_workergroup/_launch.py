@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import RayVirtualCluster, init_ray
-from fairlead_placement.spi import count_bundles, read_nodes
+from fairlead_placement.extension import count_bundles, read_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import ray
 
-from fairlead_placement.spi import OneTimeEvent, run_in_thread
+from fairlead_placement.extension import OneTimeEvent, run_in_thread
 
 
 class Event(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fairlead_placement.spi import ErrorWithFields
+from fairlead_placement.extension import ErrorWithFields
 
 __all__ = [
     "BrokenEpochError",

@@ -149,7 +149,7 @@ class PretendedRay:
         return self.is_connected
 
     def connection(self) -> str:
-        """Return what `fairlead_placement.spi.connection` returns."""
+        """Return what `fairlead_placement.extension.connection` returns."""
         return "pretended" if self.is_connected else ""
 
     def still_referenced(self, ids: Sequence[bytes]) -> list[SimRef]:

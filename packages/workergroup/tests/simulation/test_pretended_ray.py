@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes
+from fairlead_placement.extension import alive_nodes
 
 from .actors import HANG, Takes
 from .exploration import explore

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_placement import Node
-from fairlead_placement.spi import count_bundles, group_pairs
+from fairlead_placement.extension import count_bundles, group_pairs
 
 from .tpu_types import GENERATIONS, TpuType, canonical_name
 

@@ -19,7 +19,7 @@ from fairlead_placement import (
     lease_ports,
     release_ports,
 )
-from fairlead_placement.spi import place_pinned, remove_placement_groups
+from fairlead_placement.extension import place_pinned, remove_placement_groups
 
 from .._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from .._accelerators.slices import SliceInfo

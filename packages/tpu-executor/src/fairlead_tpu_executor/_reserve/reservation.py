@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement.spi import Waiting, connection
+from fairlead_placement.extension import Waiting, connection
 
 from .._accelerators.config import AcceleratorConfigType
 from .._health import Head

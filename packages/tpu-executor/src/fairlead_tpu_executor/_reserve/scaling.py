@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-from fairlead_placement.spi import autoscaler_is_there, count_bundles, read_nodes, remove_placement_groups
+from fairlead_placement.extension import autoscaler_is_there, count_bundles, read_nodes, remove_placement_groups
 
 from .._accelerators.config import AcceleratorConfigType
 from .._accelerators.slices import SliceInfo, SliceShortage, Survey

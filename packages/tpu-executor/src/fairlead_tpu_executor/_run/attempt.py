@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import PlacementError
-from fairlead_placement.spi import Job, group_pairs, run_in_thread, run_on_nodes
+from fairlead_placement.extension import Job, group_pairs, run_in_thread, run_on_nodes
 
 from .. import _host
 from .._health import Head, dead_nodes, gone_nodes, silent_nodes

@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import number_slots
+from fairlead_placement.extension import number_slots
 
 from .. import _host, _ray_private
 from .._accelerators.config import AcceleratorConfigType, TpuAcceleratorConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement.spi import group_pairs, head_deadline
+from fairlead_placement.extension import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -128,7 +128,6 @@ class Launcher(Described):
             spec.token,
             self.worker_class.name,
             methods=self.worker_class.to_dict(),
-            on_loss=None if spec.memory_limit is None else spec.memory_limit.guard_again,
         )
 
     def release(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from fairlead_placement.spi import head_deadline
+from fairlead_placement.extension import head_deadline
 
 from .. import _world
 from .._world import NEVER, Deadline, wait_for_event

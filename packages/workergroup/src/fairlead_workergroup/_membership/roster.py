@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from fairlead_placement.spi import connection
+from fairlead_placement.extension import connection
 from fairlead_sharding import NamedSharding
 
 from .. import _world

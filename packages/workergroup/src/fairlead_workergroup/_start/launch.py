@@ -15,7 +15,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement.spi import ask_head, run_each
+from fairlead_placement.extension import ask_head, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.judge import Judge
