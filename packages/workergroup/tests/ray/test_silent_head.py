@@ -30,7 +30,6 @@ from fairlead_workergroup.testing import kill
 from ..faults import (
     act_in_phases,
     head_is_silent,
-    limit_answers_of_nodes,
     limit_requests_of_looks,
     limit_requests_to_the_head,
     longest_shutdown,
