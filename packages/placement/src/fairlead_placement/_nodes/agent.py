@@ -234,9 +234,11 @@ def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[s
     missing: list[_Agent] = []
     here = connection()
     with _lock:
+        for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
+            del _agents[node_id]  # it ended with its connection
         for node_id, its in names.items():
             agent = _agents.get(node_id)
-            if agent is None or agent.on is not here:
+            if agent is None:
                 agent = _agents[node_id] = _Agent(node_id, here)
                 missing.append(agent)
             for name in its:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from .._ray_private import collect
+from .._ray_private import collect, connection
 from ..exceptions import PlacementError
 from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, nodes_with, release, send_to_agents
 from .head import ask_head, head_deadline, refuse_client
@@ -18,8 +18,8 @@ from .head import ask_head, head_deadline, refuse_client
 logger = logging.getLogger(__name__)
 # For the request to Ray's head that creates the agent, if there is none.
 PUBLISH_S = 10.0
-# What this process has published, with the versions, by key.
-_published: dict[str, tuple[int, Any]] = {}
+# What this process has published, by key: the connection to Ray, the version and the value.
+_published: dict[str, tuple[object | None, int, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,14 @@ def publish(key: str, version: int, value: Any) -> None:
         value: plain data.
     """
     refuse_client()
-    _published[key] = version, value
+    here = connection()
+    for other in [other for other, (on, *_) in _published.items() if on is not here]:
+        _published.pop(other, None)
+    _published[key] = here, version, value
+    _send(key, version, value)
+
+
+def _send(key: str, version: int, value: Any) -> None:
     node_id = ray.get_runtime_context().get_node_id()
     try:
         with head_deadline(PUBLISH_S):
@@ -62,7 +69,7 @@ def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
     logger.info("The agent of node %s has died, and what it had is published again: %s", node_id[:8], why)
     for key in keys:
         if (published := _published.get(key)) is not None:
-            publish(key, *published)
+            _send(key, *published[1:])
 
 
 def await_published(key: str, *, timeout_s: float) -> bool:
@@ -74,7 +81,7 @@ def await_published(key: str, *, timeout_s: float) -> bool:
         return False  # it has been withdrawn since
     node_id = ray.get_runtime_context().get_node_id()
     answer = ask_agents(
-        "publish", {node_id: (key, *published)}, {node_id: (key,)}, timeout_s=timeout_s, on_loss=_publish_again
+        "publish", {node_id: (key, *published[1:])}, {node_id: (key,)}, timeout_s=timeout_s, on_loss=_publish_again
     )[node_id]
     if isinstance(answer, Exception):
         logger.debug("Cannot tell whether %s is published: %s", key, answer)

@@ -146,8 +146,11 @@ def read_group(group_id: str, job_id: str, worker_id: str) -> RegisteredGroup | 
         time.sleep(0.05)
 
 
-def read_groups(published: Iterable[tuple[Board | None, Mapping[str, Any]]]) -> list[RegisteredGroup]:
-    """Return the groups that are published at boards. Those of another version of the library are left out. Pure."""
+def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[RegisteredGroup]:
+    """Return the groups among the values of boards, in the order in which they were made. Pure.
+
+    Those of another version of the library are left out.
+    """
     groups = [
         RegisteredGroup(
             group_id=value["id"],
@@ -157,7 +160,7 @@ def read_groups(published: Iterable[tuple[Board | None, Mapping[str, Any]]]) -> 
             **{name: value[name] for name in _PUBLISHED},
         )
         for board, value in published
-        if value.get("schema") == SCHEMA
+        if isinstance(value, Mapping) and value.get("schema") == SCHEMA
     ]
     return sorted(groups, key=lambda one: (one.created, one.group_id))
 
