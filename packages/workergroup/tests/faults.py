@@ -359,10 +359,10 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
 
 
 def act_at_the_next_read(
-    patch: Patch, *, of_news: bool, before: Callable[[], object] = int, after: Callable[[], object] = int
+    patch: Patch, *, before: Callable[[], object] = int, after: Callable[[], object] = int
 ) -> None:
-    """Let something happen before and after a handle reads its group once, or asks whether there is news of it."""
-    name = "read_board" if of_news else "read_group"
+    """Let something happen before and after a handle asks once whether there is news of its group."""
+    name = "read_board"
     function = getattr(handle, name)
 
     def act_and_read(*args: Any, **options: Any) -> Any:

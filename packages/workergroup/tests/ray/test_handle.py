@@ -302,11 +302,11 @@ def test_signal_handlers(group, monkeypatch):
 
     previous = signal.signal(signal.SIGUSR1, lambda *_: results.append(handle.call("pid").result(timeout=60)))
     try:
-        act_at_the_next_read(monkeypatch, of_news=True, before=interrupt)
+        act_at_the_next_read(monkeypatch, before=interrupt)
         assert handle.call("pid").result(timeout=60) == pids
         registration.publish()
         wait_until_published(group)
-        act_at_the_next_read(monkeypatch, of_news=False, after=interrupt_with_news)
+        act_at_the_next_read(monkeypatch, after=interrupt_with_news)
         assert handle.call("pid").result(timeout=60) == pids
     finally:
         signal.signal(signal.SIGUSR1, previous)

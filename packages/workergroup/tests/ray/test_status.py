@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import threading
 import time
 
 import pytest
@@ -180,7 +181,7 @@ def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
 
     def meet(workers, children, marks, within_s, grace_s, folder=str(tmp_path)):
         """Return that all are gone, once the three nodes of the ranks above 0 are being asked."""
-        mine = pathlib.Path(folder, str(os.getpid()))
+        mine = pathlib.Path(folder, f"{os.getpid()}-{threading.get_ident()}")
         mine.touch()
         deadline = time.monotonic() + within_s
         while len(os.listdir(folder)) < 3:
