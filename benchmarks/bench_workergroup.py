@@ -22,12 +22,13 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
+from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
 from fairlead_workergroup._calls.sender import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
+from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
@@ -290,9 +291,6 @@ def _status_rows() -> Iterator[Row]:
                 ]
                 facts += group._roster.now.processes
 
-                def count_requests() -> int:
-                    return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)
-
                 def status() -> None:
                     group.get_worker_status()
 
@@ -305,9 +303,9 @@ def _status_rows() -> Iterator[Row]:
                     (f"  the same with {RECORDS} records beside theirs", read_all),
                 ):
                     look()
-                    before = count_requests()
-                    look()
-                    count = count_requests() - before
+                    with patch.object(query, "run_on_nodes", wraps=query.run_on_nodes) as asked:
+                        look()
+                    count = sum(len(call.args[1]) for call in asked.call_args_list)
                     (timing,) = interleaved(look, repeats=50)
                     yield Row(f"{what}: requests", f"{count}, {timing}", "4, one a node", count == 4)
         finally:

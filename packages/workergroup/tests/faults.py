@@ -9,14 +9,14 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import ray
 from ray.experimental.locations import get_local_object_locations
 
-from fairlead_placement import PlacementError, spi
+from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
@@ -140,23 +140,53 @@ def explain_no_death(patch: Patch) -> None:
 
 
 def publish(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an agent has on its board for a group that is described as plain data."""
+    """Return what is on a board for a group that is described as plain data."""
     return {registration.KEY + about["id"]: {"schema": registration.SCHEMA, **about}}
 
 
-def let_agents_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Exception]) -> None:
-    """Let the cluster have these agents, each with a board, or with an error in place of an answer."""
-    patch.setattr(publications, "find_agents", lambda: list(boards))
-    patch.setattr(publications, "read_boards", lambda agents, timeout_s: {one: boards[one] for one in agents})
+def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Exception]) -> None:
+    """Let the cluster have these boards, or errors in place of their answers."""
+    patch.setattr(publications, "find_boards", lambda *_: list(boards))
+    patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
+
+
+def count_questions(patch: Patch) -> list[str]:
+    """Return a list that gets the id of each node that is asked about workers."""
+    asked: list[str] = []
+
+    def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
+        asked.extend(asks)
+        return extension.run_on_nodes(function, asks, **options)
+
+    def usage_on_nodes(pids: Any, **options: Any) -> Any:
+        asked.extend(pids)
+        return extension.usage_on_nodes(pids, **options)
+
+    patch.setattr(query, "run_on_nodes", run_on_nodes)
+    patch.setattr(observer, "usage_on_nodes", usage_on_nodes)
+    return asked
+
+
+def delay_nodes(patch: Patch, seconds: float, nodes: Collection[str] | None = None) -> None:
+    """Let the nodes, or some of them, answer questions about workers only after some seconds."""
+
+    def run_on_nodes(function: Any, asks: Any, *, timeout_s: float) -> Any:
+        slow = [node_id for node_id in asks if nodes is None or node_id in nodes]
+        time.sleep(min(seconds, timeout_s) if slow else 0.0)
+        late = dict.fromkeys(slow if seconds > timeout_s else (), PlacementTimeoutError("late"))
+        asks = {node_id: args for node_id, args in asks.items() if node_id not in late}
+        return {**late, **extension.run_on_nodes(function, asks, timeout_s=timeout_s)}
+
+    patch.setattr(query, "run_on_nodes", run_on_nodes)
 
 
 def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
-    """Let nodes drain on which Ray starts no agent; return the list of the requests to them."""
+    """Let nodes drain on which Ray starts no task; return the list of the requests to them."""
     silent: list[str] = []
 
     def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
         silent.extend(node_id for node_id in asks if node_id in nodes)
-        answers = spi.run_on_nodes(function, asks, **options)
+        answers = extension.run_on_nodes(function, asks, **options)
         return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in nodes}
 
     patch.setattr(shutdown, "run_on_nodes", run_on_nodes)
@@ -177,14 +207,14 @@ def silence_guards(patch: Patch, *, times: int | None = None, act: Callable[[], 
     """
     asked: list[str] = []
 
-    def ask_nodes(workers: Sequence[Any], function: Any, *more: Any, **options: Any) -> list[Any]:
+    def call_in_agents(function: Any, asks: Any, name: str, **options: Any) -> dict[str, Any]:
         asked.append(function.__name__)
         act()
         if times is None or len(asked) <= times:
-            return [None] * len(workers)
-        return query.ask_nodes(workers, function, *more, **options)
+            return dict.fromkeys(asks, PlacementTimeoutError("late"))
+        return extension.call_in_agents(function, asks, name, **options)
 
-    patch.setattr(memory, "ask_nodes", ask_nodes)
+    patch.setattr(memory, "call_in_agents", call_in_agents)
     return asked
 
 
@@ -329,10 +359,10 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
 
 
 def act_at_the_next_read(
-    patch: Patch, *, of_news: bool, before: Callable[[], object] = int, after: Callable[[], object] = int
+    patch: Patch, *, before: Callable[[], object] = int, after: Callable[[], object] = int
 ) -> None:
-    """Let something happen before and after a handle reads its group once, or asks whether there is news of it."""
-    name = "read_newer" if of_news else "read_group"
+    """Let something happen before and after a handle asks once whether there is news of its group."""
+    name = "read_board"
     function = getattr(handle, name)
 
     def act_and_read(*args: Any, **options: Any) -> Any:

@@ -12,10 +12,9 @@ from rich.console import Console, RenderableType
 
 from . import _model
 from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
-from ._nodes.agent import read_usage
 from ._nodes.head import ask_head, head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
-from ._nodes.usage import NodeUsage
+from ._nodes.usage import NodeUsage, read_usage
 from ._ray_private import accelerator_names
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped

@@ -15,8 +15,7 @@ from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
-from fairlead_placement import NodeAgent, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement._nodes import agent_process
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement.extension import autoscaler_is_there
 
 # The id of the head in the provider.
@@ -62,11 +61,7 @@ def head(raylets):
     # As on Kubernetes, Ray does not start an autoscaler itself.
     variables = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": "ray.head.default"}
     options = {"num_cpus": 0, "no_monitor": True, "env_vars": variables}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        raylets(options, [{"num_cpus": 2, "resources": {"x": 2}}], logging_level="error") as cluster,
-    ):
-        patch.setattr(agent_process, "IDLE_S", IDLE_S)
+    with raylets(options, [{"num_cpus": 2, "resources": {"x": 2}}], logging_level="error") as cluster:
         yield Head(cluster)
 
 
@@ -190,16 +185,3 @@ def test_a_node_is_idle_again(scaled, eventually):
         if not eventually(lambda: not scaled.is_idle()):
             pytest.fail("Ray did not report that the node is in use")
     assert eventually(scaled.is_idle, 3)
-
-
-@pytest.mark.nightly
-def test_an_agent_that_nothing_keeps(scaled, eventually):
-    """An agent leaves some seconds after the last request, but not while it holds a port; another takes its place."""
-    agent = NodeAgent(scaled.node.node_id)
-    pid = agent.run(os.getpid)
-    ((_, lease_id),) = agent.lease(1, 30000, 31000)[0]
-    assert eventually(lambda: not scaled.is_idle())  # Ray reports it some moments later
-    assert not eventually(scaled.is_idle, IDLE_S + 1)
-    agent.release([lease_id])
-    assert eventually(scaled.is_idle, IDLE_S + 5)
-    assert agent.run(os.getpid) != pid

@@ -191,15 +191,15 @@ def test_ray_client(private, start_script):
         import gc
         import ray
         from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
-        from fairlead_placement.extension import connection, find_agents, publish, read_nodes, run_on_nodes
+        from fairlead_placement.extension import connection, find_boards, publish, read_nodes, run_on_nodes
 
         ray.init("{private[1]}", logging_level="error")
         cluster = RayVirtualCluster([1], use_gpus=False)
         for method in (
             init_ray,
             read_nodes,
-            find_agents,
-            lambda: publish("key", 1, {{"a" * 56: 1}}),
+            find_boards,
+            lambda: publish("key", 1, "value"),
             lambda: run_on_nodes(int, {{"a" * 56: ()}}, timeout_s=1.0),
             cluster.explain,
             cluster.reserve,

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement._reserve import wait as _wait
 from fairlead_placement.testing import assert_no_leaks
 
@@ -36,9 +36,9 @@ def live_groups():
     return [row["name"].split("-")[0] for row in placement_group_table().values() if row["state"] != "REMOVED"]
 
 
-def watchers(agent):
-    """Return how many threads of the agent take samples."""
-    return agent.run(lambda: [thread.name for thread in threading.enumerate()]).count("fairlead-memory")
+def samples(cluster, node_id):
+    """Return how many samples of a node's memory have been taken."""
+    return {usage.node_id: usage.samples for usage in cluster.get_resource_usage()}[node_id]
 
 
 def test_a_lost_node_is_replaced(nodes, eventually):
@@ -123,7 +123,7 @@ def test_a_replacement_is_watched(nodes, eventually):
         kill(nodes, cluster.slots()[0].node_id, eventually)
         late = nodes.add_node(num_cpus=2)
         cluster.replace_lost_nodes()
-        assert watchers(NodeAgent(late.node_id)) == 1
+        assert eventually(lambda: samples(cluster, late.node_id) >= 4)
 
 
 def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):

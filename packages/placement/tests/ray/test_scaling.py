@@ -18,8 +18,8 @@ import ray
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
-from fairlead_placement import NodeAgent, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.extension import autoscaler_is_there
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement.extension import autoscaler_is_there, run_on_nodes
 
 # Version 1 knows nodes by this kind of id in place of their addresses.
 HEAD = f"{0:05}".rjust(56, "f")
@@ -63,7 +63,7 @@ def test_up_and_down(autoscaler, eventually):
         (node_id,) = workers()
         assert {slot.node_id for slot in cluster.slots()} == {node_id}
         cluster.get_master_address_and_port()
-        assert NodeAgent(node_id).run(lambda: 1) == 1
+        assert run_on_nodes(int, {node_id: ("1",)}) == {node_id: 1}
     check_empty(autoscaler, eventually)
 
 

@@ -117,18 +117,22 @@ def test_never_connect(monkeypatch, missing):
     assert not hasattr(auto_init_hook, "enable_auto_connect")
 
 
-def test_create_actor():
-    """Without the private method the actor is created through the public one."""
+class Remote:
+    """A remote class or function of a Ray without the private method, in a process with an environment."""
 
-    class Actor:
-        def options(self, **options):
-            self.given = options
-            return self
+    def options(self, **options):
+        self.given = options
+        return self
 
-        def remote(self, *args):
-            return args, self.given
+    def remote(self, *args):
+        return args, self.given
 
-    assert private.create_actor(Actor(), (1, 2), name="n") == ((1, 2), {"name": "n"})
+
+@pytest.mark.parametrize("create", [private.create_actor, private.start_task])
+def test_bare_environment_without_the_method(monkeypatch, create):
+    """Without the private method, actors and tasks are created through the public one."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={"pip": ["x"]}))
+    assert create(Remote(), (1, 2), name="n") == ((1, 2), {"name": "n"})
 
 
 def test_without_a_lock_of_ray(monkeypatch):

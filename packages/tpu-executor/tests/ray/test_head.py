@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from fairlead_placement import spi
+from fairlead_placement import extension
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_tpu_executor import (
     HeadUnreachableError,
@@ -172,13 +172,13 @@ def test_errors_of_the_function_during_an_outage(stop_head):
         raise ray.exceptions.RayTaskError("f", "", ray.exceptions.GetTimeoutError("mine"))
 
     with pytest.raises(ray.exceptions.RayTaskError):
-        head.result(spi.run_in_thread(fails))
+        head.result(extension.run_in_thread(fails))
 
     def times_out():
         raise ray.exceptions.GetTimeoutError("Ray's own deadline for the removal of a placement group")
 
     with pytest.raises(HeadUnreachableError) as caught:
-        head.result(spi.run_in_thread(times_out))
+        head.result(extension.run_in_thread(times_out))
     assert isinstance(caught.value.__cause__, ray.exceptions.GetTimeoutError)
 
 
@@ -217,7 +217,7 @@ def test_every_public_method(stop_head, call_in_time, monkeypatch, capsys):
         for name, (function, _) in uses.items():
             calls[name] = functools.partial(function, SlicePool(CONFIG) if made is SlicePool else made)
     calls["command"] = lambda: __main__.main(["status"])
-    monkeypatch.setattr(__main__, "attach", lambda address: spi.head_deadline(TIMEOUT_S))
+    monkeypatch.setattr(__main__, "attach", lambda address: extension.head_deadline(TIMEOUT_S))
     monkeypatch.setattr("fairlead_placement._terminal.os", SimpleNamespace(_exit=lambda status: None))
     with stop_head():
         outcomes = call_in_time(calls, TIMEOUT_S)

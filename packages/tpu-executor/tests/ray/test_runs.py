@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_placement import NodeAgent, ResourceInsufficientError
-from fairlead_placement.extension import claim_slots
+from fairlead_placement import ResourceInsufficientError
+from fairlead_placement.extension import claim_slots, run_on_nodes
 from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     InsufficientSlicesError,
@@ -29,6 +29,7 @@ from fairlead_tpu_executor import (
     _pool,
 )
 from fairlead_tpu_executor._reserve import leases, reservation
+from fairlead_tpu_executor._run import attempt
 
 ONE = TpuAcceleratorConfig("v4-16", scale_timeout_s=150)
 OURS = ("EXECUTOR_", "MEGASCALE_", "TPU_")
@@ -453,18 +454,25 @@ def test_closing_in_a_signal_handler(slices, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_closing_with_an_agent_that_hangs(slices, monkeypatch, stop_process, eventually):
+def test_closing_with_an_agent_that_hangs(slices, agent_pids, monkeypatch, stop_process, eventually):
     """A host that does not answer does not stop a pool from giving its slices back (seam: the time to wait for it)."""
     monkeypatch.setattr(leases, "_RELEASE_S", 1.0)
-    agent = NodeAgent(slices.node_id("slice-1", 0))
     pool = SlicePool("v4-16", 2).reserve()
-    with stop_process(agent.run(os.getpid)):
+    (pid,) = agent_pids(slices.node_id("slice-1", 0))
+    with stop_process(pid):
         assert pool.close()
-    assert eventually(lambda: not agent.leased(), 60)
+    assert eventually(lambda: agent_pids() == [], 60)
 
 
-def test_one_request_per_node_ends_the_others(slices):
+def test_one_request_per_node_ends_the_others(slices, monkeypatch):
     """After a worker fails, each node gets one request to wait for the others, however many it has."""
+    asked = []
+
+    def ask(function, arguments, **options):
+        asked.extend(arguments)
+        return run_on_nodes(function, arguments, **options)
+
+    monkeypatch.setattr(attempt, "run_on_nodes", ask)
 
     def fail():
         if os.environ["EXECUTOR_CALL_INDEX"] == "0":
@@ -473,15 +481,10 @@ def test_one_request_per_node_ends_the_others(slices):
 
     config = CpuAcceleratorConfig(core_count=1, worker_count=8, grace_s=0.5)
     with SlicePool(config) as pool:
-        agents = [NodeAgent(node_id) for node_id in {slot.node_id for slot in pool.slots()}]
-        held = [agent.lease(1, 20_000, 30_000)[0] for agent in agents]  # with which an idle agent stays
-        before = [agent.requests().get("run", 0) for agent in agents]
+        nodes = {slot.node_id for slot in pool.slots()}
         assert isinstance(pool.attempt(fail), JobFailed)
-        after = [agent.requests().get("run", 0) for agent in agents]
-        for agent, ports in zip(agents, held, strict=True):
-            agent.release([lease_id for _, lease_id in ports])
-        assert len(agents) == 4
-        assert [now - then for now, then in zip(after, before, strict=True)] == [1] * 4
+        assert len(nodes) == 4
+        assert sorted(asked) == sorted(nodes)
 
 
 def test_a_quarantined_host_without_tpus(slices):

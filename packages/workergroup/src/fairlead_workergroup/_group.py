@@ -149,7 +149,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, limit))
         options = read_option("worker", worker, WorkerOptions)
         self._resources = resources = Resources(
-            self._roster, getattr(cluster, "port_range", None), read_master_ports(options)
+            self._roster, getattr(cluster, "port_range", None), read_master_ports(options), memory_limit=limit
         )
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)

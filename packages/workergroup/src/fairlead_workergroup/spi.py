@@ -19,7 +19,7 @@ from ._group import RayWorkerGroup
 from ._membership.model import Member, Snapshot, WorkerProcess
 from ._observe.evidence import judge_errors
 from ._observe.head import alive_nodes
-from ._observe.publications import RegisteredGroup, find_groups
+from ._observe.publications import RegisteredGroup, find_groups, read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside
 from ._world import Deadline
@@ -39,6 +39,7 @@ __all__ = [
     "collect",
     "find_groups",
     "look_from_outside",
+    "read_groups",
     "read_members",
     "send_function",
     "wait_for_turn",

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fairlead_placement.extension import find_agents, run_on_agents
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup.testing import kill
 
-from ..slow_agents import delay, stop_delay
+from ..faults import delay_nodes
 
 
 def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
@@ -47,34 +46,31 @@ def fork(worker: object) -> int:
 
 
 @contextlib.contextmanager
-def busy_agents() -> Iterator[None]:
-    """Let each look of an agent take seconds."""
-    agents = find_agents()
-    run_on_agents(delay, dict.fromkeys(agents, ("run", 2.0)), timeout_s=60)
-    try:
+def busy_nodes() -> Iterator[None]:
+    """Let each look at a node take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        delay_nodes(patch, 2.0)
         yield
-    finally:
-        run_on_agents(stop_delay, dict.fromkeys(agents, ("run",)), timeout_s=60)
 
 
 @pytest.mark.nightly
-def test_restart_while_agents_are_busy(doomed: RayWorkerGroup) -> None:
-    """A restart finds a death that Ray has not noticed, although the agent of the node answers after seconds."""
+def test_restart_while_nodes_are_busy(doomed: RayWorkerGroup) -> None:
+    """A restart finds a death that Ray has not noticed, although the node answers after seconds."""
     doomed.at(dp=1).call(fork).result()
     kill(doomed, 1)
-    with busy_agents():
+    with busy_nodes():
         assert doomed.restart_failed_workers() == [1]
 
 
 @pytest.mark.parametrize(
-    "agents",
+    "nodes",
     [
-        pytest.param(contextlib.nullcontext, id="idle agents"),
-        pytest.param(busy_agents, id="busy agents", marks=pytest.mark.nightly),
+        pytest.param(contextlib.nullcontext, id="idle nodes"),
+        pytest.param(busy_nodes, id="busy nodes", marks=pytest.mark.nightly),
     ],
 )
 def test_death_that_ray_has_not_noticed(
-    doomed: RayWorkerGroup, agents: Callable[[], contextlib.AbstractContextManager[None]]
+    doomed: RayWorkerGroup, nodes: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
     """A call names a worker that has died, although a process that it forked holds its connections with Ray."""
 
@@ -86,6 +82,6 @@ def test_death_that_ray_has_not_noticed(
         raise RuntimeError("a collective failed")
 
     pid = doomed.at(dp=1).call(fork, collect=()).result()
-    with agents(), pytest.raises(WorkerFailureError) as caught:
+    with nodes(), pytest.raises(WorkerFailureError) as caught:
         doomed.call(end, pid, timeout=60).result()
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]

@@ -355,7 +355,7 @@ class TestManyGroups:
         """8 workers are 8 actors, and one agent for the node."""
         with RayWorkerGroup(cluster, Slow):
             names = [row["ActorClassName"] for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
-            assert sorted(name for name in names if name != "Kept") == ["AgentProcess"] + ["Slow"] * 8
+            assert sorted(name for name in names if name != "Kept") == ["NodeAgent"] + ["Slow"] * 8
 
     def test_default_names_side_by_side(self, local_ray):
         """Two clusters and two groups with default names run at the same time, each with its own port."""

@@ -111,7 +111,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.evidence.choose_alive": pretended.choose_alive,
         f"{ours}._observe.evidence.collect": world.collect,
         f"{ours}._lifecycle.shutdown.collect": world.collect,
-        # All requests to the agents of nodes: `late_workers`, `find_ended`, `cancel_calls`.
+        # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
@@ -132,11 +132,13 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._start.environment.known_actor_environments": dict,
         # What a group publishes for other processes.
         "ray.get_runtime_context": lambda: CONTEXT,
-        f"{ours}._observe.registration.publish": lambda key, version, data, **options: None,
-        f"{ours}._observe.registration.await_published": lambda key, node_id, **options: True,
-        f"{ours}._observe.registration.withdraw": lambda key, nodes: None,
+        f"{ours}._observe.registration.publish": lambda key, version, data: None,
+        f"{ours}._observe.registration.await_published": lambda key, **options: True,
+        f"{ours}._observe.registration.withdraw": lambda key: None,
         # It has a lock that is held while processes end, which is a wait.
-        f"{ours}._group.Resources": lambda *args: Resources(*args, _ending=world.mutex(reentrant=True)),
+        f"{ours}._group.Resources": lambda *args, **options: Resources(
+            *args, **options, _ending=world.mutex(reentrant=True)
+        ),
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Terminals.

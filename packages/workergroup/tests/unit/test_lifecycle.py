@@ -224,7 +224,7 @@ def test_a_port_whose_release_was_interrupted_is_released_at_the_end(release):
         def __init__(self, interrupts):
             self.interrupts = interrupts
 
-        def release(self):
+        def release(self, *, timeout_s):
             if self.interrupts:
                 self.interrupts = False
                 raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup
 
 from .._model import Node, Request, Verdict, group_pairs
-from .._nodes.agent import run_on_nodes
+from .._nodes.functions import run_in_tasks
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
@@ -200,7 +200,7 @@ def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
     ids = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
     limit_s = min(AGENTS_S[1], max(AGENTS_S[0], deadline - time.monotonic()))
     asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
-    for node_id, visible in run_on_nodes(visible_gpus, asked, timeout_s=limit_s).items():
+    for node_id, visible in run_in_tasks(visible_gpus, asked, timeout_s=limit_s).items():
         if visible and not isinstance(visible, Exception):
             ids[node_id] = frozenset(visible[: counts[node_id]])
     return ids

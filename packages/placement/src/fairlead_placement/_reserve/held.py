@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 import uuid
@@ -15,9 +16,9 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup
 
 from .._model import Ask, Node, Request, group_pairs
-from .._nodes.agent import dismiss_agents, read_usage, unwatch
 from .._nodes.head import alive_nodes, head_deadline
-from .._nodes.ports import PortLease, lease_ports, release_ports
+from .._nodes.ports import PortLease, describe_lost, lease_ports, release_ports
+from .._nodes.usage import read_usage, unwatch
 from .._plan.topology import node_place
 from .._ray_private import connection
 from .._slot import Slot
@@ -27,6 +28,7 @@ from .groups import is_moved_by_ray, read_placed, remove, remove_on_error
 from .slots import number_slots, slots_of
 from .wait import reserve
 
+logger = logging.getLogger(__name__)
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
 
@@ -279,7 +281,7 @@ class Holding:
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
         mine, check = self.held, functools.partial(self._check, self._shutdowns)
-        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
+        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high, on_loss=self._note_lost)]
         try:
             # First added, then checked: a shutdown either sees them, or is seen.
             if mine is not None:
@@ -289,6 +291,13 @@ class Holding:
             release_ports(leases)
             raise
         return leases
+
+    def _note_lost(self, leases: Sequence[PortLease], why: str) -> None:
+        """Say that the agent of a node has died with leases of this cluster."""
+        if (held := self.held) is not None:
+            for lease in leases:
+                held.leases.pop(lease, None)
+        logger.warning("Cluster %r: %s", self.request.name, describe_lost(leases, why))
 
     def _watch(self, before: Held, held: Held | None) -> None:
         """Have the memory of the present nodes sampled, instead of those that were held before."""
@@ -316,7 +325,6 @@ class Holding:
             used = {slot.placement_group.id for slot in slots}
             groups = [group for group in self._own_groups(before) if group.id not in used]
             returned = remove(groups, timeout_s=max(0.0, deadline - time.monotonic()))
-        dismiss_agents(set(before.node_ids) - staying)
         return returned
 
     def _own_groups(self, held: Held) -> list[PlacementGroup]:

@@ -3,6 +3,7 @@
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import ray
 from ray import ObjectRef
 
-from fairlead_placement.extension import Rounds
+from fairlead_placement.extension import run_in_thread
 from fairlead_sharding import NamedSharding
 
 from .. import _world
@@ -91,7 +92,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # the first one runs
-        self._rounds = Rounds(0.0, self._serve, lambda: self.busy, exit_s=0.0)
+        self._serving = threading.Lock()  # held by the thread that runs them, and never waited for
 
     @property
     def busy(self) -> bool:
@@ -102,10 +103,22 @@ class _Queue:
         """Queue a function; return a future of its result, which can be cancelled until the function starts."""
         future: Future[Any] = Future()
         self._waiting.append((future, work))
-        self._rounds.start()
+        self._start()
         return future
 
+    def _start(self) -> None:
+        """Have a thread run what waits, unless one does."""
+        if self._waiting and self._serving.acquire(blocking=False):
+            run_in_thread(self._serve)
+
     def _serve(self) -> None:
+        try:
+            self._run_waiting()
+        finally:
+            self._serving.release()
+        self._start()  # a function may have been added since
+
+    def _run_waiting(self) -> None:
         while self._waiting:
             future, work = self._waiting[0]
             if future.set_running_or_notify_cancel():

@@ -128,7 +128,6 @@ class Launcher(Described):
             spec.token,
             self.worker_class.name,
             methods=self.worker_class.to_dict(),
-            on_loss=None if spec.memory_limit is None else spec.memory_limit.guard_again,
         )
 
     def release(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evidence about processes: what Ray's errors and tables, the nodes' agents and the memory guards say of them.
+"""The evidence about processes: what Ray's errors and tables, their nodes and the memory guards say of them.
 
 It follows from the types of errors, never from their texts. No other module reads which actors are dead.
 """
@@ -35,7 +35,7 @@ _LOST = (
 )
 # An object can be lost while its worker is alive, and a worker be out of reach.
 _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
-# A node that does not answer in this time is not waited for. The agent of a very busy one answers in seconds.
+# A node that does not answer in this time is not waited for. A very busy one answers in seconds.
 LOOK_S = 5.0
 # How soon an actor that has refused a request is asked again.
 REFUSED_EVERY_S = 0.2
@@ -125,13 +125,13 @@ def judge_known_dead(judge: Judge, dead: Sequence[WorkerProcess]) -> list[Verdic
 def weigh_answers(
     workers: Sequence[WorkerProcess], ended: Sequence[bool | None]
 ) -> dict[WorkerProcess, list[Evidence]]:
-    """Return what the answers of agents say: whether each process has ended, None if its agent does not answer."""
+    """Return what the answers of nodes say: whether each process has ended, None if its node does not answer."""
     answers = dict(zip(workers, ended, strict=True))
     lost = set(_on_lost_nodes(worker for worker, answer in answers.items() if answer is None))
 
     def weigh(worker: WorkerProcess, answer: bool | None) -> Evidence:
         if answer is None:
-            return _node_lost() if worker in lost else Evidence("process", "silent", text="its agent does not answer")
+            return _node_lost() if worker in lost else Evidence("process", "silent", text="its node does not answer")
         return Evidence("process", "gone", text=NOT_NOTICED) if answer else Evidence("process", "alive")
 
     return {worker: [weigh(worker, answer)] for worker, answer in answers.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests about workers to the agents of their nodes, one for each node."""
+"""Questions about workers to their nodes, one for each node."""
 
 import logging
 import time
@@ -18,9 +18,9 @@ from ..exceptions import LateWorker
 
 logger = logging.getLogger(__name__)
 
-# Agents answer in milliseconds. A caller does not wait longer than this for a node that does not.
+# Nodes answer within a second. A caller does not wait longer than this for a node that does not.
 ANSWER_S = 10.0
-# If Ray's head does not answer within this time, the agents of all nodes are asked, including those of dead ones.
+# If Ray's head does not answer within this time, all nodes are asked, including dead ones.
 HEAD_S = 1.0
 
 
