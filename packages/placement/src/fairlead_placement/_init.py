@@ -102,21 +102,21 @@ def _say(line: str) -> None:
 
 
 def attach_to(
-    named: str | None, *, timeout_s: float | None = None, find_token: bool = False, **options: Any
+    named: str | None, *, timeout_s: float | None = None, private: bool = False, **options: Any
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
     The options are further arguments of `ray.init`. The head has `timeout_s` to answer, and then a node of this machine
-    to appear; None is for `ATTACH_S`. With `find_token`, for commands, the token of the user is taken for a cluster
-    that was named too, as Ray does for a cluster that it finds.
+    to appear; None is for `ATTACH_S`. With `private`, for commands, it may be the Ray of another program, and the token
+    of the user is taken for a cluster that was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
-    if (target := find_target(named)) is None:
+    if (target := find_target(named, private=private)) is None:
         return None
     address, reason, is_named = target
     try:
         # Without the token Ray's client would log that it is missing.
-        find_token = find_token or not is_named
+        find_token = private or not is_named
         run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
         if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
             raise PlacementError(
@@ -155,10 +155,11 @@ class Target(NamedTuple):
     is_named: bool = False
 
 
-def find_target(named: str | None) -> Target | None:
+def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
-    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started.
+    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started. With
+    `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
@@ -176,9 +177,10 @@ def find_target(named: str | None) -> Target | None:
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
         return None
-    listed = (
-        ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in started or _list_clusters("")) or "none"
-    )
+    others = started or _list_clusters("")
+    if private and not started and len(others) == 1:
+        return Target(others[0].address, f"process {others[0].starter} started for itself")
+    listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     what = "several" if started else "none that is named, announced or started by init_ray"
     raise PlacementError(
         f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {listed}. Pass the address '

@@ -154,6 +154,23 @@ def test_attaching(server, run_script):
     ]
 
 
+def test_commands(server, private, folder, run_script):
+    """Without an address, a command takes the only cluster of `init_ray` here. It lists the private ones if none is."""
+    script = """
+        import subprocess, sys
+        done = subprocess.run([sys.executable, "-m", "fairlead_placement", "nodes"], capture_output=True, text=True)
+        print(done.returncode, done.stdout, done.stderr)
+        """
+    out = run_script(script, RAY_TMPDIR=str(folder), RAY_ADDRESS="", **TOKEN)
+    assert out.startswith("0 ")
+    assert "2 CPU" in out
+    with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
+        out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
+    assert out.startswith('3  "auto" found none that is named, announced or started by init_ray')
+    assert f"{private[0]} (process " in out
+    assert "Pass the address of one of them" in out
+
+
 def test_announced(server, private, folder, run_script):
     """The cluster that `ray start` has announced comes before the local ones, and a user's token is found for it."""
     file = folder / "ray" / "ray_current_cluster"

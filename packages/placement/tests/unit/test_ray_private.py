@@ -23,8 +23,6 @@ from fairlead_placement.extension import run_in_thread
         ("ray._private.state.state", "draining_nodes", (), frozenset()),
         ("ray._private.state.state", "live_actors", (), ()),
         ("ray.core.generated.gcs_pb2", "live_actors", (), ()),
-        ("ray._private.state.state", "worker_is_alive", ("ab" * 28,), None),
-        ("ray.core.generated.gcs_pb2", "worker_is_alive", ("ab" * 28,), None),
         ("ray._private.worker.global_worker", "autoscaler_is_there", (), False),
         ("ray.core.generated.autoscaler_pb2", "autoscaler_is_there", (), False),
         ("ray.util.client", "is_client", (), False),
