@@ -8,10 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ._housekeeping import Venv, list_venvs, prune
 from ._local import create_local_venv
 from ._lock import venv_root
@@ -20,8 +16,6 @@ from ._spec import VenvSpec
 from .exceptions import VenvError, VenvNodesError
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# The width of output that is not a terminal, wide enough that no line is broken.
-WIDTH = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,34 +94,21 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _list(_: argparse.Namespace) -> None:
-    venvs = list_venvs()
-    _print_venvs(venvs, f"{len(venvs)} in {venv_root()}")
+    _print_venvs(list_venvs(), f"in {venv_root()}")
 
 
 def _prune(options: argparse.Namespace) -> None:
     gone = prune(options.keep, options.older_than, dry_run=options.dry_run)
-    _print_venvs(gone, f"{len(gone)} {'would be removed' if options.dry_run else 'removed'} from {venv_root()}")
+    _print_venvs(gone, f"{'would be removed' if options.dry_run else 'removed'} from {venv_root()}")
 
 
-def _print_venvs(venvs: Sequence[Venv], headline: str) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
-    if venvs:
-        table = Table("name", "python", "ray", "last used", "in use by", "content")
-        for venv in venvs:
-            users = abbreviate(map(str, venv.pids)) or "-"
-            facts = (venv.version, venv.ray or "-", _ago(venv.used_at), users, venv.description or "-")
-            table.add_row(*map(Text, (venv.path.name, *facts)))
-        console.print(table)
-    console.print(Text(headline))
-
-
-def _ago(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+def _print_venvs(venvs: Sequence[Venv], what: str) -> None:
+    for venv in venvs:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(venv.used_at))
+        users = f"in use by {abbreviate(map(str, venv.pids))}" if venv.pids else f"last used {used}"
+        facts = (f"Python {venv.version}", f"Ray {venv.ray}" if venv.ray else "no Ray", users, venv.description)
+        print(venv.path.name, *facts, sep="  ")  # noqa: T201
+    print(len(venvs), what)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def _is_free(path: Path, limit: float, *, is_age_given: bool) -> bool:
 
 def _remove(path: Path, limit: float) -> bool:
     """Remove an environment, unless it is being built or was just used; return whether it was removed."""
-    lock, hold = lock_of(path.parent, path.name, shared=is_shared()), FileLock(path / MANIFEST, create=False)
+    lock, hold = lock_of(path), FileLock(path / MANIFEST, create=False)
     aside, python = Path(f"{path}{TRASH}{secrets.token_hex(8)}"), path / "bin" / "python"
     closed = python.with_name(".python")
     try:
@@ -244,7 +244,7 @@ def _sweep(root: Path) -> None:
         for path in [*folder.glob(f"*{BUILDING}*"), *folder.glob(f"*{TRASH}*")]:
             place = path.with_name(re.split(f"{re.escape(BUILDING)}|{re.escape(TRASH)}", path.name)[0])
             with contextlib.suppress(OSError):  # read only
-                lock = lock_of(folder, place.name, shared=is_shared())
+                lock = lock_of(place)
                 if lock.acquire():
                     remove_leftovers(place, is_locked=not lock.refused)
                     lock.release()

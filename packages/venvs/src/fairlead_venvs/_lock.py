@@ -18,7 +18,7 @@ from packaging.markers import Marker
 
 from ._node.build import PYLOCK, Files, Recipe, choose_interpreter, explain_errors, this_platform, this_python
 from ._node.redact import find_credentials, find_secrets, is_secret_name, redact
-from ._node.store import FORMAT, USED, build_folder, mark_used, prepare_root, publish, read_facts, share, write_facts
+from ._node.store import FORMAT, USED, build_folder, mark_used, prepare_root, publish, read_facts, write_facts
 from ._node.uv import NOT_INHERITED, Deadline, Runner, Session, locate_uv
 from ._request import BaseSpec, is_wheel
 from ._sources import build_sdist, read_state, see
@@ -89,7 +89,8 @@ def plan_venv(
         facts = read()
         if facts is None:
             done = lambda: read() is not None  # noqa: E731
-            with build_folder(place, done, session.deadline, shared=is_shared()) as aside:
+            place.parent.mkdir(exist_ok=True)
+            with build_folder(place, done, session.deadline) as aside:
                 facts = read() if aside is None else _write_note(inputs, aside, place, session)
     if facts is None:
         raise VenvBuildError("The source of the project was changed meanwhile. Try again.")
@@ -193,9 +194,7 @@ def _write_note(inputs: _Inputs, aside: Path, place: Path, session: Session) -> 
     seen = [see(path) for path in paths.values()]
     facts = {"pylock": pylock, "paths": paths, "seen": seen, "sources": sources}
     (new / USED).touch()
-    for path in (new, new / USED):
-        share(path, shared=is_shared())
-    write_facts(new / NOTE, facts, shared=is_shared())
+    write_facts(new / NOTE, facts)
     publish(new, place, lambda: False)
     return facts
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from . import _node, exceptions
 from ._lock import Plan, plan_venv
-from ._node import task
-from ._node.build import Outcome
+from ._node.build import Outcome, build_here, look_here
 from ._node.uv import Deadline, Session, start_deadline
 from ._progress import Status
 from ._ray_private import draining_nodes, is_client
@@ -134,7 +133,7 @@ def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline
 
     distinct = {plan.recipe.folder: plan for plan in plans}
     recipes = {folder: dataclasses.asdict(plan.recipe) for folder, plan in distinct.items()}
-    looks = {(folder, node): (task.look_here, recipes[folder]) for folder in distinct for node in labels}
+    looks = {(folder, node): (look_here, recipes[folder]) for folder in distinct for node in labels}
     # A node that does not answer must not take the time in which the others build.
     looking = Deadline(min(deadline.left() / 2, LOOK_S))
     answers = run_on_nodes(looks, labels, "looking for the environment", looking)
@@ -144,7 +143,7 @@ def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline
         folder: {name: ray.put(content) for name, content in distinct[folder].read_files()}
         for folder in dict.fromkeys(folder for folder, _ in missing)
     }
-    builds = {key: (task.build_here, recipes[key[0]], files[key[0]], deadline.left()) for key in missing}
+    builds = {key: (build_here, recipes[key[0]], files[key[0]], deadline.left()) for key in missing}
 
     def report(pending: Sequence[Key]) -> None:
         waiting = abbreviate(labels[node] for _, node in pending)
@@ -218,7 +217,7 @@ def _make_task(function: Callable[..., Any]) -> Any:
     import ray
 
     shipped = (_node, exceptions)
-    # Registered for a moment only: an error that a user's actor raises has to arrive as the class that its caller knows.
+    # Registered for a moment only: an error that a user's actor raises has to arrive as the class that callers know.
     with _SHIPPING:
         for module in shipped:
             ray.cloudpickle.register_pickle_by_value(module)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._lock import plan_venv
-from ._node import task
-from ._node.build import Outcome, this_python
+from ._node.build import Outcome, probe_here, this_python
 from ._node.uv import Session, start_deadline
 from ._nodes import Answers, alive_nodes, provide, run_on_nodes
 from ._progress import Status
@@ -74,7 +73,7 @@ def ensure_worker_env(
     else:
         labels, path = alive_nodes(nodes), str(what)
         # A worker in an interpreter that does not run would only fail after minutes.
-        calls = {("", node): (task.probe_here, path, max(1.0, deadline.left())) for node in labels}
+        calls = {("", node): (probe_here, path, max(1.0, deadline.left())) for node in labels}
         answers = run_on_nodes(calls, labels, f"asking {path}", deadline)
     _check_answers(answers, labels)
     return WorkerEnv(path, _make_runtime_env(path, is_built=is_built))

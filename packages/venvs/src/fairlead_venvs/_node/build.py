@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..exceptions import VenvBuildError, VenvError, VenvMismatchError
 from .redact import redact
-from .store import build_folder, check_root, complete, mark_used, publish, python_of, read_manifest, share
-from .uv import Runner, Session
+from .store import build_folder, check_root, complete, mark_used, prepare_root, publish, python_of, read_manifest
+from .uv import Deadline, Runner, Session
 
 PYLOCK = "pylock.toml"
 PROBE = """\
@@ -99,11 +99,13 @@ def ensure_venv(recipe: Recipe, fetch: Callable[[], Files], session: Session, *,
         return not force and read_manifest(place, recipe.fingerprint) is not None
 
     built = False
-    with explain_errors(place.parent), build_folder(place, is_done, session.deadline, shared=recipe.shared) as aside:
-        if aside is not None:
-            _build(recipe, aside, fetch, session)
-            publish(aside / "env", place, is_done)
-            built = True
+    with explain_errors(place.parent):
+        prepare_root(place.parent, shared=recipe.shared)
+        with build_folder(place, is_done, session.deadline) as aside:
+            if aside is not None:
+                _build(recipe, aside, fetch, session)
+                publish(aside / "env", place, is_done)
+                built = True
     if (ready := find_venv(recipe)) is None:
         raise VenvBuildError(f"{place} was removed immediately after it was built. Try again.")
     return ready._replace(built=built)
@@ -144,9 +146,7 @@ def _build(recipe: Recipe, aside: Path, fetch: Callable[[], Files], session: Ses
         "seconds": round(time.time() - began, 3),
     }
     (env / ".lock").unlink(missing_ok=True)  # uv's own, which everybody may write to
-    complete(env, facts, shared=recipe.shared)
-    for folder, _, _ in os.walk(env) if recipe.shared else ():
-        share(Path(folder), shared=True)  # so that every member can remove it
+    complete(env, facts)
 
 
 def lay_out(files: Files, stage: Path) -> None:
@@ -183,8 +183,8 @@ def _install(recipe: Recipe, env: Path, stage: Path, runner: Runner) -> None:
         runner.uv(
             *("pip", "install", "--python", python, "--no-deps", *(f"./{name}" for name in recipe.own)),
             cwd=stage,
-            failed="uv could not build and install the project's own code, which needs its build backend from the index "
-            "or from uv's cache on this machine",
+            failed="uv could not build and install the project's own code, which needs its build backend from the "
+            "index or from uv's cache on this machine",
         )
     if recipe.setup:
         path = os.pathsep.join([os.path.dirname(python), runner.env.get("PATH", os.defpath)])
@@ -215,3 +215,49 @@ def _verify(env: Path, recipe: Recipe, runner: Runner) -> tuple[str, str | None]
             f"{version} in {prefix}."
         )
     return version, ray
+
+
+# What runs on a node as Ray tasks answers with plain data:
+# ("ready", python, built, version, ray), ("absent",), or ("failed", name of the exception's class, arguments)
+Answer = tuple[Any, ...]
+
+
+def look_here(recipe: Mapping[str, Any]) -> Answer:
+    """Answer whether this node has an environment."""
+    try:
+        check_platform(Recipe(**recipe))
+        ready = find_venv(Recipe(**recipe))
+    except VenvError as error:
+        return _report(error)
+    return ("absent",) if ready is None else ("ready", *ready)
+
+
+def build_here(recipe: Mapping[str, Any], files: Mapping[str, Any], timeout_s: float) -> Answer:
+    """Build an environment on this node, unless it is there by now."""
+
+    def fetch() -> Files:
+        import ray
+
+        # Ray does not fetch references inside a mapping before they are needed.
+        return zip(files, ray.get(list(files.values())), strict=True)
+
+    wanted = Recipe(**recipe)
+    try:
+        return ("ready", *ensure_venv(wanted, fetch, Session(Deadline(timeout_s))))
+    except VenvError as error:
+        return _report(error)
+    except Exception as error:  # noqa: BLE001 - the driver reports whatever goes wrong on a node
+        return _report(VenvBuildError(redact(f"{type(error).__name__}: {error}", wanted.secrets)))
+
+
+def probe_here(python: str, timeout_s: float) -> Answer:
+    """Ask an interpreter of this node for its versions of Python and Ray."""
+    try:
+        version, _, _, ray = probe(python, Runner(Session(Deadline(timeout_s)), env={}))
+    except VenvError as error:
+        return _report(error)
+    return ("ready", python, False, version, ray)
+
+
+def _report(error: VenvError) -> Answer:
+    return ("failed", type(error).__name__, error.args)

@@ -73,10 +73,7 @@ hold()
 def prepare_root(root: Path, *, shared: bool) -> None:
     """Create the folder of all environments if it is missing, and refuse one that other users may change."""
     with contextlib.suppress(FileExistsError):
-        root.parent.mkdir(parents=True, exist_ok=True)
-        root.mkdir(0o700)
-        if shared:
-            os.chmod(root, 0o2770)
+        root.mkdir(0o770 if shared else 0o700, parents=True)
     check_root(root, shared=shared)
 
 
@@ -97,12 +94,6 @@ def check_root(root: Path, *, shared: bool) -> None:
             f"permission away (`chmod go-w {root}`). Members of one group who trust each other share a folder with "
             "FAIRLEAD_VENV_SHARED=1."
         )
-
-
-def share(path: Path, *, shared: bool) -> None:
-    """Let the group change a new file or folder if the folder of all environments is shared."""
-    if shared:
-        os.chmod(path, os.stat(path).st_mode | (0o2070 if path.is_dir() else 0o060))
 
 
 def python_of(folder: str | Path) -> str:
@@ -127,19 +118,17 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else {}
 
 
-def write_facts(path: Path, facts: Mapping[str, Any], *, shared: bool) -> None:
+def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({**facts, "format": FORMAT}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    share(path, shared=shared)
 
 
-def complete(env: Path, facts: Mapping[str, Any], *, shared: bool) -> None:
+def complete(env: Path, facts: Mapping[str, Any]) -> None:
     """Write the code that locks an environment and, as the last file, its manifest."""
     for packages in env.glob("lib/python*/site-packages"):
         (packages / "_fairlead_hold.py").write_text(HOLD, encoding="utf-8")
         (packages / "fairlead_hold.pth").write_text("import _fairlead_hold\n", encoding="utf-8")
     (env / USED).touch()
-    share(env / USED, shared=shared)
-    write_facts(env / MANIFEST, facts, shared=shared)
+    write_facts(env / MANIFEST, facts)
 
 
 def mark_used(path: Path) -> None:
@@ -153,10 +142,9 @@ def mark_used(path: Path) -> None:
 class FileLock:
     """A lock of the kernel on a file: exclusive, never waited for, and released when its owner ends."""
 
-    def __init__(self, path: Path, *, create: bool = True, shared: bool = False) -> None:
+    def __init__(self, path: Path, *, create: bool = True) -> None:
         self._path = path
         self._create = create
-        self._shared = shared
         self._file: int | None = None
         # Whether the file system refused to lock.
         self.refused = False
@@ -168,8 +156,7 @@ class FileLock:
         except FileNotFoundError:
             if not self._create:
                 return True  # nothing can hold it
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            share(self._path, shared=self._shared)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError:  # it is read only
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -193,35 +180,31 @@ class FileLock:
             self._file = None
 
 
-def lock_of(root: Path, name: str, *, shared: bool) -> FileLock:
-    """Return the lock of one environment. Its file is not in the environment's folder, which may be replaced."""
-    folder = root / LOCKS
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o700)
-        share(folder, shared=shared)
-    return FileLock(folder / f"{name}.lock", shared=shared)
+def lock_of(place: Path) -> FileLock:
+    """Return the lock of a folder. Its file is not in the folder, which may be replaced."""
+    locks = place.parent / LOCKS
+    locks.mkdir(exist_ok=True)
+    return FileLock(locks / f"{place.name}.lock")
 
 
 @contextlib.contextmanager
-def build_folder(place: Path, done: Callable[[], bool], deadline: Deadline, *, shared: bool) -> Iterator[Path | None]:
+def build_folder(place: Path, done: Callable[[], bool], deadline: Deadline) -> Iterator[Path | None]:
     """Hold the lock of a place and yield a new folder to build in; None as soon as another process has done the work.
 
     Where the file system refuses to lock, several processes may build the same; the first rename wins.
     """
-    root, pause = place.parent, POLL_S
-    prepare_root(root, shared=shared)
-    lock = lock_of(root, place.name, shared=shared)
+    lock, pause = lock_of(place), POLL_S
     while not done() and not lock.acquire():
         if not deadline.left():
             raise VenvTimeoutError(f"waiting for another process that builds {place}", deadline.timeout_s)
         time.sleep(min(pause, deadline.left()))
         pause = min(pause * 1.2, POLL_AT_MOST_S)
     if lock.refused and not warned:
-        warned.append(root)
+        warned.append(place.parent)
         logger.warning(
             "The file system of %s has no locks, so several processes may build one environment at the same time. "
             "Only the first one is used. Choose a folder on a local disk (FAIRLEAD_VENV_DIR).",
-            root,
+            place.parent,
         )
     aside = Path(f"{place}{BUILDING}{secrets.token_hex(8)}")
     try:
