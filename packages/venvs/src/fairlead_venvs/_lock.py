@@ -179,7 +179,7 @@ def read_pyproject(folder: Path) -> dict[str, Any]:
 def _write_note(inputs: _Inputs, aside: Path, place: Path, session: Session) -> dict[str, Any]:
     """Let uv resolve a spec, write what it answered into a folder, and publish that."""
     new, runner = aside / "new", inputs.make_runner(session)
-    new.mkdir(mode=0o700)
+    new.mkdir()
     export = _compile(inputs.spec, aside, runner) if inputs.spec.project is None else _export(inputs, aside, runner)
     pylock, paths, folders = _localise(export, aside, inputs.spec.python or this_python())
     for number, credential in enumerate(inputs.credentials):

@@ -19,8 +19,8 @@ from typing import Any
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
 from .redact import ambient_secrets, redact
 
-# Variables that describe the environment and the Ray worker of the caller, and settings that uv gets in another way: the
-# project and its groups, the interpreter, and the new environment.
+# Variables that describe the environment and the Ray worker of the caller, and settings that uv gets in another way, as
+# the project, its groups and the interpreter.
 NOT_INHERITED = (
     *("CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
     *("RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV"),
