@@ -175,22 +175,20 @@ def _read_process(pid: int, file: str) -> str:
 
 def _select_kept(keep: Iterable[Any], venvs: Iterable[Venv]) -> set[str]:
     """Return names and fingerprints of the environments to keep. A spec may be one that was never built here."""
-    wanted = [(item, _key(item)) for item in keep]
     known = {venv.path.name for venv in venvs}
-    if unknown := [name for item, name in wanted if isinstance(item, str) and name not in known]:
-        present = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"keep names no environment: {', '.join(unknown)}. There are: {present}. Nothing was removed.")
-    return {name for _, name in wanted}
-
-
-def _key(item: Any) -> str:
-    if isinstance(item, Venv):
-        return item.path.name
-    if isinstance(item, VenvSpec):
-        return item.fingerprint()
-    if not isinstance(item, str) or not item:
-        raise TypeError(f"keep must hold specs and names, got {item!r}")
-    return os.path.basename(item.rstrip("/"))
+    stays: set[str] = set()
+    for item in keep:
+        if isinstance(item, VenvSpec):
+            stays.add(item.fingerprint())
+            continue
+        if not isinstance(item, (str, Venv)):
+            raise TypeError(f"keep must hold specs and names, got {item!r}")
+        name = item.path.name if isinstance(item, Venv) else os.path.basename(item.rstrip("/"))
+        if name not in known:
+            present = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"keep names no environment: {name}. There are: {present}. Nothing was removed.")
+        stays.add(name)
+    return stays
 
 
 def _is_free(path: Path, limit: float, *, is_age_given: bool) -> bool:

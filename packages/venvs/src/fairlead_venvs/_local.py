@@ -3,7 +3,7 @@
 
 from ._lock import plan_venv
 from ._node.build import ensure_venv, find_venv
-from ._node.uv import Session, start_deadline
+from ._node.uv import start_deadline
 from ._progress import Status
 from ._spec import VenvSpec, as_spec
 
@@ -36,10 +36,10 @@ def create_local_venv(
     Traceback (most recent call last):
     ValueError: expected a VenvSpec or a command 'uv run ...', got 'numpy'
     """
-    spec, deadline = as_spec(py_executable), start_deadline(timeout_s)
+    spec = as_spec(py_executable)
     with Status() as status:
-        session = Session(deadline, status.update)
-        plan = plan_venv(spec, venv_name, session, refresh=force_rebuild)
+        deadline = start_deadline(timeout_s, status.update)
+        plan = plan_venv(spec, venv_name, deadline, refresh=force_rebuild)
         if not force_rebuild and (ready := find_venv(plan.recipe)) is not None:
             return ready.python
-        return ensure_venv(plan.recipe, plan.read_files, session, force=force_rebuild).python
+        return ensure_venv(plan.recipe, plan.read_files, deadline, force=force_rebuild).python

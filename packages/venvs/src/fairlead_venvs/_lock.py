@@ -19,7 +19,7 @@ from packaging.markers import Marker
 from ._node.build import PYLOCK, Files, Recipe, choose_interpreter, explain_errors, this_platform, this_python
 from ._node.redact import find_credentials, find_secrets, is_secret_name, redact
 from ._node.store import FORMAT, USED, build_folder, mark_used, prepare_root, publish, read_facts, write_facts
-from ._node.uv import NOT_INHERITED, Deadline, Runner, Session, locate_uv
+from ._node.uv import NOT_INHERITED, Deadline, Runner, locate_uv
 from ._request import BaseSpec, is_wheel
 from ._sources import build_sdist, read_state, see
 from .exceptions import VenvBuildError
@@ -69,7 +69,7 @@ def is_shared() -> bool:
 
 
 def plan_venv(
-    spec: BaseSpec, name: str | None = None, session: Session | None = None, *, refresh: bool = False
+    spec: BaseSpec, name: str | None = None, deadline: Deadline | None = None, *, refresh: bool = False
 ) -> Plan:
     """Decide the content of an environment. Without a note of the same inputs, or for `refresh`, uv resolves it."""
     if name is not None and (not isinstance(name, str) or not re.fullmatch(NAME, name) or ".." in name):
@@ -77,7 +77,7 @@ def plan_venv(
             f"venv_name must be a plain word of at most 100 letters, digits, '_', '-' and '.', and must not start with "
             f"'-' or '.', got {name!r}"
         )
-    session = session or Session(Deadline(1800.0))
+    deadline = deadline or Deadline(1800.0)
     inputs, root = _Inputs(spec), venv_root()
     place = root / NOTES / inputs.key
 
@@ -90,8 +90,8 @@ def plan_venv(
         if facts is None:
             done = lambda: read() is not None  # noqa: E731
             place.parent.mkdir(exist_ok=True)
-            with build_folder(place, done, session.deadline) as aside:
-                facts = read() if aside is None else _write_note(inputs, aside, place, session)
+            with build_folder(place, done, deadline) as aside:
+                facts = read() if aside is None else _write_note(inputs, aside, place, deadline)
     if facts is None:
         raise VenvBuildError("The source of the project was changed meanwhile. Try again.")
     return _make_plan(inputs, facts, place, name)
@@ -150,10 +150,10 @@ class _Inputs:
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
-    def make_runner(self, session: Session) -> Runner:
+    def make_runner(self, deadline: Deadline) -> Runner:
         """Return a runner of uv on this machine."""
         links = {"UV_FIND_LINKS": ",".join(self.spec.find_links)} if self.spec.find_links else {}
-        return Runner(session, env={**self.env, **links}, secrets=self.secrets, no_index=self.spec.no_index)
+        return Runner(deadline, env={**self.env, **links}, secrets=self.secrets, no_index=self.spec.no_index)
 
 
 def _find_project(folder: Path) -> tuple[Path, ...]:
@@ -167,18 +167,18 @@ def _find_project(folder: Path) -> tuple[Path, ...]:
 
 
 def read_pyproject(folder: Path) -> dict[str, Any]:
-    """Read the pyproject.toml of a folder; empty if there is none."""
+    """Read the pyproject.toml of a folder; empty if there is none that this user can read."""
     try:
         return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / 'pyproject.toml'} cannot be read: {error}") from None
 
 
-def _write_note(inputs: _Inputs, aside: Path, place: Path, session: Session) -> dict[str, Any]:
+def _write_note(inputs: _Inputs, aside: Path, place: Path, deadline: Deadline) -> dict[str, Any]:
     """Let uv resolve a spec, write what it answered into a folder, and publish that."""
-    new, runner = aside / "new", inputs.make_runner(session)
+    new, runner = aside / "new", inputs.make_runner(deadline)
     new.mkdir()
     export = _compile(inputs.spec, aside, runner) if inputs.spec.project is None else _export(inputs, aside, runner)
     pylock, paths, folders = _localise(export, aside, inputs.spec.python or this_python())
@@ -298,7 +298,7 @@ def _make_plan(inputs: _Inputs, facts: Mapping[str, Any], place: Path, name: str
     fingerprint = hashlib.sha256(json.dumps(counted).encode()).hexdigest()
     for number, credential in enumerate(inputs.credentials):
         pylock = pylock.replace(f"credential-{number}@", f"{credential}@")
-    project = str(read_pyproject(inputs.folders[0])["project"]["name"]) if inputs.folders else ""
+    project = str(read_pyproject(inputs.folders[0]).get("project", {}).get("name", "project")) if inputs.folders else ""
     words = spec.requirements if spec.project is None else ("project " + project, *spec.extras, *spec.groups)
     recipe = Recipe(
         fingerprint=fingerprint,

@@ -13,7 +13,7 @@ from typing import Any
 from . import _node, exceptions
 from ._lock import Plan, plan_venv
 from ._node.build import Outcome, build_here, look_here
-from ._node.uv import Deadline, Session, start_deadline
+from ._node.uv import Deadline, start_deadline
 from ._progress import Status
 from ._ray_private import draining_nodes, is_client
 from ._spec import VenvSpec, as_spec
@@ -85,12 +85,11 @@ def ensure_venvs(
         As `create_local_venv_on_each_node`.
     """
     specs = [as_spec(spec) for spec in py_executables]
-    deadline = start_deadline(timeout_s)
-    labels = alive_nodes(nodes)
     with Status(shown=progress) as status:
-        session = Session(deadline, status.update)
-        plans = [plan_venv(spec, venv_name, session) for spec in specs]
-        provide(plans, labels, deadline, status)
+        deadline = start_deadline(timeout_s, status.update)
+        labels = alive_nodes(nodes)
+        plans = [plan_venv(spec, venv_name, deadline) for spec in specs]
+        provide(plans, labels, deadline)
     return [f"{plan.recipe.folder}/bin/python" for plan in plans]
 
 
@@ -127,7 +126,7 @@ def abbreviate(labels: Iterable[str]) -> str:
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
 
 
-def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline, status: Status) -> dict[Key, Outcome]:
+def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline) -> dict[Key, Outcome]:
     """Make environments ready on nodes; return each by its folder and the node. Failures are one VenvNodesError."""
     import ray
 
@@ -145,11 +144,7 @@ def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline
     }
     builds = {key: (build_here, recipes[key[0]], files[key[0]], deadline.left()) for key in missing}
 
-    def report(pending: Sequence[Key]) -> None:
-        waiting = abbreviate(labels[node] for _, node in pending)
-        status.update(f"{len(builds) - len(pending)} of {len(builds)} environments, waiting for {waiting}")
-
-    answers |= run_on_nodes(builds, labels, "building the environment", deadline, report)
+    answers |= run_on_nodes(builds, labels, "building the environment", deadline)
     errors = {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}
     if errors:
         where = abbreviate(dict.fromkeys(labels[node] for _, node in errors))
@@ -164,9 +159,8 @@ def run_on_nodes(
     labels: Mapping[str, str],
     doing: str,
     deadline: Deadline,
-    report: Callable[[Sequence[Key]], None] | None = None,
 ) -> Answers:
-    """Run functions on nodes, all at once, without their resources; return the answers. `report` gets the open keys."""
+    """Run functions on nodes, all at once, without using their resources; return the answers."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -178,9 +172,10 @@ def run_on_nodes(
     end = time.monotonic() + deadline.left() + GRACE_S
     try:
         while pending and (left := end - time.monotonic()) > 0:
-            _, pending = ray.wait(pending, num_returns=1 if report else len(pending), timeout=min(left, 1.0))
-            if report is not None and pending:
-                report([keys[ref] for ref in pending])
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(left, 1.0))
+            if deadline.show is not None and pending:
+                waiting = abbreviate(labels[keys[ref][1]] for ref in pending)
+                deadline.show(f"{doing}: {len(keys) - len(pending)} of {len(keys)}, waiting for {waiting}")
     finally:
         # A task is interrupted first, so that it ends its processes; a task that is killed cannot do that.
         for ref in pending:

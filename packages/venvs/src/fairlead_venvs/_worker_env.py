@@ -10,7 +10,7 @@ from typing import Any
 
 from ._lock import plan_venv
 from ._node.build import Outcome, probe_here, this_python
-from ._node.uv import Session, start_deadline
+from ._node.uv import start_deadline
 from ._nodes import Answers, alive_nodes, provide, run_on_nodes
 from ._progress import Status
 from ._registry import get_actor_python_env
@@ -57,24 +57,23 @@ def ensure_worker_env(
         what = get_actor_python_env(what)
     if what == sys.executable:
         return WorkerEnv(sys.executable, {})
-    deadline = start_deadline(timeout_s)
     is_built = not isinstance(what, str) or is_uv_command(what)
-    answers: Answers = {}
-    if is_built:
-        spec = as_spec(what)
-        if spec.python is not None and not f"{spec.python}.".startswith(f"{this_python()}."):
-            raise VenvMismatchError("python", spec.python, this_python(), repr(spec))
-        labels = alive_nodes(nodes)
-        with Status(shown=progress) as status:
-            plan = plan_venv(spec, None, Session(deadline, status.update))
+    with Status(shown=progress) as status:
+        deadline = start_deadline(timeout_s, status.update)
+        if is_built:
+            spec = as_spec(what)
+            if spec.python is not None and not f"{spec.python}.".startswith(f"{this_python()}."):
+                raise VenvMismatchError("python", spec.python, this_python(), repr(spec))
+            labels = alive_nodes(nodes)
+            plan = plan_venv(spec, None, deadline)
             _check_ray(spec, plan.find_version("ray"))
-            answers |= provide([plan], labels, deadline, status)
-        path = f"{plan.recipe.folder}/bin/python"
-    else:
-        labels, path = alive_nodes(nodes), str(what)
-        # A worker in an interpreter that does not run would only fail after minutes.
-        calls = {("", node): (probe_here, path, max(1.0, deadline.left())) for node in labels}
-        answers = run_on_nodes(calls, labels, f"asking {path}", deadline)
+            answers: Answers = {**provide([plan], labels, deadline)}
+            path = f"{plan.recipe.folder}/bin/python"
+        else:
+            labels, path = alive_nodes(nodes), str(what)
+            # A worker in an interpreter that does not run would only fail after minutes.
+            calls = {("", node): (probe_here, path, max(1.0, deadline.left())) for node in labels}
+            answers = run_on_nodes(calls, labels, f"asking {path}", deadline)
     _check_answers(answers, labels)
     return WorkerEnv(path, _make_runtime_env(path, is_built=is_built))
 

@@ -2,6 +2,8 @@
 """The errors of this package, one class for each situation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "UvUnavailableError",
@@ -24,10 +26,15 @@ class VenvError(Exception):
 
     node: str | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = tuple(getattr(self, name) for name in getattr(self, "__dataclass_fields__", ()))
+        return type(self), values or self.args, vars(self)
+
     def _on_node(self) -> str:
         return "" if self.node is None else f" on node {self.node}"
 
 
+@dataclass(eq=False, repr=False)
 class VenvBuildError(VenvError):
     """An environment could not be built, or an interpreter does not run. Nothing incomplete is left in its place.
 
@@ -37,12 +44,10 @@ class VenvBuildError(VenvError):
         output: the last lines that it printed. Credentials are redacted, as in `command`.
     """
 
-    def __init__(self, reason: str, command: str = "", output: Sequence[str] = (), node: str | None = None) -> None:
-        super().__init__(reason, command, tuple(output), node)
-        self.reason = reason
-        self.command = command
-        self.output: tuple[str, ...] = tuple(output)
-        self.node = node
+    reason: str
+    command: str = ""
+    output: tuple[str, ...] = ()
+    node: str | None = None
 
     def __str__(self) -> str:
         lines = [f"The environment is not ready{self._on_node()}: {self.reason}"]
@@ -50,6 +55,7 @@ class VenvBuildError(VenvError):
         return "\n".join(lines + [f"  {line}" for line in self.output])
 
 
+@dataclass(eq=False, repr=False)
 class VenvTimeoutError(VenvError, TimeoutError):
     """The deadline passed, and the build was stopped. A new call starts again and uses uv's cache.
 
@@ -58,11 +64,9 @@ class VenvTimeoutError(VenvError, TimeoutError):
         timeout_s: the time limit that was given, in seconds.
     """
 
-    def __init__(self, doing: str, timeout_s: float, node: str | None = None) -> None:
-        super().__init__(doing, timeout_s, node)
-        self.doing = doing
-        self.timeout_s = timeout_s
-        self.node = node
+    doing: str
+    timeout_s: float
+    node: str | None = None
 
     def __str__(self) -> str:
         return (
@@ -71,6 +75,7 @@ class VenvTimeoutError(VenvError, TimeoutError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class UvUnavailableError(VenvError):
     """uv is missing or too old.
 
@@ -78,10 +83,8 @@ class UvUnavailableError(VenvError):
         reason: what was missing, or what was found instead.
     """
 
-    def __init__(self, reason: str, node: str | None = None) -> None:
-        super().__init__(reason, node)
-        self.reason = reason
-        self.node = node
+    reason: str
+    node: str | None = None
 
     def __str__(self) -> str:
         return (
@@ -90,6 +93,7 @@ class UvUnavailableError(VenvError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class VenvMismatchError(VenvError):
     """An environment has another version of Ray or Python, or another platform, than a worker of this cluster needs.
 
@@ -100,13 +104,11 @@ class VenvMismatchError(VenvError):
         where: a description of the environment.
     """
 
-    def __init__(self, component: str, actual: str, required: str, where: str, node: str | None = None) -> None:
-        super().__init__(component, actual, required, where, node)
-        self.component = component
-        self.actual = actual
-        self.required = required
-        self.where = where
-        self.node = node
+    component: str
+    actual: str
+    required: str
+    where: str
+    node: str | None = None
 
     def __str__(self) -> str:
         remedy = {

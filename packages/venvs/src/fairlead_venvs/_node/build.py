@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..exceptions import VenvBuildError, VenvError, VenvMismatchError
 from .redact import redact
 from .store import build_folder, check_root, complete, mark_used, prepare_root, publish, python_of, read_manifest
-from .uv import Deadline, Runner, Session
+from .uv import Deadline, Runner
 
 PYLOCK = "pylock.toml"
 PROBE = """\
@@ -90,7 +90,7 @@ def check_platform(recipe: Recipe) -> None:
         raise VenvMismatchError("platform", this_platform(), recipe.platform, "This machine")
 
 
-def ensure_venv(recipe: Recipe, fetch: Callable[[], Files], session: Session, *, force: bool = False) -> Outcome:
+def ensure_venv(recipe: Recipe, fetch: Callable[[], Files], deadline: Deadline, *, force: bool = False) -> Outcome:
     """Return the environment of a recipe, and build it if it is missing, or with `force`."""
     check_platform(recipe)
     place = Path(recipe.folder)
@@ -101,9 +101,9 @@ def ensure_venv(recipe: Recipe, fetch: Callable[[], Files], session: Session, *,
     built = False
     with explain_errors(place.parent):
         prepare_root(place.parent, shared=recipe.shared)
-        with build_folder(place, is_done, session.deadline) as aside:
+        with build_folder(place, is_done, deadline) as aside:
             if aside is not None:
-                _build(recipe, aside, fetch, session)
+                _build(recipe, aside, fetch, deadline)
                 publish(aside / "env", place, is_done)
                 built = True
     if (ready := find_venv(recipe)) is None:
@@ -125,7 +125,7 @@ def explain_errors(root: Path) -> Iterator[None]:
         ) from None
 
 
-def _build(recipe: Recipe, aside: Path, fetch: Callable[[], Files], session: Session) -> None:
+def _build(recipe: Recipe, aside: Path, fetch: Callable[[], Files], deadline: Deadline) -> None:
     """Build a complete environment in `aside / "env"`."""
     began = time.time()
     env, stage = aside / "env", aside / "stage"
@@ -134,7 +134,7 @@ def _build(recipe: Recipe, aside: Path, fetch: Callable[[], Files], session: Ses
     # A variable and not an argument, as everybody on the machine can see arguments.
     links_of_all = {"UV_FIND_LINKS": ",".join(links)} if links else {}
     variables = {**recipe.env, **links_of_all, **dict.fromkeys(OF_THE_RESOLUTION, "")}
-    runner = Runner(session, env=variables, secrets=recipe.secrets, no_index=recipe.no_index)
+    runner = Runner(deadline, env=variables, secrets=recipe.secrets, no_index=recipe.no_index)
     _install(recipe, env, stage, runner)
     version, ray = _verify(env, recipe, runner)
     facts = {
@@ -201,7 +201,7 @@ def probe(python: str, runner: Runner) -> tuple[str, str, str, str | None]:
         # The last line, as code that the interpreter runs when it starts may print, too.
         version, implementation, prefix, ray = json.loads(output.splitlines()[-1])
     except (IndexError, TypeError, ValueError):
-        raise VenvBuildError(f"{python} does not report its version", output=output.splitlines()) from None
+        raise VenvBuildError(f"{python} does not report its version", output=tuple(output.splitlines())) from None
     return version, implementation, prefix, ray
 
 
@@ -243,7 +243,7 @@ def build_here(recipe: Mapping[str, Any], files: Mapping[str, Any], timeout_s: f
 
     wanted = Recipe(**recipe)
     try:
-        return ("ready", *ensure_venv(wanted, fetch, Session(Deadline(timeout_s))))
+        return ("ready", *ensure_venv(wanted, fetch, Deadline(timeout_s)))
     except VenvError as error:
         return _report(error)
     except Exception as error:  # noqa: BLE001 - the driver reports whatever goes wrong on a node
@@ -253,11 +253,11 @@ def build_here(recipe: Mapping[str, Any], files: Mapping[str, Any], timeout_s: f
 def probe_here(python: str, timeout_s: float) -> Answer:
     """Ask an interpreter of this node for its versions of Python and Ray."""
     try:
-        version, _, _, ray = probe(python, Runner(Session(Deadline(timeout_s)), env={}))
+        version, _, _, ray = probe(python, Runner(Deadline(timeout_s), env={}))
     except VenvError as error:
         return _report(error)
     return ("ready", python, False, version, ray)
 
 
 def _report(error: VenvError) -> Answer:
-    return ("failed", type(error).__name__, error.args)
+    return ("failed", type(error).__name__, error.__reduce__()[1])

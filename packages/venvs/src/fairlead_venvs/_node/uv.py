@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,11 @@ SHOW_S = 0.05
 
 
 class Deadline:
-    """A moment by which something has to be done."""
+    """A moment by which several commands have to be done, and who sees what they print meanwhile."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, show: Callable[[str], None] | None = None) -> None:
         self.timeout_s = timeout_s
+        self.show = show
         self._end = time.monotonic() + timeout_s
 
     def left(self) -> float:
@@ -49,19 +49,11 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def start_deadline(timeout_s: Any) -> Deadline:
+def start_deadline(timeout_s: Any, show: Callable[[str], None] | None = None) -> Deadline:
     """Return a deadline that begins now; a ValueError if this is not a positive, finite number of seconds."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be a number of seconds, more than 0 and finite, got {timeout_s!r}")
-    return Deadline(float(timeout_s))
-
-
-@dataclass(frozen=True)
-class Session:
-    """The deadline of several commands, and who sees what they print."""
-
-    deadline: Deadline
-    show: Callable[[str], None] | None = None
+    return Deadline(float(timeout_s), show)
 
 
 def locate_uv() -> str:
@@ -94,15 +86,10 @@ def _find_packaged_uv() -> str | None:
         from uv import find_uv_bin
     except ImportError:
         return None
-    for _ in range(100):
-        try:
-            return str(find_uv_bin())
-        except FileNotFoundError:
-            break
-        except TypeError:
-            # sysconfig answers None while another thread is the first to use it
-            # (https://github.com/python/cpython/issues/92452).
-            time.sleep(0.01)
+    # TypeError: sysconfig answers None while another thread is the first to use it
+    # (https://github.com/python/cpython/issues/92452).
+    with contextlib.suppress(FileNotFoundError, TypeError):
+        return str(find_uv_bin())
     return None
 
 
@@ -110,10 +97,9 @@ class Runner:
     """Runs commands until a common deadline, shows what they print, and redacts secrets in it."""
 
     def __init__(
-        self, session: Session, *, env: Mapping[str, str], secrets: Iterable[str] = (), no_index: bool = False
+        self, deadline: Deadline, *, env: Mapping[str, str], secrets: Iterable[str] = (), no_index: bool = False
     ) -> None:
-        self.deadline = session.deadline
-        self._show = session.show
+        self.deadline = deadline
         self._secrets = frozenset(secrets) | ambient_secrets()
         self._no_index = ["--no-index"] if no_index else []
         self._uv = ""
@@ -149,8 +135,8 @@ class Runner:
                 while (code := self._poll(process)) is None:
                     if not self.deadline.left():
                         raise VenvTimeoutError(shown, self.deadline.timeout_s)
-                    if self._show is not None and (lines := self._read_lines(output.fileno())):
-                        self._show(lines[-1])
+                    if self.deadline.show is not None and (lines := self._read_lines(output.fileno())):
+                        self.deadline.show(lines[-1])
             finally:
                 if process.returncode is None:  # else its id may be that of another process by now
                     with contextlib.suppress(ProcessLookupError):
@@ -158,7 +144,7 @@ class Runner:
                     process.wait()
             lines = self._read_lines(output.fileno())
         if code:
-            raise VenvBuildError(f"{failed} (exit status {code}).", shown, lines)
+            raise VenvBuildError(f"{failed} (exit status {code}).", shown, tuple(lines))
         return "\n".join(lines)
 
     def _poll(self, process: "subprocess.Popen[bytes]") -> int | None:
