@@ -176,7 +176,7 @@ def test_two_hosts_on_one_folder(start, tmp_path, in_container):
 def test_no_uv(spec_of, tmp_path, monkeypatch):
     """The error names a uv that is missing or too old, and the remedy."""
     for output, said in (
-        ("uv 0.8.24", "version 0.8.24, and the oldest supported is 0.9.0"),
+        ("uv 0.12.9", "version 0.12.9, and the oldest supported is 0.13.0"),
         ("hello", "does not report its version"),
     ):
         program = tmp_path / "uv"

@@ -28,7 +28,8 @@ NOT_INHERITED = (
     *("UV_NO_INSTALL_LOCAL", "UV_NO_INSTALL_PROJECT", "UV_NO_INSTALL_WORKSPACE"),
     *("UV_PYTHON", "UV_SYSTEM_PYTHON", "UV_PROJECT_ENVIRONMENT", "UV_VENV_RELOCATABLE", "UV_VENV_SEED"),
 )
-MINIMUM = (0, 9, 0)
+# Since then, the paths in an exported lock are relative to its file.
+MINIMUM = (0, 13, 0)
 # The last lines of output that are kept, and the bytes in which they are looked for.
 LINES = 50
 TAIL_BYTES = 1 << 16
