@@ -48,9 +48,9 @@ class VenvSpec(BaseSpec):
     def fingerprint(self) -> str:
         """Return a hash of everything that decides the content, as 64 hexadecimal digits.
 
-        It covers the exported lock with its URLs and hashes, the content of the source distributions of a project and
-        of its local folders, uv's settings in the project and in `env`, the version, implementation and platform of
-        Python, and `setup`. To compute it, requirements that were never resolved are resolved.
+        It covers the exported lock, with URLs and hashes, and the content of a project's source distributions. It also
+        covers uv's settings in the project and in `env`, the version, implementation and platform of Python, and
+        `setup`. Requirements that were never resolved are resolved first.
 
         Raises:
             ValueError: there is no project or lock, or a folder of `find_links` is missing.
