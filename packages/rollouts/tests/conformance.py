@@ -2,12 +2,12 @@
 """Losses that other systems have reported, as scenarios, and the account that each of them has to pass.
 
 A scenario drives a *system*: the buffer, the loader and the checkpoints of a framework, with eight methods.
-`systems.py` has one over the ledger, and wrong ones.
+`test_conformance.py` has one over the ledger.
 
 - `start(job)` begins a job from nothing.
 - `lease(count)` returns up to `count` pieces of `Work`, as many as admission allows.
-- `finish(work, sibling, payload)` accepts a finished sample, and returns False if it comes too late.
-- `fail(work, sibling)` accepts that a sibling has failed.
+- `finish(work, sample, payload)` accepts a finished sample, and returns False if it comes too late.
+- `fail(work, sample)` accepts that a sample has failed.
 - `train(claim_only=False)` trains one step, publishes the next version and returns a `Step`; None if no step can be
   trained now. With `claim_only` the next batch is collected and not trained, as a trainer does that prefetches.
 - `save()` writes a checkpoint, `crash()` loses everything that is in memory, and `resume()` continues from the last
@@ -36,13 +36,13 @@ class Work:
     """Siblings that a system gives to a generator; `handle` is what the system needs to recognise the result."""
 
     prompt: int
-    siblings: tuple[int, ...]
+    samples: tuple[int, ...]
     handle: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The prompt, the sibling and the payload of each sample that one step trained, and the greatest staleness."""
+    """The prompt, the sample and the payload of each sample that one step trained, and the greatest staleness."""
 
     samples: tuple[tuple[int, int, str], ...]
     staleness: int
@@ -68,11 +68,11 @@ class Run:
         return found
 
     def finish(self, *works: Work, tag: str = "") -> None:
-        """Finish all siblings of some work."""
+        """Finish all samples of some work."""
         for work in works:
-            for sibling in work.siblings:
-                payload = f"{work.prompt}-{sibling}-{self.leased[work.prompt]}{tag}"
-                if self.system.finish(work, sibling, payload):
+            for sample in work.samples:
+                payload = f"{work.prompt}-{sample}-{self.leased[work.prompt]}{tag}"
+                if self.system.finish(work, sample, payload):
                     self.payloads.add(payload)
 
     def train(self) -> Step | None:
@@ -177,14 +177,14 @@ def _retry(run: Run) -> None:
     first, second, *others = run.lease()
     run.system.fail(first, 0)
     run.finish(second, *others)
-    run.payloads |= {"late sibling"} if run.system.finish(first, 1, "late sibling") else set()
+    run.payloads |= {"late sample"} if run.system.finish(first, 1, "late sample") else set()
     run.drain()
 
 
 def _cancelled(run: Run) -> None:
     first, *others = run.lease()
-    for sibling in first.siblings:
-        run.system.fail(first, sibling)
+    for sample in first.samples:
+        run.system.fail(first, sample)
     run.drain(others)
 
 
@@ -208,8 +208,8 @@ def _over_admit(run: Run) -> None:
 
 def _drop(run: Run) -> None:
     first, *others = run.lease()
-    for sibling in first.siblings:
-        run.system.fail(first, sibling)
+    for sample in first.samples:
+        run.system.fail(first, sample)
     run.finish(*others)
     run.train()
     run.save()
@@ -246,11 +246,11 @@ def _slow(run: Run) -> None:
 
 def _late(run: Run) -> None:
     first, *others = run.lease()
-    for sibling in first.siblings:
-        run.system.fail(first, sibling)
+    for sample in first.samples:
+        run.system.fail(first, sample)
     again = [work for work in run.lease() if work.prompt == first.prompt]
-    for sibling in first.siblings:
-        if run.system.finish(first, sibling, f"late {sibling}"):
+    for sample in first.samples:
+        if run.system.finish(first, sample, f"late {sample}"):
             run.wrong.append("the result of an ended attempt was accepted")
     run.drain([*again, *others])
 
@@ -286,7 +286,7 @@ CASES = (
     Case("exhausted_at_boundary", "vime #324", _boundary),
     Case("failure_is_not_a_sample", "NeMo RL #3589", _failure),
     Case("resume_keeps_next_batch", "NeMo RL #3480, #4067", _durable),
-    Case("sibling_ids_survive_retry", "NeMo RL #4013, #3882", _retry),
+    Case("sample_ids_survive_retry", "NeMo RL #4013, #3882", _retry),
     Case("partial_dispatch_cancelled", "NeMo RL #3923, TRL #7176", _cancelled),
     Case("resume_does_not_over_admit", "verl #7759, AReaL #1345, #1388", _over_admit),
     Case("drop_moves_the_cursor", "TRL #7274", _drop, Job(prompts=12, max_attempts=1), dropped=(0,)),
@@ -304,7 +304,7 @@ def judge(case: Case, system: Any) -> list[str]:
     run = Run(system, case.job)
     case.play(run)
     per_prompt = Counter(prompt for prompt, _, _ in run.trained)
-    samples = Counter((prompt, sibling) for prompt, sibling, _ in run.trained)
+    samples = Counter((prompt, sample) for prompt, sample, _ in run.trained)
     wrong = list(run.wrong)
     complete = case.name != "resume_keeps_next_batch"  # its scenario ends before the training does
     if lost := [one for one in range(case.job.prompts) if complete and not per_prompt[one] and one not in case.dropped]:
@@ -312,7 +312,7 @@ def judge(case: Case, system: Any) -> list[str]:
     if doubled := sorted({prompt for (prompt, _), times in samples.items() if times > 1}):
         wrong.append(f"prompts {doubled} were trained twice")
     if partial := sorted(one for one, times in per_prompt.items() if times % case.job.group_size):
-        wrong.append(f"prompts {partial} were trained with missing siblings")
+        wrong.append(f"prompts {partial} were trained with missing samples")
     if strange := sorted({payload for _, _, payload in run.trained} - run.payloads):
         wrong.append(f"payloads {strange[:3]} were never finished")
     if run.worst > case.job.max_staleness:

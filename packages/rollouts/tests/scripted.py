@@ -47,9 +47,9 @@ def kill_at(number):
     sqlite3.connect = partial(sqlite3.connect, factory=Database)
 
 
-def write_payload(folder, ordinal, sibling):
+def write_payload(folder, prompt_id, sample):
     """Store a payload, which a reference names by its path."""
-    path = folder / f"payload-{sample_id(ordinal, sibling)}"
+    path = folder / f"payload-{sample_id(prompt_id, sample)}"
     path.write_text("tokens")
     return Ref(str(path), durable=True)
 
@@ -73,21 +73,21 @@ def run(folder, ledger, step, saver):
     trained = trained[:step]
     while step < STEPS:
         for lease in ledger.lease(6):
-            for sibling in lease.siblings:
-                if (lease.ordinal, lease.attempt, sibling) == (3, 1, 1):
-                    ledger.fail(lease, [sibling], reason="it broke")
+            for sample in lease.samples:
+                if (lease.prompt_id, lease.attempt, sample) == (3, 1, 1):
+                    ledger.fail(lease, [sample], reason="it broke")
                 else:
-                    ledger.seal(lease, sibling, write_payload(folder, lease.ordinal, sibling))
+                    ledger.finish(lease, sample, write_payload(folder, lease.prompt_id, sample))
         claim = ledger.claim(step + 1, 2)
         assert isinstance(claim, Claim), claim
         for group in claim.groups:
             for sample in group.samples:
                 assert Path(sample.ref.value).exists(), f"{sample} was released"
-        if step == 4 and ledger.state(claim.groups[0].ordinal) == "claimed":
-            ledger.drop([claim.groups[0].ordinal], "no_signal")
+        if step == 4 and ledger.state(claim.groups[0].prompt_id) == "claimed":
+            ledger.drop([claim.groups[0].prompt_id], "no_signal")
         step += 1
         trained.append(
-            " ".join(str(group.ordinal) for group in claim.groups if ledger.state(group.ordinal) == "claimed")
+            " ".join(str(group.prompt_id) for group in claim.groups if ledger.state(group.prompt_id) == "claimed")
         )
         ledger.advance(step, trained=step)
         if step % 2 == 0:

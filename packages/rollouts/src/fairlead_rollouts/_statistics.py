@@ -4,25 +4,29 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Counters", "Statistics"]
+if TYPE_CHECKING:
+    from ._book import Book
+
+__all__ = ["Counters", "Statistics", "count"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The state of a ledger in numbers.
+    """Describe the state of a ledger in numbers.
 
     The groups in each state are counted over all runs of the job, and everything else since this ledger was made.
 
     Attributes:
         version: the trainer's version.
-        pending, leased, sealed, claimed, trained, applied, dropped: the groups in each state.
+        pending, leased, finished, claimed, trained, applied, dropped: the groups in each state.
         room: the groups that may be leased now.
         oldest_open: the age in versions of the oldest open group, or None.
         drops: dropped groups by reason.
         staleness: claimed groups by staleness, in versions.
         versions_in_flight: the part of this staleness that passed during generation, summed over groups.
-        versions_in_queue: the part that passed between the last sibling and the claim.
+        versions_in_queue: the part that passed between the last sample and the claim.
         attempts: the attempts of applied groups, summed.
         requeued: groups that became too old and were requeued, by the attempt that was lost.
         regenerated: finished samples that were released because they have to be generated again.
@@ -39,7 +43,7 @@ class Statistics:
     version: int
     pending: int
     leased: int
-    sealed: int
+    finished: int
     claimed: int
     trained: int
     applied: int
@@ -60,10 +64,8 @@ class Statistics:
 
 @dataclass
 class Counters:
-    """The part of `Statistics` that is counted as it happens, and the references accepted and released."""
+    """The part of `Statistics` that is counted as it happens."""
 
-    accepted: int = 0
-    released: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
     versions_in_flight: int = 0
@@ -74,3 +76,19 @@ class Counters:
     fenced: int = 0
     waits: int = 0
     blocked_by: tuple[int, ...] = ()
+
+
+def count(book: "Book") -> Statistics:
+    """Return the numbers of a ledger."""
+    oldest = min([record.oldest for record in book.records.values()], default=book.version)
+    numbers: dict[str, Any] = {state: len(records) for state, records in book.by_state.items()}
+    for name, number in vars(book.counters).items():
+        numbers[name] = dict(sorted(number.items())) if isinstance(number, dict) else number
+    return Statistics(
+        version=book.version,
+        applied=book.settled.applied,
+        dropped=book.settled.dropped,
+        room=book.room,
+        oldest_open=book.version - min(oldest, book.version) if book.records else None,
+        **numbers,
+    )

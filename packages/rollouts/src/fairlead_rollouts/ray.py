@@ -51,17 +51,17 @@ class LedgerHandle:
         """Lease groups, and wait for room."""
         return self.call("lease", count, **options)
 
-    def seal(self, lease: Lease, sibling: int, ref: Ref, **options: Any) -> Any:
+    def finish(self, lease: Lease, sample: int, ref: Ref, **options: Any) -> Any:
         """Record one finished rollout."""
-        return self.call("seal", lease, sibling, ref, **options)
+        return self.call("finish", lease, sample, ref, **options)
 
-    def seal_many(self, results: Iterable[tuple[Lease, int, Ref]], **options: Any) -> Any:
+    def finish_many(self, results: Iterable[tuple[Lease, int, Ref]], **options: Any) -> Any:
         """Record many finished rollouts in one request."""
-        return self.call("seal_many", list(results), **options)
+        return self.call("finish_many", list(results), **options)
 
-    def fail(self, lease: Lease, siblings: Iterable[int] | None = None, *, reason: str) -> Any:
-        """Give up siblings of a lease."""
-        return self.call("fail", lease, siblings, reason=reason)
+    def fail(self, lease: Lease, samples: Iterable[int] | None = None, *, reason: str) -> Any:
+        """Give up samples of a lease."""
+        return self.call("fail", lease, samples, reason=reason)
 
     def claim(self, step: int, count: int, **options: Any) -> Any:
         """Claim groups for a step, and wait for them."""

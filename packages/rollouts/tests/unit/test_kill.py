@@ -11,9 +11,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+from fairlead_rollouts._store.schema import read_samples
+from invariants import check
 
 from fairlead_rollouts import Journal, Ledger
-from fairlead_rollouts._store.schema import read_samples
 
 SPEC = importlib.util.spec_from_file_location("scripted", Path(__file__).parents[1] / "scripted.py")
 scripted = importlib.util.module_from_spec(SPEC)
@@ -37,7 +38,7 @@ def run_killed(folder, number, saver="directory"):
 
 
 def resume(folder, saver):
-    """Restore the last checkpoint, check the ledger, and train to the end; return the trained ordinals."""
+    """Restore the last checkpoint, check the ledger, and train to the end; return the trained prompt_ids."""
     checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     with scripted.open_journal(folder, saver) as journal:
         options = {"journal": journal, **scripted.options(saver)}
@@ -49,19 +50,19 @@ def resume(folder, saver):
         else:
             step = 0
             ledger = Ledger(scripted.CONFIG, scripted.source(), **options)
-        ledger.check()
+        check(ledger)
         for record in ledger._book.records.values():
             for sample in record.samples.values():
                 assert Path(sample.ref.value).exists(), f"{sample} is listed, but its payload has been released"
         trained = scripted.run(folder, ledger, step, saver)
-        ledger.check()
-        ordinals = [int(ordinal) for line in trained for ordinal in line.split()]
+        check(ledger)
+        prompt_ids = [int(prompt_id) for line in trained for prompt_id in line.split()]
         dropped = ledger.statistics().dropped
-        assert len(set(ordinals)) == len(ordinals), "a prompt was trained twice"
-        states = {ordinal: ledger.state(ordinal) for ordinal in range(len(ordinals) + dropped)}
-        assert [one for one, state in states.items() if state == "applied"] == sorted(ordinals), states
+        assert len(set(prompt_ids)) == len(prompt_ids), "a prompt was trained twice"
+        states = {prompt_id: ledger.state(prompt_id) for prompt_id in range(len(prompt_ids) + dropped)}
+        assert [one for one, state in states.items() if state == "applied"] == sorted(prompt_ids), states
         assert list(states.values()).count("dropped") == dropped == 1, "a prompt was skipped"
-    return ordinals
+    return prompt_ids
 
 
 @pytest.mark.filterwarnings("ignore:The journal")
@@ -104,7 +105,7 @@ def test_journals_cut_at_every_page(tmp_path):
                         directory=folder / f"step-{step}",
                         journal=journal,
                     )
-                    ledger.check()
+                    check(ledger)
                     assert ledger.statistics().applied + ledger.statistics().dropped == 2 * step
             pages += 1
     assert pages > 5
@@ -139,7 +140,7 @@ import os, sys
 from fairlead_rollouts import Journal, JournalLockedError, Ledger, LedgerConfig, Ref
 
 def seal(lease):
-    ledger.seal(lease, 0, Ref(f"{lease.ordinal}", durable=True))
+    ledger.finish(lease, 0, Ref(f"{lease.prompt_id}", durable=True))
     ledger.flush()
 
 with Journal("journal") as journal:

@@ -4,6 +4,7 @@
 import random
 
 import pytest
+from invariants import check
 
 from fairlead_rollouts import (
     IllegalTransitionError,
@@ -23,14 +24,14 @@ class Loader:
     def __init__(self):
         self.position = 0
 
-    def get(self, ordinal):
+    def get(self, prompt_id):
         self.position += 1
         return PROMPTS[self.position - 1]
 
     def state(self):
         return str(self.position).encode()
 
-    def restore(self, state, ordinal):
+    def restore(self, state, prompt_id):
         self.position = int(state)
 
 
@@ -56,15 +57,15 @@ def test_a_checkpoint_covers_its_steps_only(ledger, tmp_path, releases):
     assert path.name == "rollouts.ledger"
     assert [one.name for one in tmp_path.iterdir()] == ["rollouts.ledger"]
     later = restore(ledger, tmp_path)
-    later.check()
-    assert [later.state(ordinal) for ordinal in range(7)] == [
+    check(later)
+    assert [later.state(prompt_id) for prompt_id in range(7)] == [
         *["applied"] * 2,
-        *["sealed"] * 3,
+        *["finished"] * 3,
         "pending",
         "unseen",
     ]
-    assert [group.ordinal for group in later.claim(2, 2).groups] == [2, 3]
-    assert [lease.ordinal for lease in later.lease(2)] == [5, 6]
+    assert [group.prompt_id for group in later.claim(2, 2).groups] == [2, 3]
+    assert [lease.prompt_id for lease in later.lease(2)] == [5, 6]
     assert releases == []
 
 
@@ -81,7 +82,7 @@ def test_commit(ledger, tmp_path, releases):
     assert releases == []
     ledger.commit(1)
     assert set(releases.reasons().values()) == {"applied"}
-    assert [ledger.state(ordinal) for ordinal in range(3)] == ["applied", "applied", "claimed"]
+    assert [ledger.state(prompt_id) for prompt_id in range(3)] == ["applied", "applied", "claimed"]
     with pytest.raises(ValueError, match="step 1 has been committed"):
         ledger.prepare(0, tmp_path)
     with pytest.raises(ValueError, match="which is no directory"):
@@ -94,25 +95,25 @@ def test_commits_out_of_order(ledger, tmp_path):
     ledger.advance(2, trained=2)
     ledger.prepare(2, tmp_path)
     ledger.commit(2)
-    before = [ledger.state(ordinal) for ordinal in range(7)]
+    before = [ledger.state(prompt_id) for prompt_id in range(7)]
     ledger.commit(1)
     ledger.commit(2)
-    assert [ledger.state(ordinal) for ordinal in range(7)] == before
-    ledger.check()
+    assert [ledger.state(prompt_id) for prompt_id in range(7)] == before
+    check(ledger)
 
 
 def test_references_that_are_not_durable(make_ledger, tmp_path, releases):
     """They are released when trained, and regenerated after a crash."""
     ledger = make_ledger(PROMPTS, checkpoints=True)
     for lease in ledger.lease(4):
-        for sibling in lease.siblings:
-            ledger.seal(lease, sibling, Ref((lease.ordinal, sibling)))
+        for sample in lease.samples:
+            ledger.finish(lease, sample, Ref((lease.prompt_id, sample)))
     ledger.claim(1, 2)
     ledger.advance(1, trained=1)
     assert set(releases.reasons().values()) == {"trained"}
     ledger.prepare(1, tmp_path)
     later = restore(ledger, tmp_path)
-    assert [later.state(ordinal) for ordinal in range(4)] == ["applied", "applied", "pending", "pending"]
+    assert [later.state(prompt_id) for prompt_id in range(4)] == ["applied", "applied", "pending", "pending"]
 
 
 def test_results_of_the_dead_process_are_fenced(ledger, tmp_path):
@@ -121,7 +122,7 @@ def test_results_of_the_dead_process_are_fenced(ledger, tmp_path):
     ledger.advance(2)
     [lease] = ledger.lease(1)
     later = restore(ledger, tmp_path)
-    assert not later.seal(lease, 0, Ref("late"))
+    assert not later.finish(lease, 0, Ref("late"))
     assert later.statistics().fenced == 1
 
 
@@ -135,8 +136,8 @@ def test_samples_of_lost_versions(ledger, tmp_path, finish, releases):
         finish(ledger, ledger.lease(1), newest_version=1, oldest_version=1)
         ledger.flush()
         later = restore(ledger, tmp_path, journal=journal, on_release=releases)
-        later.check()
-    assert [later.state(6), later.state(7)] == ["pending", "sealed"]
+        check(later)
+    assert [later.state(6), later.state(7)] == ["pending", "finished"]
     assert {one for one, reason in releases.reasons().items() if reason == "lost"} == {"6-0 of 1", "6-1 of 1"}
 
 
@@ -148,13 +149,13 @@ def test_the_journal_keeps_what_the_snapshot_has_not_seen(ledger, tmp_path, fini
         finish(ledger, ledger.lease(2))
         ledger.flush()
         later = restore(ledger, tmp_path, journal=journal)
-        assert [later.state(ordinal) for ordinal in range(5, 9)] == ["pending", "sealed", "sealed", "unseen"]
+        assert [later.state(prompt_id) for prompt_id in range(5, 9)] == ["pending", "finished", "finished", "unseen"]
         changed = [*PROMPTS[:6], "another prompt", *PROMPTS[7:]]
         later.flush()
         with pytest.warns(UserWarning, match="Prompt 6 is 'another prompt', and the journal has samples of 'prompt 6'"):
             again = restore(ledger, tmp_path, journal=journal, source=changed)
-        again.check()
-        assert [again.state(6), again.state(7)] == ["pending", "sealed"]
+        check(again)
+        assert [again.state(6), again.state(7)] == ["pending", "finished"]
 
 
 def test_the_journal_keeps_the_last_steps(make_ledger, finish, tmp_path, releases):
@@ -164,22 +165,22 @@ def test_the_journal_keeps_the_last_steps(make_ledger, finish, tmp_path, release
         ledger = make_ledger(Loader(), journal=journal, max_staleness=2)
         for step in (1, 2, 3, 4):
             finish(ledger, ledger.lease(4))
-            ordinals = [group.ordinal for group in ledger.claim(step, 2).groups]
+            prompt_ids = [group.prompt_id for group in ledger.claim(step, 2).groups]
             if step == 3:
-                ledger.drop(ordinals[:1], "no_signal")
+                ledger.drop(prompt_ids[:1], "no_signal")
             ledger.advance(step, trained=step)
-        config, taken = ledger.config, ordinals
+        config, taken = ledger.config, prompt_ids
     places = {"directory": None, "on_release": releases, "checkpoints": False}
     with Journal(path, keep_steps=3) as journal:
         found = r"no snapshot of step 1; the journal holds steps 2, 3, 4\. Pass a step"
         with pytest.raises(SnapshotError, match=found):
             restore(ledger, None, step=1, version=1, journal=journal)
         later = Ledger.restore(config, Loader(), step=3, version=3, journal=journal, **places)
-        later.check()
+        check(later)
         assert [later.state(one) for one in range(6)] == [*["applied"] * 4, "dropped", "applied"]
         # Step 4 was applied at once, so its payloads are gone, and its prompts are generated again.
         assert [later.state(one) for one in taken] == ["pending"] * 2
-        assert [lease.ordinal for lease in later.lease(2)] == taken
+        assert [lease.prompt_id for lease in later.lease(2)] == taken
     # Step 4 belongs to a branch that has been left.
     with Journal(path, keep_steps=3) as journal, pytest.raises(SnapshotError, match="the journal holds steps 2, 3"):
         restore(ledger, None, step=4, version=4, journal=journal)
@@ -213,7 +214,7 @@ def test_the_journal_of_a_branch_that_was_left(ledger, tmp_path, finish):
     with Journal(tmp_path / "journal") as journal:
         with pytest.warns(UserWarning, match="the process that wrote the checkpoint has not used it"):
             again = restore(ledger, second, step=2, version=2, journal=journal, run=9)
-        again.check()
+        check(again)
         assert again.state(6) == "unseen"
     with Journal(tmp_path / "journal") as journal:
         restore(ledger, second, step=2, version=2, journal=journal, run=10)
@@ -230,11 +231,11 @@ def test_prompts_are_json_before_a_crash_too(make_ledger, tmp_path, finish):
         finish(ledger, leases)
         ledger.flush()
         later = restore(ledger, tmp_path, step=0, version=0, journal=journal, source=prompts)
-        assert later.statistics().sealed == 2
+        assert later.statistics().finished == 2
 
 
 def test_offered_prompts_get_their_samples_back(make_ledger, tmp_path, finish):
-    """Without a source, samples wait until the prompt of their ordinal is offered again."""
+    """Without a source, samples wait until the prompt of their prompt_id is offered again."""
     with Journal(tmp_path / "journal") as journal:
         ledger = make_ledger(None, checkpoints=True, journal=journal)
         ledger.prepare(0, tmp_path)
@@ -244,8 +245,8 @@ def test_offered_prompts_get_their_samples_back(make_ledger, tmp_path, finish):
         later = restore(ledger, tmp_path, step=0, version=0, journal=journal, source=None)
         assert later.state(0) == "unseen"
         later.offer(["a"])
-        assert later.state(0) == "sealed"
-        later.check()
+        assert later.state(0) == "finished"
+        check(later)
 
 
 def test_a_crash_between_checkpoint_and_commit(ledger, tmp_path, releases):
@@ -254,8 +255,8 @@ def test_a_crash_between_checkpoint_and_commit(ledger, tmp_path, releases):
         ledger._use(journal)
         ledger.prepare(1, tmp_path)
         later = restore(ledger, tmp_path, journal=journal, on_release=releases)
-        later.check()
-    assert releases.reasons() == {f"{ordinal}-{sibling} of 1": "applied" for ordinal in (0, 1) for sibling in (0, 1)}
+        check(later)
+    assert releases.reasons() == {f"{prompt_id}-{sample} of 1": "applied" for prompt_id in (0, 1) for sample in (0, 1)}
 
 
 def test_payloads_that_are_gone(ledger, tmp_path):
@@ -263,7 +264,7 @@ def test_payloads_that_are_gone(ledger, tmp_path):
     ledger.prepare(1, tmp_path)
     later = restore(ledger, tmp_path, exists=lambda ref: ref.value != "2-1 of 1")
     assert later.state(2) == "pending"
-    assert later.lease(1)[0].siblings == (1,)
+    assert later.lease(1)[0].samples == (1,)
 
 
 def test_the_source_continues(make_ledger, finish, tmp_path):
@@ -324,22 +325,22 @@ def test_the_journal_of_another_job(make_ledger, tmp_path):
     with Journal(tmp_path / "journal") as journal:
         ledger = make_ledger(journal=journal)
         [lease] = ledger.lease(1)
-        ledger.seal(lease, 0, Ref("a", durable=True))
+        ledger.finish(lease, 0, Ref("a", durable=True))
         ledger.flush()
         with pytest.warns(UserWarning, match="moved to 'journal.aside-1': it belongs to the ledger"):
             make_ledger(journal=journal)
 
 
-def test_settled_ordinals_are_small(make_ledger):
+def test_settled_prompt_ids_are_small(make_ledger):
     """The fates of a million prompts, one in a hundred of them dropped, take a quarter of a megabyte."""
     settled = make_ledger()._book.settled
     order = random.Random(0)
     late = set(order.sample(range(100_000), 1000))
-    for ordinal in [one for one in range(100_000) if one not in late]:
-        settled.add(ordinal, dropped=ordinal % 100 == 0)
+    for prompt_id in [one for one in range(100_000) if one not in late]:
+        settled.add(prompt_id, dropped=prompt_id % 100 == 0)
     assert settled.frontier == min(late)
-    for ordinal in late:
-        settled.add(ordinal, dropped=False)
+    for prompt_id in late:
+        settled.add(prompt_id, dropped=False)
     assert settled.frontier == 100_000
     assert settled.is_dropped(300) or 300 in late
     assert len(settled.settled_bits) + len(settled.dropped_bits) < 30_000

@@ -16,7 +16,7 @@ Ledger at version 1, room() is 1
 groups
   pending           0
   leased            2 ████████████████████████████████████████
-  sealed            1 ████████████████████
+  finished            1 ████████████████████
   claimed           0
   trained           2 ████████████████████████████████████████
   applied           0
@@ -28,7 +28,7 @@ claimed groups by staleness
 
 @pytest.fixture
 def ledger(finish):
-    """Five groups: two are trained, one is sealed, and two are in generation."""
+    """Five groups: two are trained, one is finished, and two are in generation."""
     ledger = Ledger(CONFIG, IndexStream(100, seed=0))
     first = ledger.lease(4)
     finish(ledger, first[1:])
@@ -42,7 +42,7 @@ def test_show(ledger, capsys):
     """`show` prints the states, the staleness and the three oldest groups that are not trained."""
     ledger.show()
     printed = capsys.readouterr().out
-    assert "sealed" in printed
+    assert "finished" in printed
     assert "Ordinal 0 is leased" in printed
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("Ordinal")] == ["0", "3", "4"]
 
@@ -79,7 +79,7 @@ def test_statistics_from_another_thread(make_ledger, finish):
     thread.start()
     for step in range(1, 500):
         finish(ledger, ledger.lease(4))
-        ledger.drop([group.ordinal for group in ledger.claim(step, 2).groups], f"reason {step}")
+        ledger.drop([group.prompt_id for group in ledger.claim(step, 2).groups], f"reason {step}")
         ledger.advance(step, trained=step)
     done.set()
     thread.join()
@@ -112,7 +112,7 @@ def test_command_journal(tmp_path, finish):
         ledger = Ledger(LedgerConfig(group_size=1, groups_per_version=4, max_staleness=0), ["a", "b"],
                         journal=Journal(sys.argv[1], keep_steps=1))
         for lease in ledger.lease(2):
-            ledger.seal(lease, 0, Ref("store", durable=True))
+            ledger.finish(lease, 0, Ref("store", durable=True))
         ledger.flush()
         os._exit(0)
     """
