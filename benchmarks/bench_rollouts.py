@@ -13,7 +13,7 @@ from fairlead_rollouts import Claim, IndexStream, Journal, Ledger, LedgerConfig,
 from fairlead_rollouts._settled import SettledOrdinals
 
 SIBLINGS = 8
-REFS = [Ref(f"store/payload-{sibling}", durable=True) for sibling in range(SIBLINGS)]
+REFS = [Ref(f"store/payload-{sample}", durable=True) for sample in range(SIBLINGS)]
 
 
 def make(places: int, journal: Journal | None = None) -> Ledger:
@@ -27,8 +27,8 @@ def live(ledger: Ledger, steps: int, folder: Path) -> float:
     began, first = time.process_time(), ledger.version
     for step in range(first + 1, first + 1 + steps):
         for lease in ledger.lease(places):
-            for sibling in lease.siblings:
-                ledger.seal(lease, sibling, REFS[sibling])
+            for sample in lease.samples:
+                ledger.finish(lease, sample, REFS[sample])
         assert isinstance(ledger.claim(step, places), Claim)
         ledger.advance(step, trained=step)
         if step % 10 == 0:
@@ -67,8 +67,8 @@ def _size_rows(folder: Path) -> Iterator[Row]:
     ledger = make(4096)
     tracemalloc.start()
     for lease in ledger.lease(8192):
-        for sibling in lease.siblings:
-            ledger.seal(lease, sibling, REFS[sibling])
+        for sample in lease.samples:
+            ledger.finish(lease, sample, REFS[sample])
     size = tracemalloc.get_traced_memory()[0] / 8192
     tracemalloc.stop()
     yield Row("memory of an open group of 8", f"{size / 1000:.1f} kB", "<= 4 kB", size <= 4000)
@@ -81,17 +81,17 @@ def _size_rows(folder: Path) -> Iterator[Row]:
         claims.append(time.perf_counter() - began)
         ledger.unclaim(1)
     claim = Timing.of(claims)
-    yield Row("claim of 512 groups from 8,192 sealed", str(claim), "<= 10 ms", claim.median <= 0.010)
+    yield Row("claim of 512 groups from 8,192 finished", str(claim), "<= 10 ms", claim.median <= 0.010)
     small = make(1024)
     for lease in small.lease(1250):
-        for sibling in lease.siblings:
-            small.seal(lease, sibling, REFS[sibling])
+        for sample in lease.samples:
+            small.finish(lease, sample, REFS[sample])
     settled = SettledOrdinals()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    for ordinal in range(1_000_000):
-        if ordinal % 100:
-            settled.add(ordinal, dropped=False)
+    for prompt_id in range(1_000_000):
+        if prompt_id % 100:
+            settled.add(prompt_id, dropped=False)
     memory = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     yield Row("memory of 1,000,000 settled, 1 % open", f"{memory / 1e6:.2f} MB", "<= 2 MB", memory <= 2e6)

@@ -23,7 +23,7 @@ from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref,
 from ._policies import OldestFirst, OpenGroup, Policy, ReadyFirst, View
 from ._sources import IndexStream, PromptSource
 from ._statistics import Statistics
-from .exceptions import IllegalTransitionError, OldWeightsError, RolloutError, SnapshotError
+from .exceptions import OldWeightsError, RolloutError, SnapshotError
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,6 @@ __all__ = [
     "Completeness",
     "Event",
     "Group",
-    "IllegalTransitionError",
     "IndexStream",
     "Lease",
     "Ledger",

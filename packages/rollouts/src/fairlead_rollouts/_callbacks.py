@@ -5,7 +5,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ._model import Event, Ref
 
@@ -14,16 +14,6 @@ __all__ = ["Callbacks", "changes"]
 P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
-
-
-class WrittenFile(Protocol):
-    """The members of a snapshot file that decide when a payload may be released."""
-
-    taken: int
-    written: int
-
-    def note_change(self) -> None: ...
-    def hurry(self) -> None: ...
 
 
 class Callbacks:
@@ -45,7 +35,7 @@ class Callbacks:
         self._calls: deque[Callable[[], object]] = deque()
         # Releases, each with the number of the first snapshot that does not list its payload.
         self._listed: deque[tuple[int, Callable[[], object]]] = deque()
-        self.file: WrittenFile | None = None
+        self.file: Any = None
         self.errors: list[Exception] = []
         self.subscribers: list[Callable[[], object]] = []
         self.changed = False
@@ -73,11 +63,8 @@ class Callbacks:
 
     def run(self, *, changed: bool) -> None:
         """Make the calls that are due, after a call that may have changed the ledger."""
-        if self.file is not None:
-            if changed:
-                self.file.note_change()
-            while self._listed and self._listed[0][0] <= self.file.written:
-                self._calls.append(self._listed.popleft()[1])
+        while self.file is not None and self._listed and self._listed[0][0] <= self.file.written:
+            self._calls.append(self._listed.popleft()[1])
         while self._calls:
             call = self._calls.popleft()
             try:
@@ -99,6 +86,8 @@ def changes(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         with self._lock:
             result = method(self, *args, **kwargs)
             changed, callbacks.changed = callbacks.changed, False
+            if changed and callbacks.file is not None:
+                callbacks.file.note_change()
         callbacks.run(changed=changed)
         return result
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class LedgerSource:
         )
         self.ledger = Ledger(self._config, PROMPTS)
         self._leases: dict[int, Lease] = {}
-        self._returned: dict[int, list[Any]] = {}
+        self._returned: dict[int, tuple[list[Any], int]] = {}
         # The worker of a framework asks from a thread of its own.
         self.lock = threading.RLock()
 
@@ -76,8 +77,10 @@ class LedgerSource:
             return [self._make_group(lease) for lease in leases]
 
     def _make_group(self, lease: Lease) -> list[Any]:
-        group = self._returned.pop(lease.prompt_id, None) or self._read_group(lease.prompt_id)
-        self._leases[lease.token] = lease
+        group, start_version = self._returned.pop(lease.prompt_id, ([], lease.start_version))
+        group = group or self._read_group(lease.prompt_id)
+        # A group that was taken back continues tokens of older weights.
+        self._leases[lease.token] = replace(lease, start_version=min(start_version, lease.start_version))
         for sample in iterate(group):
             sample.metadata = {**(sample.metadata or {}), TOKEN: lease.token}
         return group
@@ -113,7 +116,7 @@ class LedgerSource:
             for group in samples:
                 lease = self.end(group)
                 if lease is not None and self.ledger.cancel(lease):
-                    self._returned[lease.prompt_id] = group
+                    self._returned[lease.prompt_id] = group, lease.start_version
 
     def save(self, rollout_id: int) -> None:
         """Write the ledger's snapshot beside the checkpoint of a rollout, which the framework has saved before."""

@@ -39,7 +39,7 @@ class Ledger(TrainerSide):
 
     Args:
         config: the rules.
-        source: where prompts come from, or a sequence of them; None if the caller offers prompts.
+        source: where prompts come from, or a sequence of them.
         file: a file for the state between checkpoints; None for none.
         checkpoints: whether trained groups wait for `commit`. Without, they are applied when they are trained.
         run: 48 bits that no other run of the same job shares; random by default.
@@ -61,7 +61,7 @@ class Ledger(TrainerSide):
     def __init__(
         self,
         config: LedgerConfig,
-        source: PromptSource | Sequence[Any] | None = None,
+        source: PromptSource | Sequence[Any],
         *,
         file: PathLike | None = None,
         checkpoints: bool = True,
@@ -92,8 +92,7 @@ class Ledger(TrainerSide):
             raise
 
     def _take_snapshot(self, step: int | None) -> Snapshot:
-        source = b"" if self._source is None else self._source.state()
-        return take_snapshot(self._book, self._id, self._runs, step, source)
+        return take_snapshot(self._book, self._id, self._runs, step, self._source.state())
 
     # Checkpoints.
 
@@ -169,7 +168,7 @@ class Ledger(TrainerSide):
     def begin(
         cls,
         config: LedgerConfig,
-        source: PromptSource | Sequence[Any] | None = None,
+        source: PromptSource | Sequence[Any],
         *,
         step: int,
         version: int,
@@ -192,8 +191,7 @@ class Ledger(TrainerSide):
         book = ledger._book
         book.version, book.next, book.last_trained, book.last_applied = version, prompt_id, step, step
         book.settled.skip(prompt_id)
-        if ledger._source is not None:
-            ledger._source.restore(b"", prompt_id)
+        ledger._source.restore(b"", prompt_id)
         if file is not None:
             ledger._use(SnapshotFile(Path(file)), new=True)
         return ledger
@@ -202,17 +200,14 @@ class Ledger(TrainerSide):
     def restore(
         cls,
         config: LedgerConfig,
-        source: PromptSource | Sequence[Any] | None = None,
+        source: PromptSource | Sequence[Any],
         *,
         step: int,
         version: int,
         directory: PathLike | None = None,
         file: PathLike | None = None,
         exists: Callable[[Ref], bool] | None = None,
-        checkpoints: bool = True,
-        run: int | None = None,
-        on_release: Callable[[Ref, str], object] | None = None,
-        on_event: Callable[[Event], object] | None = None,
+        **options: Any,
     ) -> Self:
         """Return a ledger that continues after a checkpoint.
 
@@ -230,7 +225,7 @@ class Ledger(TrainerSide):
             file: that of the process that ended, or a new one. It is read if it continues the checkpoint.
             exists: tells whether a durable payload can still be read. Without a file it is needed if payloads are
                 deleted when they are released, because the snapshot may list some of them.
-            checkpoints, run, on_release, on_event: as for a new ledger.
+            options: as for a new ledger.
 
         Raises:
             SnapshotError: The snapshot is missing or damaged, or it is of another step or group size.
@@ -241,13 +236,12 @@ class Ledger(TrainerSide):
         try:
             path = None if opened is None else opened.path
             saved = choose_snapshot(path, None if directory is None else Path(directory), step, config.group_size)
-            ledger = cls(config, source, checkpoints=checkpoints, run=run, on_release=on_release, on_event=on_event)
+            ledger = cls(config, source, **options)
             ledger._id, ledger._runs = saved.ledger, (*saved.runs, *ledger._runs)
             callbacks = ledger._book.callbacks
             callbacks.file = opened
             restore_book(ledger._book, saved, step=step, version=version, exists=exists)
-            if ledger._source is not None:
-                ledger._source.restore(saved.source, saved.next)
+            ledger._source.restore(saved.source, saved.next)
         except BaseException:
             if opened is not None:
                 opened.close()

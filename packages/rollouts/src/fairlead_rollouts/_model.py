@@ -31,9 +31,6 @@ class Ref:
         value: any object, such as an `ObjectRef` or a key of a store. The value of a durable reference is a string. Put
             the token of the lease into a key: if attempts shared it, the release of a late result would delete another.
         durable: whether a later process can still read the payload.
-
-    >>> Ref("s3://bucket/rollout-7.safetensors", durable=True).durable
-    True
     """
 
     value: Any
@@ -61,9 +58,6 @@ class Sample:
         ref: its payload.
         oldest_version: the oldest weights among its tokens that carry loss.
         newest_version: the newest weights among its tokens.
-
-    >>> Sample(0, Ref("a"), oldest_version=2, newest_version=3).oldest_version
-    2
     """
 
     index: int
@@ -108,9 +102,6 @@ class Group:
         oldest_version: the oldest weights in any of them.
         newest_version: the newest weights in any of them.
         attempt: 1, plus the leases of this group that failed or expired.
-
-    >>> Group(7, (Sample(0, Ref("a"), 1, 2),), oldest_version=1, newest_version=2, attempt=1).prompt_id
-    7
     """
 
     prompt_id: int
@@ -128,9 +119,6 @@ class Claim:
         step: the step.
         version: the version of the weights that the step updates.
         groups: the groups, in the order of the policy.
-
-    >>> Claim(step=3, version=2, groups=()).step
-    3
     """
 
     step: int
@@ -148,9 +136,6 @@ class Shortage:
         have: the groups that the step has or could take.
         need: the groups that were requested.
         blocked_by: the unfinished groups that a claim with reason "wait" waits for.
-
-    >>> Shortage("wait", have=4, need=4, blocked_by=(17,)).blocked_by
-    (17,)
     """
 
     reason: Literal["not_enough", "wait", "exhausted"]
@@ -170,9 +155,6 @@ class Event:
         version: the trainer's version.
         step: the step of its claim, or None.
         reason: why it was dropped or became pending again, or None.
-
-    >>> Event(prompt_id=4, before="pending", after="leased", version=0).after
-    'leased'
     """
 
     prompt_id: int
@@ -191,9 +173,6 @@ class Completeness:
         min_samples: the samples that suffice once no attempt is left; None for all.
         retry: "sample" keeps finished samples for the next attempt, "group" releases them.
         max_attempts: the leases that may fail before the group is dropped, or accepted with `min_samples`.
-
-    >>> Completeness(min_samples=6, max_attempts=2).retry
-    'sample'
     """
 
     min_samples: int | None = None

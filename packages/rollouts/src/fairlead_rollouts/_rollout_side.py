@@ -26,9 +26,9 @@ def is_same(ref: Ref, other: Ref) -> bool:
 class RolloutSide:
     """The records of a ledger, and the methods of its rollout side."""
 
-    def __init__(self, book: Book, source: PromptSource | Sequence[Any] | None, run: int) -> None:
+    def __init__(self, book: Book, source: PromptSource | Sequence[Any], run: int) -> None:
         self._book, self._config, self._run = book, book.config, run
-        self._source = SequenceStream(source) if isinstance(source, Sequence) else source
+        self._source: PromptSource = SequenceStream(source) if isinstance(source, Sequence) else source
         self._exhausted = False
         self._sequence = 0
         self._samples = tuple(range(book.config.group_size))
@@ -58,18 +58,6 @@ class RolloutSide:
     def room(self) -> int:
         """Return how many groups may be leased now, including pending groups that hold samples."""
         return self._book.room
-
-    @changes
-    def offer(self, prompts: Iterable[Any]) -> list[int]:
-        """Append prompts to the stream, if the ledger has no source.
-
-        Returns:
-            Their prompt ids.
-        """
-        if self._source is not None:
-            raise ValueError("This ledger reads prompts from its source. Make it without one to offer prompts.")
-        checked = [_check_prompt(prompt) for prompt in prompts]
-        return [self._book.open(prompt).prompt_id for prompt in checked]
 
     @changes
     def lease(self, count: int, *, serving_version: int | None = None, deadline: float | None = None) -> list[Lease]:
@@ -102,7 +90,7 @@ class RolloutSide:
 
     def _pull(self, count: int) -> None:
         """Make prompts of the source pending. An error leaves those before it pending."""
-        while count > 0 and self._source is not None and not self._exhausted:
+        while count > 0 and not self._exhausted:
             try:
                 prompt = self._source.get(self._book.next)
             except IndexError:
@@ -261,15 +249,6 @@ class RolloutSide:
         for record in late:
             self._give_up(record, self._samples, "expired")
         return leases
-
-    def to_abort(self) -> list[Lease]:
-        """Return the leases that no claim can accept any more, because their weights are too old."""
-        bound = self._config.max_staleness
-        if bound is None:
-            return []
-        limit = self._book.next_place[0] - bound
-        leased = self._book.by_state["leased"].values()
-        return [record.lease for record in leased if record.oldest < limit and record.lease is not None]
 
     def _end(self, record: Record) -> None:
         """Decide what becomes of a group whose lease owes no more results."""

@@ -9,21 +9,8 @@ from ._model import Claim, Shortage, State
 from ._policies import View
 from ._record import StepClaim
 from ._rollout_side import RolloutSide
-from .exceptions import IllegalTransitionError
 
 __all__ = ["TrainerSide"]
-
-# The methods that change a group in each state.
-LEGAL: dict[State, tuple[str, ...]] = {
-    "unseen": ("offer", "lease"),
-    "pending": ("lease", "evict"),
-    "leased": ("finish", "fail", "cancel", "expire"),
-    "finished": ("claim", "drop", "evict"),
-    "claimed": ("advance", "unclaim", "drop", "commit"),
-    "trained": ("commit",),
-    "applied": (),
-    "dropped": (),
-}
 
 
 class TrainerSide(RolloutSide):
@@ -142,23 +129,6 @@ class TrainerSide(RolloutSide):
         return Claim(step, claim.version, tuple(groups))
 
     @changes
-    def unclaim(self, step: int) -> None:
-        """Return the groups of a step that did not happen. They are finished again, as before the claim."""
-        book = self._book
-        claim = book.steps.get(step)
-        if claim is None:
-            raise ValueError(f"step is {step}; steps {sorted(book.steps)} are claimed.")
-        for prompt_id in claim.prompt_ids:
-            if self.state(prompt_id) == "trained":
-                raise IllegalTransitionError(prompt_id, "trained", "unclaim", LEGAL["trained"])
-        del book.steps[step]
-        book.consume(claim.version, -claim.places)
-        for prompt_id in claim.prompt_ids:
-            record = book.records[prompt_id]
-            record.step = None
-            book.move(record, "finished", "unclaimed")
-
-    @changes
     def drop(self, prompt_ids: Iterable[int], reason: str) -> None:
         """Drop finished or claimed groups, for example groups without a signal. Their prompts are not generated again.
 
@@ -168,7 +138,7 @@ class TrainerSide(RolloutSide):
         for prompt_id in prompt_ids:
             state = self.state(prompt_id)
             if state not in ("finished", "claimed"):
-                raise IllegalTransitionError(prompt_id, state, "drop", LEGAL[state])
+                raise ValueError(f"Prompt {prompt_id} is {state!r}; only finished and claimed groups can be dropped.")
         for prompt_id in prompt_ids:
             record = self._book.records[prompt_id]
             if record.step is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of the ledger, one class per situation. Misuse of arguments is a `ValueError` instead."""
 
-__all__ = ["IllegalTransitionError", "OldWeightsError", "RolloutError", "SnapshotError"]
+__all__ = ["OldWeightsError", "RolloutError", "SnapshotError"]
 
 
 class RolloutError(Exception):
@@ -9,32 +9,6 @@ class RolloutError(Exception):
 
     You do not get this for wrong arguments, which are a `ValueError`, or for a late result, which returns False.
     """
-
-
-class IllegalTransitionError(RolloutError):
-    """A method was called for a group whose state does not allow it. The ledger is unchanged.
-
-    Attributes:
-        prompt_id: the group.
-        state: its state.
-        method: the method that was called.
-        legal: the methods that change a group in this state.
-
-    >>> print(IllegalTransitionError(5, "pending", "drop", ("lease", "evict")))
-    Prompt 5 is 'pending', so drop() does not apply to it. In this state these methods do: lease(), evict().
-    """
-
-    def __init__(self, prompt_id: int, state: str, method: str, legal: tuple[str, ...]) -> None:
-        super().__init__(prompt_id, state, method, legal)
-        self.prompt_id = prompt_id
-        self.state = state
-        self.method = method
-        self.legal = legal
-
-    def __str__(self) -> str:
-        calls = ", ".join(f"{name}()" for name in self.legal)
-        others = f"In this state these methods do: {calls}." if calls else "This state is final."
-        return f"Prompt {self.prompt_id} is {self.state!r}, so {self.method}() does not apply to it. {others}"
 
 
 class SnapshotError(RolloutError):

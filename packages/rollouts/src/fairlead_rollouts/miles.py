@@ -130,6 +130,18 @@ class LedgerDataBuffer:
             while len(self._ledger._book.by_state["finished"]) > self._capacity:  # noqa: SLF001  of this package
                 await self._condition.wait()
 
+    def _take(self, current_version: int | None) -> Any:
+        """Claim the next group of the current rollout, or return None."""
+        self._follow(current_version)
+        claim = self._ledger.claim(self._rollout + 1, self._taken % self._batch + 1)
+        if not isinstance(claim, Claim):
+            return None
+        self._taken += 1
+        if self._taken % self._batch == 0:
+            # Not on another thread: a group whose reader is cancelled would be lost.
+            self._source.save_claims()
+        return claim.groups[-1].samples[0].ref.value
+
     async def get(self, current_version: int | None = None, **_: Any) -> Any:
         """Claim one group for the current rollout, and wait until there is one.
 
@@ -138,15 +150,10 @@ class LedgerDataBuffer:
         async with self._condition:
             while True:
                 with self._lock:
-                    self._follow(current_version)
-                    claim = self._ledger.claim(self._rollout + 1, self._taken % self._batch + 1)
-                    if isinstance(claim, Claim):
-                        self._taken += 1
-                        self._condition.notify_all()
-                        if self._taken % self._batch == 0:
-                            # Not on another thread: a group whose reader is cancelled would be lost.
-                            self._source.save_claims()
-                        return claim.groups[-1].samples[0].ref.value
+                    entry = self._take(current_version)
+                if entry is not None:
+                    self._condition.notify_all()
+                    return entry
                 await self._condition.wait()
 
     def get_metrics(self) -> dict[str, float]:

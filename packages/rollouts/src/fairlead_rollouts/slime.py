@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data source and the rollout function of slime, with a ledger. It imports slime only when they are used."""
 
-import copy
+import atexit
+import time
 from typing import Any
 
 from ._datasource import LedgerSource, iterate
-from ._model import Claim, Ref
+from ._model import Claim, Completeness, Ref
 from ._policies import ReadyFirst
 
 __all__ = ["LedgerDataSource", "generate_rollout"]
+
+POLL_S = 0.05
 
 
 class LedgerDataSource(LedgerSource):
@@ -18,7 +21,7 @@ class LedgerDataSource(LedgerSource):
     `--rollout-function-path fairlead_rollouts.slime.generate_rollout`. These options go into the file of
     `--custom-config-path`:
 
-    - `ledger_max_staleness`: generation waits if it runs ahead by more versions; 1 by default.
+    - `ledger_max_staleness`: the bound K in versions; 1 by default. Generation waits if it runs ahead by more.
     - `ledger_deadline_s`: a group that does not return within so many seconds is generated again; 3600 by default.
     - `ledger_prefetch`: 1 by default, for `train_async.py`, which generates a rollout before the last one is trained;
       0 for `train.py`.
@@ -35,17 +38,31 @@ class LedgerDataSource(LedgerSource):
 
         if hasattr(args, "ledger_rollout_function"):
             raise ValueError(
-                "ledger_rollout_function is set, and only slime's fully asynchronous rollout function can be used: "
-                "others do not return the groups that they leave out. Remove the option."
+                "ledger_rollout_function is set, and only slime's fully asynchronous worker can be used: other rollout "
+                "functions do not return the groups that they leave out. Remove the option."
             )
+        self._worker: Any = None
         staleness, self._prefetch = getattr(args, "ledger_max_staleness", 1), getattr(args, "ledger_prefetch", 1)
-        rules: dict[str, Any] = {"max_staleness": None, "lookahead": staleness, "policy": ReadyFirst()}
-        super().__init__(args, RolloutDataSource(args), Sample, on_stale="drop", **rules)
+        rules: dict[str, Any] = {"max_staleness": staleness, "policy": ReadyFirst(), "on_stale": "requeue"}
+        attempts = Completeness(max_attempts=1 << 30, retry="group")
+        super().__init__(args, RolloutDataSource(args), Sample, completeness=attempts, **rules)
         if staleness * self._interval < self._prefetch:
             raise ValueError(
                 f"ledger_max_staleness is {staleness} and ledger_prefetch is {self._prefetch}: a rollout that is "
                 "generated before the last one is trained is a version old. Set ledger_max_staleness to at least 1."
             )
+
+    def find_worker(self) -> Any:
+        """Return slime's worker, which asks this data source for groups. A worker that has ended is replaced."""
+        from slime.rollout.fully_async_rollout import AsyncRolloutWorker
+        from slime.utils.http_utils import get_rollout_num_engines
+
+        if self._worker is None or not self._worker.worker_thread.is_alive():
+            concurrency = self._args.sglang_server_concurrency * get_rollout_num_engines(self._args)
+            self._worker = AsyncRolloutWorker(self._args, self, concurrency=concurrency)
+            self._worker.start()
+            atexit.register(self._worker.stop)
+        return self._worker
 
     def begin(self, rollout_id: int) -> None:
         """Report that a rollout begins. slime has trained all rollouts before it, but `ledger_prefetch` of them."""
@@ -54,34 +71,32 @@ class LedgerDataSource(LedgerSource):
             if trained > 0:
                 self.ledger.advance(max(self.ledger.version, trained // self._interval), trained=trained)
 
-    def take(self, groups: list[list[Any]]) -> list[list[Any]]:
-        """Record groups that slime has collected.
+    def take(self, rollout_id: int, groups: list[list[Any]]) -> list[list[Any]] | int:
+        """Record groups that slime has collected, and claim those of a rollout.
+
+        A group that took too long is being generated again, and its late result is left out. A group that is older than
+        the bound will be generated again.
 
         Returns:
-            Those that count. A group that took too long is being generated again, and its late result is left out.
+            All groups of the rollout, whose claim is on the disk; or the number of groups that it lacks.
         """
         with self.lock:
-            return [group for group in groups if self._finish(group)]
-
-    def _finish(self, group: list[Any]) -> bool:
-        lease = self.end(group)
-        if lease is None:
-            return False
-        return all(self.ledger.finish_many([(lease, sample, Ref(lease.prompt_id)) for sample in lease.samples]))
-
-    def claim(self, rollout_id: int, count: int) -> None:
-        """Record that a rollout has the groups that were taken, and return when this is on the disk."""
-        with self.lock:
-            claim = self.ledger.claim(rollout_id + 1, count)
+            for group in groups:
+                lease = self.end(group)
+                if lease is not None:
+                    self.ledger.finish_many([(lease, sample, Ref(group)) for sample in lease.samples])
+            claim = self.ledger.claim(rollout_id + 1, self._args.rollout_batch_size)
             if not isinstance(claim, Claim):
-                raise RuntimeError(f"Rollout {rollout_id} with {count} groups cannot be claimed: {claim}.")
+                return claim.need - claim.have
             self.save_claims()
+            taken: list[list[Any]] = [group.samples[0].ref.value for group in claim.groups]
+            return sorted(taken, key=lambda group: next(iterate(group)).index)
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Call slime's fully asynchronous rollout function, and record what it returns.
+    """Collect the groups of a rollout from slime's fully asynchronous worker, and record them.
 
-    It is called again for the places of groups that came too late. Evaluation is slime's own.
+    Evaluation is slime's own.
 
     Args:
         args: the arguments of slime.
@@ -93,14 +108,11 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         from slime.rollout import sglang_rollout
 
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
-    from slime.rollout import fully_async_rollout
-
     data_source.begin(rollout_id)
-    groups: list[list[Any]] = []
-    given = args
-    while len(groups) < args.rollout_batch_size:
-        groups += data_source.take(fully_async_rollout.generate_rollout_fully_async(given, rollout_id, data_source))
-        given = copy.copy(args)
-        given.rollout_batch_size = args.rollout_batch_size - len(groups)
-    data_source.claim(rollout_id, len(groups))
-    return sorted(groups, key=lambda group: next(iterate(group)).index)
+    worker, missing = data_source.find_worker(), args.rollout_batch_size
+    while True:
+        taken = data_source.take(rollout_id, [group for _, group in worker.get_completed_groups(limit=missing)])
+        if not isinstance(taken, int):
+            return taken
+        missing = taken
+        time.sleep(POLL_S)

@@ -11,13 +11,13 @@ from fairlead_rollouts import (
     Claim,
     Completeness,
     Group,
-    IllegalTransitionError,
     LedgerConfig,
     OldWeightsError,
     ReadyFirst,
     Ref,
     Sample,
     Shortage,
+    SnapshotError,
     sample_id,
 )
 
@@ -98,7 +98,7 @@ def test_values(value):
         setattr(value, name, 1)
 
 
-ERRORS = [IllegalTransitionError(5, "applied", "drop", ()), OldWeightsError(3, 4, 5)]
+ERRORS = [SnapshotError("path", "it is damaged", "Restore another one."), OldWeightsError(3, 4, 5)]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -106,11 +106,6 @@ def test_errors_can_be_pickled(error):
     """A pickled error keeps its attributes and its text."""
     copied = pickle.loads(pickle.dumps(error))
     assert (vars(copied), str(copied)) == (vars(error), str(error))
-
-
-def test_a_final_state():
-    """A final state has no legal call."""
-    assert str(ERRORS[0]).endswith("This state is final.")
 
 
 def test_sample_id():

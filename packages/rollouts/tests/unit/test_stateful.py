@@ -142,11 +142,6 @@ class Machine(RuleBasedStateMachine):
         self.time += after
         self.ledger.expire(self.time)
 
-    @rule()
-    def abort(self):
-        for lease in self.ledger.to_abort():
-            assert self.ledger.cancel(lease)
-
     def owes(self, lease, sample):
         record = self.ledger._book.records.get(lease.prompt_id)
         current = record is not None and record.lease is not None and record.lease.token == lease.token
@@ -186,18 +181,6 @@ class Machine(RuleBasedStateMachine):
                 self.finish_all_of(lease)
             self.claim_some(4, 1)
             self.advance_by(update)
-
-    @rule()
-    def unclaim(self):
-        if self.steps:
-            step = max(self.steps)
-            if step != self.step:
-                return  # a later step has lost all its groups
-            prompt_ids = self.steps.pop(step)
-            self.step = step - 1
-            del self.places[step]
-            self.ledger.unclaim(step)
-            assert {self.ledger.state(prompt_id) for prompt_id in prompt_ids} <= {"finished"}
 
     @rule(data=st.data())
     def drop(self, data):
@@ -254,11 +237,14 @@ class Machine(RuleBasedStateMachine):
         """The process ends without a word, and another one restores one of the last checkpoints."""
         if len(self.saved) < back:
             return
+        checkpoint = self.saved[-back]
+        same_step = [saved for saved in self.saved if saved["step"] == checkpoint["step"]]
         self.saved = self.saved[: len(self.saved) - back + 1]
-        checkpoint = self.saved[-1]
         covered = self.file is not None and read_snapshot(self.file).covers(checkpoint["step"])
         if self.mode == "file" and not covered:
             return
+        if covered:  # the file knows the last checkpoint of a step only
+            checkpoint["fates"] = same_step[-1]["fates"]
         self.kill()
         self.fates = {}
         # Without a file the snapshot may list a payload that has been released since.

@@ -23,6 +23,7 @@ NAME = "rollouts.ledger"
 SCHEMA = 2
 # Groups in each line of the file. `json.dumps` stops all threads, so each call of it is short.
 PIECE = 64
+DIGEST_BYTES = 65  # of the last line
 # A prompt id, its attempt, its prompt, the step that has claimed it or None, and its samples.
 StoredGroup = tuple[int, int, Any, int | None, tuple[Sample, ...]]
 StoredSample = tuple[int, int, int, str]  # a durable sample: its index, its oldest and newest version, its reference
@@ -155,13 +156,21 @@ def read_snapshot(path: Path) -> Snapshot:
         raise SnapshotError(
             str(path), "an earlier version of fairlead-rollouts wrote it", "Install fairlead-rollouts 0.1.0 to read it."
         )
-    *lines, digest, _ = [b"", *content.rsplit(b"\n", 2)] if content.count(b"\n") > 1 else [b"", b"", b""]
-    body = lines[-1] + b"\n" if lines else b""
-    if hashlib.sha256(body).hexdigest().encode() != digest:
+    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    if f"{hashlib.sha256(body).hexdigest()}\n".encode() != digest:
         raise SnapshotError(str(path), "its checksum is wrong, so it is damaged", "Restore from an older checkpoint.")
     try:
         return _decode(body.splitlines(), path)
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, zlib.error) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        zlib.error,
+    ) as error:
         raise SnapshotError(
             str(path), f"its content is not that of a snapshot: {error!r}", "Restore from an older checkpoint."
         ) from error
