@@ -38,7 +38,7 @@ def roll_out(ledger: fr.Ledger, lease: fr.Lease) -> None:
     assert_type(ledger.lease(4, serving_version=1, deadline=2.0), list[fr.Lease])
     assert_type(ledger.finish(lease, 0, fr.Ref(object()), oldest_version=0, newest_version=1), bool)
     assert_type(ledger.fail(lease, [0], reason="it broke"), bool)
-    assert_type((ledger.expire(1.0), ledger.to_abort()), tuple[list[fr.Lease], list[fr.Lease]])
+    assert_type(ledger.expire(1.0), list[fr.Lease])
     assert_type((lease.prompt, lease.samples), tuple[Any, tuple[int, ...]])
     ledger.finish(lease, 0, "tokens")  # type: ignore[arg-type]
     ledger.fail(lease)  # type: ignore[call-arg]
@@ -55,8 +55,8 @@ def train(ledger: fr.Ledger, config: fr.LedgerConfig, folder: Path) -> None:
     ledger.advance(1, trained=1)
     assert_type(ledger.prepare(1, folder), Path)
     ledger.commit(1)
-    with fr.Journal(folder / "journal", keep_steps=2) as journal:
-        assert_type(fr.Ledger.restore(config, ["a"], step=1, version=1, journal=journal), fr.Ledger)
+    assert_type(fr.Ledger.restore(config, ["a"], step=1, version=1, file=folder / "ledger"), fr.Ledger)
+    assert_type(fr.Ledger.begin(config, ["a"], step=1, version=1, prompt_id=9), fr.Ledger)
     assert_type((ledger.statistics(), ledger.explain(0)), tuple[fr.Statistics, str])
 
 
@@ -81,11 +81,9 @@ def look(view: fr.View, error: fr.RolloutError) -> None:
     )
     assert_type(room, int)
     match error:
-        case fr.SnapshotError() | fr.JournalError():
+        case fr.SnapshotError():
             assert_type((error.path, error.found, error.remedy), tuple[str, str, str])
-        case fr.JournalLockedError():
-            assert_type((error.path, error.holder), tuple[str, str])
         case fr.OldWeightsError():
             assert_type((error.serving_version, error.oldest), tuple[int, int])
-        case fr.IllegalTransitionError() | fr.InvariantError():
+        case _:
             assert_type(error.args, tuple[Any, ...])

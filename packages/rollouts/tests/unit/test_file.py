@@ -131,10 +131,10 @@ def test_a_branch_that_was_left(ledger, path, tmp_path):
 def test_payloads_are_released_after_the_file(path, finish, releases):
     """A durable payload is released only when no file lists it any more; another one is released immediately."""
     ledger = Ledger(CONFIG, PROMPTS, file=path, on_release=releases)
-    ledger._file._closed = True  # its thread ends
+    ledger._file._closing.set()  # its thread ends
     ledger._file.hurry()
     ledger._file._thread.join(60)
-    ledger._file._closed = False
+    ledger._file._closing.clear()
     leases = ledger.lease(2)
     finish(ledger, leases[:1])
     ledger.finish(leases[1], 0, Ref("in memory"))

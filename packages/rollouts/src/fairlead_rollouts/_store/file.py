@@ -51,7 +51,7 @@ class SnapshotFile:
         self._take: Callable[[], Snapshot] | None = None
         self._ledger_lock: Any = None
         self._turn = threading.Lock()
-        self._changed, self._urgent, self._closed = threading.Event(), threading.Event(), False
+        self._changed, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         files.add(self)
 
@@ -95,7 +95,7 @@ class SnapshotFile:
             self._changed.set()
 
     def hurry(self) -> None:
-        """Write a snapshot now, in the background."""
+        """Write a snapshot in the background without waiting for the second to pass."""
         self._urgent.set()
         self._changed.set()
 
@@ -108,7 +108,7 @@ class SnapshotFile:
         if self._pid != os.getpid():
             found = f"process {self._pid}, which has forked this one, uses it"
             raise SnapshotError(str(self.path), found, "Use the ledger in the process that made it.")
-        if self._closed or self._take is None:
+        if self._closing.is_set() or self._take is None:
             raise SnapshotError(str(self.path), "it is closed", "Close the ledger after its last use.")
         with self._turn:
             with self._ledger_lock:
@@ -123,30 +123,31 @@ class SnapshotFile:
             self.written = number
 
     def _run(self) -> None:
-        pause = INTERVAL_S
+        rest = 0.0
         while True:
             self._changed.wait()
-            self._urgent.wait(pause)
+            self._closing.wait(rest)
+            self._urgent.wait(max(0.0, INTERVAL_S - rest))
             self._urgent.clear()
-            if self._closed:
+            if self._closing.is_set():
                 return
             began = time.thread_time()
             try:
                 self.save()
             except SnapshotError as error:
-                if not self._closed:
+                if not self._closing.is_set():
                     logger.warning("%s It is tried again.", error)
-            pause = max(INTERVAL_S, (time.thread_time() - began) / SHARE)
+            rest = (time.thread_time() - began) / SHARE
 
     def close(self) -> None:
         """Write the last changes and unlock the file. It can be repeated, and does nothing in a forked process."""
-        if self._closed or self._pid != os.getpid():
+        if self._closing.is_set() or self._pid != os.getpid():
             return
         try:
             if self._take is not None and self._changed.is_set():
                 self.save()
         finally:
-            self._closed = True
+            self._closing.set()
             self.hurry()
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(INTERVAL_S)
