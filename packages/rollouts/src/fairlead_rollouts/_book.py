@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of all open groups by state, and the moves between states that several methods of the ledger share."""
 
-import heapq
-from collections.abc import Iterator
 from typing import Any
 
 from ._admission import room_for
@@ -36,9 +34,6 @@ class Book:
         self.prepared: dict[int, int] = {}  # the version of each step whose checkpoint is being written
         self.counters = Counters()
         self.held = 0  # pending groups that hold samples
-        # Pending groups with and without samples, lowest prompt id first. An entry may be out of date.
-        self._pending_held: list[int] = []
-        self._pending_empty: list[int] = []
 
     # Moves.
 
@@ -51,20 +46,16 @@ class Book:
         """Add a pending group that holds nothing."""
         record = Record(prompt_id, prompt, attempt)
         self.records[prompt_id] = self.by_state["pending"][prompt_id] = record
-        heapq.heappush(self._pending_empty, prompt_id)
         self._report(record, "unseen", "pending", None)
         return record
 
     def fill(self, record: Record, samples: dict[int, Sample]) -> None:
         """Give samples of an earlier process to a pending group that holds nothing."""
         record.samples = samples
-        oldest = record.find_oldest()
         if len(samples) == self.config.group_size:
             self.move(record, "finished", "restored")
-            record.oldest, record.ready_version = oldest, self.version
-        else:
-            record.oldest = oldest
-            self._put_pending(record)
+        self.held += record.state == "pending"
+        record.oldest = record.find_oldest()
 
     def move(self, record: Record, state: State, reason: str | None = None) -> None:
         """Put an open group into another open state."""
@@ -76,7 +67,7 @@ class Book:
         record.state = state
         if state == "pending":
             record.oldest = record.find_oldest()
-            self._put_pending(record)
+            self.held += record.oldest != NEVER
         self._report(record, before, state, reason)
 
     def settle(self, record: Record, state: State, reason: str | None = None) -> None:
@@ -93,13 +84,6 @@ class Book:
         record.lease, record.deadline, record.waiting = None, None, 0
         self.move(record, "pending", reason)
 
-    def _put_pending(self, record: Record) -> None:
-        if record.oldest != NEVER:
-            self.held += 1
-            heapq.heappush(self._pending_held, record.prompt_id)
-        else:
-            heapq.heappush(self._pending_empty, record.prompt_id)
-
     def list_held(self) -> list[Record]:
         """Return the pending groups that hold samples."""
         pending = self.by_state["pending"].values()
@@ -108,7 +92,7 @@ class Book:
     def finish(self, record: Record) -> None:
         """End the lease of a group that has all the samples it will get."""
         record.lease, record.deadline = None, None
-        record.oldest, record.ready_version = record.find_oldest(), self.version
+        record.oldest = record.find_oldest()
         self.move(record, "finished")
 
     def release(self, record: Record, reason: str) -> None:
@@ -158,7 +142,6 @@ class Book:
             claim = self.steps[number]
             for prompt_id in claim.prompt_ids:
                 record = self.records[prompt_id]
-                self.counters.attempts += record.attempt
                 self.release(record, "applied")
                 self.settle(record, "applied")
             claim.prompt_ids = []
@@ -168,34 +151,20 @@ class Book:
         self.prepared = {number: version for number, version in self.prepared.items() if number > step}
         self.last_applied = step
 
-    def take_pending(self, count: int, room: int) -> Iterator[Record]:
-        """Yield up to `count` pending groups, lowest prompt id first, at most `room` without samples.
-
-        The caller moves each before it takes the next one, because a heap may list a group twice.
-        """
-        for _ in range(count):
-            held = self._first(self._pending_held, holds=True)
-            empty = self._first(self._pending_empty, holds=False) if room > 0 else None
-            if held is not None and (empty is None or held < empty):
-                yield self.records[heapq.heappop(self._pending_held)]
-            elif empty is not None:
-                room -= 1
-                yield self.records[heapq.heappop(self._pending_empty)]
-            else:
-                return
-
-    def _first(self, heap: list[int], *, holds: bool) -> int | None:
-        pending = self.by_state["pending"]
-        while heap:
-            record = pending.get(heap[0])
-            if record is not None and (record.oldest != NEVER) is holds:
-                return heap[0]
-            heapq.heappop(heap)
-        return None
+    def choose_pending(self, count: int, room: int) -> list[Record]:
+        """Return up to `count` pending groups, lowest prompt id first, at most `room` without samples."""
+        chosen: list[Record] = []
+        for _, record in sorted(self.by_state["pending"].items()):
+            if len(chosen) == count:
+                break
+            if record.oldest != NEVER or room > 0:
+                room -= record.oldest == NEVER
+                chosen.append(record)
+        return chosen
 
     def _report(self, record: Record, before: State, after: State, reason: str | None) -> None:
         self.callbacks.changed = True
-        if self.callbacks.reports:
+        if self.callbacks.on_event is not None:
             self.callbacks.report(Event(record.prompt_id, before, after, self.version, record.step, reason))
 
     # Counts.

@@ -31,7 +31,7 @@ class Callbacks:
     """
 
     def __init__(self, on_release: Callable[[Ref, str], object] | None, on_event: Callable[[Event], object] | None):
-        self._on_release, self._on_event = on_release, on_event
+        self._on_release, self.on_event = on_release, on_event
         self._calls: deque[Callable[[], object]] = deque()
         # Releases, each with the number of the first snapshot that does not list its payload.
         self._listed: deque[tuple[int, Callable[[], object]]] = deque()
@@ -53,13 +53,8 @@ class Callbacks:
 
     def report(self, event: Event) -> None:
         """Report a transition."""
-        if self._on_event is not None:
-            self._calls.append(functools.partial(self._on_event, event))
-
-    @property
-    def reports(self) -> bool:
-        """Whether anyone looks at transitions."""
-        return self._on_event is not None
+        if self.on_event is not None:
+            self._calls.append(functools.partial(self.on_event, event))
 
     def run(self, *, changed: bool) -> None:
         """Make the calls that are due, after a call that may have changed the ledger."""

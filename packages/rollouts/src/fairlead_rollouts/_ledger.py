@@ -76,7 +76,7 @@ class Ledger(TrainerSide):
         self._checkpoints = checkpoints
         self._file: SnapshotFile | None = None
         self._id = uuid.UUID(int=random.SystemRandom().getrandbits(128)).hex
-        self._runs: tuple[int, ...] = (run,)
+        self._runs = [run]
         if file is not None:
             self._use(SnapshotFile(Path(file)), new=True)
 
@@ -237,7 +237,7 @@ class Ledger(TrainerSide):
             path = None if opened is None else opened.path
             saved = choose_snapshot(path, None if directory is None else Path(directory), step, config.group_size)
             ledger = cls(config, source, **options)
-            ledger._id, ledger._runs = saved.ledger, (*saved.runs, *ledger._runs)
+            ledger._id, ledger._runs = saved.ledger, [*saved.runs, *ledger._runs]
             callbacks = ledger._book.callbacks
             callbacks.file = opened
             restore_book(ledger._book, saved, step=step, version=version, exists=exists)

@@ -28,7 +28,6 @@ class Record:
     failed: bool = False  # whether a sample of the lease has failed
     failure: str = ""  # why a sample has failed last
     oldest: int = NEVER  # the oldest version of anything that the group holds
-    ready_version: int = 0  # the trainer's version when it was finished
     step: int | None = None  # the step that has claimed it
     version: int = 0  # the version that trains this step
 

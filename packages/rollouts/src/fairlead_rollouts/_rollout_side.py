@@ -85,7 +85,7 @@ class RolloutSide:
             raise ValueError(f"serving_version is {start}, and the trainer is at {book.version}. Call advance() first.")
         available = book.room
         self._pull(min(count, available) - len(book.by_state["pending"]))
-        pending = book.take_pending(count, available - book.held)
+        pending = book.choose_pending(count, available - book.held)
         return [self._make_lease(record, start, deadline) for record in pending]
 
     def _pull(self, count: int) -> None:

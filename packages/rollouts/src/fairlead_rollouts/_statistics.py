@@ -25,9 +25,6 @@ class Statistics:
         oldest_open: the age in versions of the oldest open group, or None.
         drops: dropped groups by reason.
         staleness: claimed groups by staleness, in versions.
-        versions_in_flight: the part of this staleness that passed during generation, summed over groups.
-        versions_in_queue: the part that passed between the last sample and the claim.
-        attempts: the attempts of applied groups, summed.
         requeued: groups that became too old and were requeued, by the attempt that was lost.
         regenerated: finished samples that were released because they have to be generated again.
         fenced: late results that were refused.
@@ -52,9 +49,6 @@ class Statistics:
     oldest_open: int | None
     drops: Mapping[str, int]
     staleness: Mapping[int, int]
-    versions_in_flight: int
-    versions_in_queue: int
-    attempts: int
     requeued: Mapping[int, int]
     regenerated: int
     fenced: int
@@ -68,9 +62,6 @@ class Counters:
 
     drops: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
-    versions_in_flight: int = 0
-    versions_in_queue: int = 0
-    attempts: int = 0
     requeued: Counter[int] = field(default_factory=Counter)
     regenerated: int = 0
     fenced: int = 0

@@ -110,14 +110,12 @@ class TrainerSide(RolloutSide):
         return self._as_claim(step, claim)
 
     def _take(self, step: int, claim: StepClaim, prompt_ids: tuple[int, ...], places: int) -> None:
-        book, counters = self._book, self._book.counters
+        book = self._book
         for prompt_id in prompt_ids:
             record = book.records[prompt_id]
             record.step, record.version = step, claim.version
             book.move(record, "claimed")
-            counters.staleness[claim.version - record.oldest] += 1
-            counters.versions_in_flight += record.ready_version - record.oldest
-            counters.versions_in_queue += claim.version - record.ready_version
+            book.counters.staleness[claim.version - record.oldest] += 1
         claim.prompt_ids.extend(prompt_ids)
         claim.places += places
         claim.unfilled = max(0, claim.unfilled - len(prompt_ids))

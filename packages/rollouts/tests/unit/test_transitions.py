@@ -505,7 +505,7 @@ def test_explain(make_ledger, finish):
 
 
 def test_statistics(make_ledger, finish):
-    """The staleness of a claim is divided into the part of the generation and the part of the queue."""
+    """The staleness of a claim includes the time in the queue."""
     ledger = make_ledger(max_staleness=3, groups_per_version=1)
     [lease] = ledger.lease(1)
     ledger.advance(1)
@@ -514,9 +514,9 @@ def test_statistics(make_ledger, finish):
     assert ledger.statistics().oldest_open == 3
     ledger.claim(1, 1)
     numbers = ledger.statistics()
-    assert (numbers.staleness, numbers.versions_in_flight, numbers.versions_in_queue) == ({3: 1}, 1, 2)
+    assert numbers.staleness == {3: 1}
     ledger.advance(4, trained=1)
-    assert (ledger.statistics().attempts, ledger.statistics().oldest_open) == (1, None)
+    assert ledger.statistics().oldest_open is None
 
 
 def test_own_policy(make_ledger, finish):

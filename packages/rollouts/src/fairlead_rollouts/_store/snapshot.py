@@ -26,7 +26,6 @@ PIECE = 64
 DIGEST_BYTES = 65  # of the last line
 # A prompt id, its attempt, its prompt, the step that has claimed it or None, and its samples.
 StoredGroup = tuple[int, int, Any, int | None, tuple[Sample, ...]]
-StoredSample = tuple[int, int, int, str]  # a durable sample: its index, its oldest and newest version, its reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +33,18 @@ class Snapshot:
     """A ledger at some moment, as a later process restores it."""
 
     ledger: str  # the id that all runs of the job share
-    runs: tuple[int, ...]  # those that have led to this one, and its own
+    runs: list[int]  # those that have led to this one, and its own
     step: int | None  # the step of the checkpoint that it belongs to; None for the file beside the checkpoints
     version: int
     group_size: int
     next: int  # the first prompt that was unseen
     last_applied: int | None
     last_step: int | None  # the last step that was claimed or trained
-    steps: tuple[tuple[int, int, int], ...]  # the version and the places of each step that may still count
-    drops: tuple[tuple[int, int, Any, int], ...]  # see `Book.drops`
+    steps: list[tuple[int, int, int]]  # the version and the places of each step that may still count
+    drops: list[tuple[int, int, Any, int]]  # see `Book.drops`
     source: bytes
     settled: SettledPrompts
-    groups: tuple[StoredGroup, ...]
+    groups: list[StoredGroup]
 
     def covers(self, step: int) -> bool:
         """Return whether the state after a step can be derived."""
@@ -54,12 +53,13 @@ class Snapshot:
         return (-1 if self.last_applied is None else self.last_applied) <= step <= (self.last_step or 0)
 
 
-def take_snapshot(book: Book, ledger: str, runs: tuple[int, ...], step: int | None, source: bytes) -> Snapshot:
-    """Return a copy of the state of a ledger. The ledger must not change meanwhile."""
-    groups = [
-        (record.prompt_id, record.attempt, record.prompt, record.step, tuple(record.samples.values()))
-        for record in book.records.values()
-    ]
+# The members that are written as they are.
+LISTS = ("runs", "steps", "drops")
+HEADER = ("ledger", "step", "version", "group_size", "next", "last_applied", "last_step", *LISTS)
+
+
+def take_snapshot(book: Book, ledger: str, runs: list[int], step: int | None, source: bytes) -> Snapshot:
+    """Return a copy of the state of a ledger, whose lock the caller holds."""
     last_steps = [number for number in (*book.steps, book.last_trained) if number is not None]
     return Snapshot(
         ledger=ledger,
@@ -70,15 +70,15 @@ def take_snapshot(book: Book, ledger: str, runs: tuple[int, ...], step: int | No
         next=book.next,
         last_applied=book.last_applied,
         last_step=max(last_steps, default=None),
-        steps=tuple([(number, claim.version, claim.places) for number, claim in book.steps.items()]),
-        drops=tuple([(prompt_id, *drop) for prompt_id, drop in book.drops.items()]),
+        steps=[(number, claim.version, claim.places) for number, claim in book.steps.items()],
+        drops=[(prompt_id, *drop) for prompt_id, drop in book.drops.items()],
         source=source,
         settled=book.settled.copy(),
-        groups=tuple(groups),
+        groups=[
+            (record.prompt_id, record.attempt, record.prompt, record.step, tuple(record.samples.values()))
+            for record in book.records.values()
+        ],
     )
-
-
-HEADER = ("ledger", "runs", "step", "version", "group_size", "next", "last_applied", "last_step", "steps", "drops")
 
 
 def _encode(snapshot: Snapshot) -> Iterator[bytes]:
@@ -95,14 +95,17 @@ def _encode(snapshot: Snapshot) -> Iterator[bytes]:
     yield json.dumps(header).encode() + b"\n"
     for first in range(0, len(snapshot.groups), PIECE):
         rows = [
-            (prompt_id, attempt, prompt, step, [_store(sample) for sample in samples if sample.ref.durable])
-            for prompt_id, attempt, prompt, step, samples in snapshot.groups[first : first + PIECE]
+            (
+                *group,
+                [
+                    (sample.index, sample.oldest_version, sample.newest_version, sample.ref.value)
+                    for sample in samples
+                    if sample.ref.durable
+                ],
+            )
+            for *group, samples in snapshot.groups[first : first + PIECE]
         ]
         yield json.dumps(rows).encode() + b"\n"
-
-
-def _store(sample: Sample) -> StoredSample:
-    return sample.index, sample.oldest_version, sample.newest_version, sample.ref.value
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
@@ -152,10 +155,6 @@ def read_snapshot(path: Path) -> Snapshot:
     except OSError as error:
         remedy = "Restore from a checkpoint that has one, or make a new Ledger to begin at prompt 0."
         raise SnapshotError(str(path), f"it cannot be read: {error.strerror}", remedy) from None
-    if content.startswith(b"SQLite format 3"):
-        raise SnapshotError(
-            str(path), "an earlier version of fairlead-rollouts wrote it", "Install fairlead-rollouts 0.1.0 to read it."
-        )
     body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
     if f"{hashlib.sha256(body).hexdigest()}\n".encode() != digest:
         raise SnapshotError(str(path), "its checksum is wrong, so it is damaged", "Restore from an older checkpoint.")
@@ -185,18 +184,14 @@ def _decode(lines: list[bytes], path: Path) -> Snapshot:
     settled.settled_bits = bytearray(zlib.decompress(base64.b64decode(header["settled_bits"])))
     settled.dropped_bits = bytearray(zlib.decompress(base64.b64decode(header["dropped_bits"])))
     return Snapshot(
-        **{name: header[name] for name in ("ledger", "step", "version", "group_size", "next")},
-        **{name: header[name] for name in ("last_applied", "last_step")},
-        runs=tuple(header["runs"]),
-        steps=tuple([(number, version, places) for number, version, places in header["steps"]]),
-        drops=tuple([(prompt_id, attempt, prompt, step) for prompt_id, attempt, prompt, step in header["drops"]]),
+        **{name: list(header[name]) if name in LISTS else header[name] for name in HEADER},
         source=base64.b64decode(header["source"]),
         settled=settled,
-        groups=tuple([_load(row) for line in lines[1:] for row in json.loads(line)]),
+        groups=[_load(row) for line in lines[1:] for row in json.loads(line)],
     )
 
 
 def _load(row: list[Any]) -> StoredGroup:
-    prompt_id, attempt, prompt, step, samples = row
-    stored = [Sample(index, Ref(ref, durable=True), oldest, newest) for index, oldest, newest, ref in samples]
-    return prompt_id, attempt, prompt, step, tuple(stored)
+    prompt_id, attempt, prompt, step, rows = row
+    samples = [Sample(index, Ref(value, durable=True), oldest, newest) for index, oldest, newest, value in rows]
+    return prompt_id, attempt, prompt, step, tuple(samples)
