@@ -183,8 +183,9 @@ def _decode(lines: list[bytes], path: Path) -> Snapshot:
     settled = SettledPrompts(header["frontier"], header["applied"], header["dropped"])
     settled.settled_bits = bytearray(zlib.decompress(base64.b64decode(header["settled_bits"])))
     settled.dropped_bits = bytearray(zlib.decompress(base64.b64decode(header["dropped_bits"])))
+    values: dict[str, Any] = {name: list(header[name]) if name in LISTS else header[name] for name in HEADER}
     return Snapshot(
-        **{name: list(header[name]) if name in LISTS else header[name] for name in HEADER},
+        **values,
         source=base64.b64decode(header["source"]),
         settled=settled,
         groups=[_load(row) for line in lines[1:] for row in json.loads(line)],
