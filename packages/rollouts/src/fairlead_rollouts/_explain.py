@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group or a ledger as text for people."""
+"""A ledger in numbers, and a group or a ledger as text for people."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,26 @@ from ._model import State
 from ._record import NEVER
 from ._statistics import Statistics
 
-__all__ = ["draw_bars", "explain_group", "explain_ledger"]
+__all__ = ["count", "draw_bars", "explain_group", "explain_ledger"]
 
 STATES: tuple[State, ...] = ("pending", "leased", "finished", "claimed", "trained", "applied", "dropped")
 BAR, OLDEST = 40, 3
+
+
+def count(book: Book) -> Statistics:
+    """Return the numbers of a ledger."""
+    oldest = min([record.oldest for record in book.records.values()], default=book.version)
+    numbers: dict[str, Any] = {state: len(records) for state, records in book.by_state.items()}
+    for name, number in vars(book.counters).items():
+        numbers[name] = dict(sorted(number.items())) if isinstance(number, dict) else number
+    return Statistics(
+        version=book.version,
+        applied=book.settled.applied,
+        dropped=book.settled.dropped,
+        room=book.room,
+        oldest_open=book.version - min(oldest, book.version) if book.records else None,
+        **numbers,
+    )
 
 
 def explain_group(book: Book, prompt_id: int, state: State) -> str:

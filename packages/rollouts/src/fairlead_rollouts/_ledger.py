@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from ._book import Book
 from ._callbacks import Callbacks, changes
-from ._explain import explain_group, explain_ledger
+from ._explain import count, explain_group, explain_ledger
 from ._model import Event, LedgerConfig, Ref
 from ._sources import PromptSource
-from ._statistics import Statistics, count
+from ._statistics import Statistics
 from ._store.file import SnapshotFile
 from ._store.restore import choose_snapshot, restore_book, set_aside
 from ._store.snapshot import NAME, Snapshot, take_snapshot, write_snapshot

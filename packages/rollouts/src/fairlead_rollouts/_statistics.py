@@ -4,12 +4,8 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ._book import Book
-
-__all__ = ["Counters", "Statistics", "count"]
+__all__ = ["Counters", "Statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +63,3 @@ class Counters:
     fenced: int = 0
     waits: int = 0
     blocked_by: tuple[int, ...] = ()
-
-
-def count(book: "Book") -> Statistics:
-    """Return the numbers of a ledger."""
-    oldest = min([record.oldest for record in book.records.values()], default=book.version)
-    numbers: dict[str, Any] = {state: len(records) for state, records in book.by_state.items()}
-    for name, number in vars(book.counters).items():
-        numbers[name] = dict(sorted(number.items())) if isinstance(number, dict) else number
-    return Statistics(
-        version=book.version,
-        applied=book.settled.applied,
-        dropped=book.settled.dropped,
-        room=book.room,
-        oldest_open=book.version - min(oldest, book.version) if book.records else None,
-        **numbers,
-    )
