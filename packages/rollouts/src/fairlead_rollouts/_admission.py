@@ -58,15 +58,6 @@ def find_blockers(view: View, taken: Collection[int], left: int, groups_per_vers
     view and `groups_per_version` in each later one. If more groups are due by some version than there are places up to
     it, the unfinished groups among them block the claim. If none of them is unfinished, waiting does not help, and the
     claim is not blocked.
-
-    Args:
-        view: the open groups; its `max_staleness` is not None.
-        taken: the prompt ids that the claim takes.
-        left: the places in the view's version after the claim.
-        groups_per_version: the places in each later version.
-
-    Returns:
-        Ordinals in ascending order, or `()`.
     """
     bound = view.max_staleness
     assert bound is not None

@@ -32,7 +32,7 @@ class Callbacks:
 
     def __init__(self, on_release: Callable[[Ref, str], object] | None, on_event: Callable[[Event], object] | None):
         self._on_release, self.on_event = on_release, on_event
-        self._calls: deque[Callable[[], object]] = deque()
+        self._calls: list[Callable[[], object]] = []
         # Releases, each with the number of the first snapshot that does not list its payload.
         self._listed: deque[tuple[int, Callable[[], object]]] = deque()
         self.file: Any = None
@@ -56,20 +56,29 @@ class Callbacks:
         if self.on_event is not None:
             self._calls.append(functools.partial(self.on_event, event))
 
-    def run(self, *, changed: bool) -> None:
-        """Make the calls that are due, after a call that may have changed the ledger."""
+    def take(self) -> list[Callable[[], object]]:
+        """Return the calls that are due at the end of a change. The caller holds the lock of the ledger."""
         while self.file is not None and self._listed and self._listed[0][0] <= self.file.written:
             self._calls.append(self._listed.popleft()[1])
-        while self._calls:
-            call = self._calls.popleft()
+        calls, self._calls = self._calls, []
+        if self.changed:
+            self.changed = False
+            calls += self.subscribers
+            if self.file is not None:
+                self.file.note_change()
+        return calls
+
+    def run(self, calls: list[Callable[[], object]]) -> None:
+        """Make the calls that `take` has returned."""
+        for number, call in enumerate(calls):
             try:
                 call()
             except Exception as error:
                 logger.exception("A function of the caller failed after a change of the ledger.")
                 self.errors.append(error)
-        if changed:
-            for callback in self.subscribers:
-                callback()
+            except BaseException:
+                self._calls[:0] = calls[number + 1 :]
+                raise
 
 
 def changes(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -80,10 +89,8 @@ def changes(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         callbacks: Callbacks = self._book.callbacks
         with self._lock:
             result = method(self, *args, **kwargs)
-            changed, callbacks.changed = callbacks.changed, False
-            if changed and callbacks.file is not None:
-                callbacks.file.note_change()
-        callbacks.run(changed=changed)
+            calls = callbacks.take()
+        callbacks.run(calls)
         return result
 
     return cast(Callable[Concatenate[Any, P], R], call)

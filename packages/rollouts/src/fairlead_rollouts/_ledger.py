@@ -156,13 +156,18 @@ class Ledger(TrainerSide):
     def _save(self) -> None:
         if self._file is not None:
             self._file.save()
-        self._book.callbacks.run(changed=False)
+        self._call_back()
+
+    def _call_back(self) -> None:
+        with self._lock:
+            calls = self._book.callbacks.take()
+        self._book.callbacks.run(calls)
 
     def close(self) -> None:
         """Write the last changes to the file and unlock it. A ledger without a file needs no `close`."""
         if self._file is not None:
             self._file.close()
-            self._book.callbacks.run(changed=False)
+            self._call_back()
 
     @classmethod
     def begin(
@@ -248,8 +253,7 @@ class Ledger(TrainerSide):
             raise
         if opened is not None:
             ledger._use(opened)
-        callbacks.changed = False
-        callbacks.run(changed=True)
+        ledger._call_back()
         return ledger
 
     # For people and tests.

@@ -37,11 +37,7 @@ class View:
     groups: tuple[OpenGroup, ...]
 
     def ready(self) -> list[OpenGroup]:
-        """Return the finished groups, lowest prompt id first.
-
-        >>> View(version=0, max_staleness=1, groups=(OpenGroup(4, True, 0), OpenGroup(2, True, 0))).ready()[0]
-        OpenGroup(prompt_id=2, ready=True, oldest_version=0)
-        """
+        """Return the finished groups, lowest prompt id first."""
         return sorted(group for group in self.groups if group.ready)
 
 

@@ -153,6 +153,7 @@ def test_it_is_written_in_the_background(path, finish):
     ledger = Ledger(CONFIG, PROMPTS, file=path)
     ledger.finish(ledger.lease(1)[0], 0, Ref("tokens", durable=True))
     wait_until(lambda: any(group[4] for group in read_snapshot(path).groups))
+    ledger.flush()
     written = ledger._file.written
     ledger.advance(1)
     wait_until(lambda: read_snapshot(path).version == 1)

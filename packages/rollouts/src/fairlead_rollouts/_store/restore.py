@@ -19,15 +19,6 @@ def choose_snapshot(file: Path | None, directory: Path | None, step: int, group_
     """Return the newest snapshot from which the state after a step can be derived.
 
     A file of the same job knows what has finished since the checkpoint. A file of another job is set aside.
-
-    Args:
-        file: the file beside the checkpoints, or None.
-        directory: that of the checkpoint, or the path of a snapshot; None for the file alone.
-        step: the last step that the checkpoint contains.
-        group_size: of the ledger.
-
-    Raises:
-        SnapshotError: Neither of them is of this step and group size, or one of them is missing or damaged.
     """
     newest = None
     if file is not None and file.exists():
@@ -69,15 +60,7 @@ def set_aside(file: Path) -> None:
 
 
 def restore_book(book: Book, saved: Snapshot, *, step: int, version: int, exists: Callable[[Ref], bool] | None) -> None:
-    """Fill an empty book: samples whose weights still exist are kept, everything else is generated again.
-
-    Args:
-        book: the book of the new process.
-        saved: a snapshot that covers the step.
-        step: the last step that the checkpoint contains.
-        version: the version of the weights in the checkpoint; later versions are lost.
-        exists: whether a durable payload can still be read; None if all can.
-    """
+    """Fill an empty book: samples whose weights still exist are kept, everything else is generated again."""
     from_file = saved.step is None  # then no listed payload has been released
     book.version, book.settled, book.next = version, saved.settled, saved.next
     book.last_trained = book.last_applied = step
