@@ -58,10 +58,20 @@ def import_seam(root, module):
     return importlib.import_module(module)
 
 
-@pytest.fixture
-def checkouts():
-    """The folder of `nox -s seams -- --source FOLDER`."""
+def find_checkouts():
+    """Return the folder of `nox -s seams -- --source FOLDER`, or skip the test without one."""
     folder = os.environ.get("FAIRLEAD_SEAM_SOURCES")
     if not folder:
-        pytest.skip("needs checkouts of slime and miles: `nox -s seams -- --source FOLDER`")
+        pytest.skip("needs a checkout: `nox -s seams -- --source FOLDER`")
     return Path(folder)
+
+
+def import_source(checkout, module):
+    """Import a module of a checkout."""
+    return import_seam(find_checkouts() / checkout, module)
+
+
+@pytest.fixture
+def checkouts():
+    """The folder with checkouts of slime and miles."""
+    return find_checkouts()
