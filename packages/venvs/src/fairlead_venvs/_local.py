@@ -40,6 +40,7 @@ def create_local_venv(
     with Status() as status:
         deadline = start_deadline(timeout_s, status.update)
         plan = plan_venv(spec, venv_name, deadline, refresh=force_rebuild)
-        if not force_rebuild and (ready := find_venv(plan.recipe)) is not None:
+        recipe = plan.recipe
+        if not force_rebuild and (ready := find_venv(recipe.folder, recipe.fingerprint, recipe.shared)) is not None:
             return ready.python
         return ensure_venv(plan.recipe, plan.read_files, deadline, force=force_rebuild).python

@@ -131,8 +131,11 @@ def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline
     import ray
 
     distinct = {plan.recipe.folder: plan for plan in plans}
-    recipes = {folder: dataclasses.asdict(plan.recipe) for folder, plan in distinct.items()}
-    looks = {(folder, node): (look_here, recipes[folder]) for folder in distinct for node in labels}
+    facts = {folder: (plan.recipe.fingerprint, plan.recipe.shared) for folder, plan in distinct.items()}
+    platforms = {folder: plan.recipe.platform for folder, plan in distinct.items()}
+    looks = {
+        (folder, node): (look_here, platforms[folder], folder, *facts[folder]) for folder in distinct for node in labels
+    }
     # A node that does not answer must not take the time in which the others build.
     looking = Deadline(min(deadline.left() / 2, LOOK_S))
     answers = run_on_nodes(looks, labels, "looking for the environment", looking)
@@ -142,7 +145,10 @@ def provide(plans: Iterable[Plan], labels: Mapping[str, str], deadline: Deadline
         folder: {name: ray.put(content) for name, content in distinct[folder].read_files()}
         for folder in dict.fromkeys(folder for folder, _ in missing)
     }
-    builds = {key: (build_here, recipes[key[0]], files[key[0]], deadline.left()) for key in missing}
+    builds = {
+        key: (build_here, dataclasses.asdict(distinct[key[0]].recipe), files[key[0]], deadline.left())
+        for key in missing
+    }
 
     answers |= run_on_nodes(builds, labels, "building the environment", deadline)
     errors = {key: answer for key, answer in answers.items() if isinstance(answer, VenvError)}

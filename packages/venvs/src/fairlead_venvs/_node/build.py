@@ -74,25 +74,25 @@ def this_python(parts: int = 2) -> str:
     return ".".join(map(str, sys.version_info[:parts]))
 
 
-def find_venv(recipe: Recipe) -> Outcome | None:
+def find_venv(folder: str, fingerprint: str, shared: bool) -> Outcome | None:
     """Return an environment if it is complete, else None. Takes no lock and starts no process."""
-    check_root(Path(recipe.folder).parent, shared=recipe.shared)
-    manifest = read_manifest(recipe.folder, recipe.fingerprint)
+    check_root(Path(folder).parent, shared=shared)
+    manifest = read_manifest(folder, fingerprint)
     if manifest is None:
         return None
-    mark_used(Path(recipe.folder))
-    return Outcome(python_of(recipe.folder), False, manifest["python"], manifest["ray"])
+    mark_used(Path(folder))
+    return Outcome(python_of(folder), False, manifest["python"], manifest["ray"])
 
 
-def check_platform(recipe: Recipe) -> None:
-    """Refuse a recipe whose binaries do not fit this machine."""
-    if recipe.platform != this_platform():
-        raise VenvMismatchError("platform", this_platform(), recipe.platform, "This machine")
+def check_platform(platform: str) -> None:
+    """Refuse a platform whose binaries do not fit this machine."""
+    if platform != this_platform():
+        raise VenvMismatchError("platform", this_platform(), platform, "This machine")
 
 
 def ensure_venv(recipe: Recipe, fetch: Callable[[], Files], deadline: Deadline, *, force: bool = False) -> Outcome:
     """Return the environment of a recipe, and build it if it is missing, or with `force`."""
-    check_platform(recipe)
+    check_platform(recipe.platform)
     place = Path(recipe.folder)
 
     def is_done() -> bool:
@@ -106,7 +106,7 @@ def ensure_venv(recipe: Recipe, fetch: Callable[[], Files], deadline: Deadline, 
                 _build(recipe, aside, fetch, deadline)
                 publish(aside / "env", place, is_done)
                 built = True
-    if (ready := find_venv(recipe)) is None:
+    if (ready := find_venv(recipe.folder, recipe.fingerprint, recipe.shared)) is None:
         raise VenvBuildError(f"{place} was removed immediately after it was built. Try again.")
     return ready._replace(built=built)
 
@@ -222,11 +222,11 @@ def _verify(env: Path, recipe: Recipe, runner: Runner) -> tuple[str, str | None]
 Answer = tuple[Any, ...]
 
 
-def look_here(recipe: Mapping[str, Any]) -> Answer:
+def look_here(platform: str, folder: str, fingerprint: str, shared: bool) -> Answer:
     """Answer whether this node has an environment."""
     try:
-        check_platform(Recipe(**recipe))
-        ready = find_venv(Recipe(**recipe))
+        check_platform(platform)
+        ready = find_venv(folder, fingerprint, shared)
     except VenvError as error:
         return _report(error)
     return ("absent",) if ready is None else ("ready", *ready)

@@ -82,16 +82,19 @@ def find_uv(deadline: Deadline) -> str:
     return uv
 
 
+# The path of the PyPI package's uv, once it was found: the search takes longer than all else that finds an environment.
+packaged: list[str] = []
+
+
 def _find_packaged_uv() -> str | None:
-    try:
-        from uv import find_uv_bin
-    except ImportError:
-        return None
     # TypeError: sysconfig answers None while another thread is the first to use it
     # (https://github.com/python/cpython/issues/92452).
-    with contextlib.suppress(FileNotFoundError, TypeError):
-        return str(find_uv_bin())
-    return None
+    with contextlib.suppress(ImportError, FileNotFoundError, TypeError):
+        if not packaged:
+            from uv import find_uv_bin
+
+            packaged.append(str(find_uv_bin()))
+    return packaged[0] if packaged else None
 
 
 class Runner:
