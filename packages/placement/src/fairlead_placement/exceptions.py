@@ -10,6 +10,7 @@ __all__ = [
     "PlacementError",
     "PlacementTimeoutError",
     "PortUnavailableError",
+    "RayVersionError",
     "ResourceInsufficientError",
 ]
 
@@ -103,4 +104,25 @@ class PortUnavailableError(PlacementError, RuntimeError):
             f"{self.high - self.low + 1} ports {self.leased} are leased by this job's agent and {self.in_use} "
             "are, or were a moment ago, bound by other processes. Release leases (shut groups and clusters down) or "
             "give a wider range (port_range_low, port_range_high)."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class RayVersionError(PlacementError, RuntimeError):
+    """A private part of this version of Ray has another shape than Fairlead reads, so Fairlead does not use it.
+
+    Attributes:
+        package: the package that reads it.
+        version: the version of Ray.
+        differences: what differs, a sentence for each part.
+    """
+
+    package: str
+    version: str
+    differences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.package} cannot read private parts of Ray {self.version}, and gives no result, which could be "
+            f"wrong: {'; '.join(self.differences)}. Use a version of {self.package} that was tested with this Ray."
         )
