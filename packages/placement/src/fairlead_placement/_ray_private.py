@@ -51,7 +51,7 @@ def _is_amounts(row: Any) -> bool:
 
 def _refuse(part: str, answer: object) -> NoReturn:
     """Raise the error for a private part of Ray that has another shape."""
-    from .exceptions import RayVersionError  # this module is shipped by value, which the error is not
+    from ._errors import RayVersionError  # this module is shipped by value, which the error is not
 
     difference = f"{part} returned {reprlib.repr(answer)}"
     raise RayVersionError("fairlead-placement", ray.__version__, (difference,))
