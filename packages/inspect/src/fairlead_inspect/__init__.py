@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._look import label, look
-    from ._ray_private import RayVersionError
     from ._report import write_report
     from ._show import fold_stacks
     from ._verdict.rules import diagnose, exit_status
@@ -23,7 +22,6 @@ __all__ = [
     "Finding",
     "Frame",
     "Named",
-    "RayVersionError",
     "Snapshot",
     "StackClass",
     "Suspect",
@@ -41,7 +39,6 @@ _MODULES = {
         ("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Suspect", "Waiting"), ".model"
     ),
     **dict.fromkeys(("label", "look"), "._look"),
-    "RayVersionError": "._ray_private",
     **dict.fromkeys(("diagnose", "exit_status"), "._verdict.rules"),
     "fold_stacks": "._show",
     "write_report": "._report",

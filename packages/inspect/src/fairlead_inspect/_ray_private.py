@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import PlacementError
+from fairlead_placement import RayVersionError
 from fairlead_placement.extension import COMMAND_MARK
 
 from .model import Actor, Call, Death, Job, Reservation, Span
@@ -41,25 +41,6 @@ _TABLES = ("get_job_table", "get_actor_table", "get_task_events", "get_placement
 _VARIABLES = {"get": "object_refs", "wait": "ray_waitables", "Worker.get_objects": "object_refs"}
 
 
-class RayVersionError(PlacementError):
-    """A private part of this version of Ray differs from what fairlead-inspect reads, so a verdict could be wrong.
-
-    Attributes:
-        version: the version of Ray.
-        differences: what differs, a sentence for each part.
-    """
-
-    def __init__(self, version: str, differences: tuple[str, ...]) -> None:
-        super().__init__(version, differences)
-        self.version, self.differences = version, differences
-
-    def __str__(self) -> str:
-        return (
-            f"fairlead-inspect cannot read the tables of Ray {self.version}, and gives no verdict, which could be "
-            f"wrong: {'; '.join(self.differences)}. Use a version of fairlead-inspect that was tested with this Ray."
-        )
-
-
 def check_ray() -> None:
     """Raise RayVersionError if this Ray's tables, or its functions that wait, are not as this package reads them."""
     found: list[str] = []
@@ -80,7 +61,7 @@ def check_ray() -> None:
         if variable not in getattr(code, "co_varnames", ()):
             found.append(f"ray._private.worker.{path} has no variable {variable}")
     if found:
-        raise RayVersionError(ray.__version__, tuple(found))
+        raise RayVersionError("fairlead-inspect", ray.__version__, tuple(found))
 
 
 def _find_generated(path: str) -> Any:

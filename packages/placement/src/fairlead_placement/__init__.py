@@ -23,6 +23,7 @@ from .exceptions import (
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
+    RayVersionError,
     ResourceInsufficientError,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "PortLease",
     "PortUnavailableError",
     "ProcessUsage",
+    "RayVersionError",
     "RayVirtualCluster",
     "ReservationReport",
     "ResourceHolder",

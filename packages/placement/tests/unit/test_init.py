@@ -174,10 +174,10 @@ def test_the_token_of_the_user(monkeypatch, listening, announce, how, find_token
         announce(listening[0])
     named = listening[0] if how == "argument" else "auto"
     if tries[-1]:
-        assert attach_to(named, find_token=find_token) == "context"
+        assert attach_to(named, private=find_token) == "context"
     else:
         with pytest.raises(PlacementError, match="wants a token"):
-            attach_to(named, find_token=find_token)
+            attach_to(named, private=find_token)
     assert tried == tries
 
 
