@@ -5,7 +5,7 @@ import math
 import os
 from typing import Any
 
-from ._run.targets import ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX
+from ._environment import ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX
 from .exceptions import JaxUnavailableError
 
 _NEEDED = (ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX)
