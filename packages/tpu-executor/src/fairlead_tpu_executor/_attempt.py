@@ -191,7 +191,7 @@ def is_clear(
     errors: Sequence[HostError], calls: Sequence[HostCall], gone: Collection[str], waited_s: float, grace_s: float
 ) -> bool:
     """Return whether no further event can change the verdict."""
-    if any(judge_one(one.error, one.node_id in gone) == "preempted" for one in errors):
+    if any(judge_one(host.error, host.node_id in gone) == "preempted" for host in errors):
         return True
     # If the function raised on every host, the failure is the function's. A host that raised while others still run may
     # be the first sign of a preemption.

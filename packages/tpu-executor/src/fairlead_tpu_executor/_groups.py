@@ -121,19 +121,20 @@ class Demand:
 
     def show(self, count: int) -> None:
         """Show an autoscaler, if there is one, that so many slices are missing."""
-        if not extension.ask_head("look for an autoscaler", extension.autoscaler_is_there):
-            return
-        waiting = []
-        for job in self._jobs:
-            if not job.over.is_set():
-                waiting.append(job)
-            elif job.future.exception() is None:  # otherwise its round is over
-                if all(_look_up(group).get("state") == "CREATED" for group in job.future.result()[0]):
-                    # It has come, and is free from now on.
-                    _withdraw(job.future.result())
-                    count -= 1
-                else:
+        with extension.head_deadline():
+            if not extension.ask_head("look for an autoscaler", extension.autoscaler_is_there):
+                return
+            waiting = []
+            for job in self._jobs:
+                if not job.over.is_set():
                     waiting.append(job)
+                elif job.future.exception() is None:  # otherwise its round is over
+                    if all(_look_up(group).get("state") == "CREATED" for group in job.future.result()[0]):
+                        # It has come, and is free from now on.
+                        _withdraw(job.future.result())
+                        count -= 1
+                    else:
+                        waiting.append(job)
         missing = range(count - len(waiting))
         self._jobs = [*waiting, *(extension.run_in_thread(_show, self._config) for _ in missing)]
 

@@ -13,7 +13,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError, PortUnavailable
 
 from ._config import AcceleratorConfigType
 from ._groups import Demand
-from ._leases import Held, find_lost, give_back, lease_megascale, megascale_port, release, take
+from ._leases import Held, Lease, find_lost, give_back, lease_megascale, megascale_port, release, take
 from ._placement import extension
 from ._slices import SliceInfo
 from .exceptions import InsufficientSlicesError, TpuExecutorError
@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 _POLL_S = (0.05, 1.0)
 # Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
+# A request that Ray's head does not answer may hold the lock of a reservation.
+_CLOSE_S = 60.0
 
 
 class Reservation:
@@ -55,10 +57,13 @@ class Reservation:
                 self._check_open(epoch)
                 # First, because it may be refused, and slices may come after hours.
                 port = megascale_port(self.config, os.environ) if self.sizes[-1] > 1 else None
-                lost = self._give_back_lost()
-                if len(self.held.leases) != self.sizes[-1]:
-                    self._scale(lost, epoch)
-                self._hold_megascale(port, epoch)
+                lost = 0
+                for is_last in (False, False, True):
+                    lost += self._give_back_lost()
+                    if len(self.held.leases) != self.sizes[-1]:
+                        self._scale(lost, epoch)
+                    if self._hold_megascale(port, epoch, is_last=is_last):
+                        break
                 self._check_open(epoch)  # A signal handler may have closed the pool.
             except BaseException as error:
                 self.give_back(1.0 if isinstance(error, HeadTimeoutError) else None)
@@ -81,21 +86,25 @@ class Reservation:
         held = self.held.leases
         with extension.head_deadline():
             lost = find_lost(held, self.dead) if held else []
-            doubtful = [lease for lease in held if lease not in lost and self._is_doubtful(lease.slice)]
-            if doubtful:
-                others = [place for place in self._survey()[0] if not self._is_doubtful(place)]
-                lost += doubtful[: len(others)]
-            if lost:
-                self.held = replace(self.held, leases=tuple(lease for lease in held if lease not in lost))
-                give_back(lost)
+        if doubtful := [lease for lease in held if lease not in lost and self._is_doubtful(lease.slice)]:
+            others = [place for place in self._survey()[0] if not self._is_doubtful(place)]
+            lost += doubtful[: len(others)]
+        self._drop(lost)
         return len(lost)
+
+    def _drop(self, leases: Sequence[Lease]) -> None:
+        if leases:
+            self.held = replace(self.held, leases=tuple(lease for lease in self.held.leases if lease not in leases))
+            with extension.head_deadline():
+                give_back(leases)
 
     def _is_doubtful(self, place: SliceInfo) -> bool:
         return not self.doubtful.isdisjoint(place.node_ids)
 
     def _survey(self) -> tuple[list[SliceInfo], dict[str, str]]:
         """Read the nodes once, and return which slices are free and not held, and why the others are not free."""
-        nodes = {node.node_id: node for node in extension.read_nodes() if node.node_id not in self.dead}
+        with extension.head_deadline():
+            nodes = {node.node_id: node for node in extension.read_nodes() if node.node_id not in self.dead}
         free: list[SliceInfo] = []
         lacking: dict[str, str] = {}
         for name, place in self.config.find([*nodes.values()]).items():
@@ -127,13 +136,12 @@ class Reservation:
                 while True:
                     self._check_open(epoch)
                     waited = time.monotonic() - began
-                    with extension.head_deadline():
-                        free, lacking = self._survey()
-                        size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
-                        if size is None:
-                            demand.show(sizes[-1] - held - len(free))
-                        elif self._change_size(size, free, is_last=waited >= any_s + _RACES_S):
-                            return
+                    free, lacking = self._survey()
+                    size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
+                    if size is None:
+                        demand.show(sizes[-1] - held - len(free))
+                    elif self._change_size(size, free, is_last=waited >= any_s + _RACES_S):
+                        return
                     if waited >= any_s + (0 if size is None else _RACES_S):
                         raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
                     waiting.show(f"{held} held, {len(free)} free; others: {', '.join(lacking) or 'none'}", any_s)
@@ -148,33 +156,48 @@ class Reservation:
         held = self.held.leases
         chosen = free[: max(0, size - len(held))]
         try:
-            taken = take(self.config, chosen) if chosen else []
+            with extension.head_deadline():
+                taken = take(self.config, chosen) if chosen else []
         except PlacementError as error:
-            if is_last or isinstance(error, HeadTimeoutError | PortUnavailableError):
-                raise
-            # Most likely a host is lost, and Ray does not know yet. Another slice is tried first.
-            logger.info("Slices could not be taken: %s", error)
-            self.doubtful.update(place.node_ids[0] for place in chosen)
+            self._doubt(chosen, error, is_last=is_last)
             return False
         if taken is None:
             return False
+        self._drop(held[size:])
         self.held = replace(self.held, leases=(*held[:size], *taken))
-        if held[size:]:
-            give_back(held[size:])
         return True
 
-    def _hold_megascale(self, port: int | None, epoch: int) -> None:
-        """Hold the port of the coordinator of several slices, on worker 0 of the first one, if there are several."""
+    def _doubt(self, slices: Sequence[SliceInfo], error: PlacementError, *, is_last: bool) -> None:
+        """Prefer other slices than these, on which no ports could be leased; raise the error if that does not help.
+
+        Most likely a host is lost, and Ray does not know yet.
+        """
+        if is_last or isinstance(error, HeadTimeoutError | PortUnavailableError):
+            raise error
+        logger.info("Slices could not be taken: %s", error)
+        self.doubtful.update(place.node_ids[0] for place in slices)
+
+    def _hold_megascale(self, port: int | None, epoch: int, *, is_last: bool) -> bool:
+        """Hold the port of the coordinator of several slices, on worker 0 of the first one, if there are several.
+
+        Returns False, without that slice, if its worker 0 seems to be lost.
+        """
         leases, megascale = self.held.leases, self.held.megascale
         wanted = (leases[0].slice.node_ids[0], port) if port is not None and len(leases) > 1 else None
         if wanted == (megascale and (megascale.node_id, megascale.port)):
-            return
+            return True
         self.held = replace(self.held, megascale=None)
         with extension.head_deadline():
             release(megascale)
         if wanted and port is not None:
-            leased = lease_megascale(leases[0], port, lambda: self._check_open(epoch))
+            try:
+                leased = lease_megascale(leases[0], port, lambda: self._check_open(epoch))
+            except PlacementError as error:
+                self._doubt([leases[0].slice], error, is_last=is_last)
+                self._drop(leases[:1])
+                return False
             self.held = replace(self.held, megascale=leased)
+        return True
 
     def close(self) -> bool:
         self.epoch += 1
@@ -182,18 +205,22 @@ class Reservation:
 
     def give_back(self, timeout_s: float | None = None) -> bool:
         """Return slices and ports, and whether Ray had the resources before its head's deadline."""
-        with self._lock:
+        if not self._lock.acquire(timeout=_CLOSE_S):
+            logger.warning("A pool does not give its slices back, because Ray's head does not answer. Close it again.")
+            return False
+        try:
             held, self.held = self.held, Held()
             # If Ray has ended, so has everything that was held.
             if not held.leases or not extension.connection():
                 return True
-            try:
-                with extension.head_deadline(timeout_s):
-                    return give_back(held.leases, held.megascale)
-            except HeadTimeoutError as error:
-                names = ", ".join(place.slice_name for place in held.slices)
-                logger.warning("%s will be returned when Ray's head answers. %s", names, error)
-                return False
+            with extension.head_deadline(timeout_s):
+                return give_back(held.leases, held.megascale)
+        except HeadTimeoutError as error:
+            names = ", ".join(place.slice_name for place in held.slices)
+            logger.warning("%s will be returned when Ray's head answers. %s", names, error)
+            return False
+        finally:
+            self._lock.release()
 
     def describe_leak(self) -> str:
         """Return the warning about a pool that was dropped; empty if it holds nothing."""

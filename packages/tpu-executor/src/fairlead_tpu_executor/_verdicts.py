@@ -129,8 +129,8 @@ def judge(
     """
     verdicts = [judge_one(host.error, host.node_id in gone, accelerators=accelerators) for host in errors]
     order: tuple[_Verdict, ...] = ("preempted", "not started", "failed", "error")
-    verdict = next(one for one in order if one in verdicts)
-    decisive = [host for host, its in zip(errors, verdicts, strict=True) if its == verdict]
+    verdict = next(state for state in order if state in verdicts)
+    decisive = [host for host, state in zip(errors, verdicts, strict=True) if state == verdict]
     lost = tuple(dict.fromkeys(host.slice.slice_name for host in decisive))
     info = replace(info, state="preempted" if verdict == "not started" else verdict)
     status = _make_status(verdict, info, decisive[0].error, lost, "; ".join(map(str, decisive)))

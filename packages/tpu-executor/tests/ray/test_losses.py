@@ -314,9 +314,9 @@ def test_interrupted(slices, record, eventually):
     assert eventually(lambda: all(map(gone, pids)))
 
 
-def test_lock_of_another_process(slices, record, tmp_path, eventually):
+def test_lock_of_another_process(slices, record, tmp_path_factory):
     """A host waits for the end of a process that has libtpu's lock, and does not harm it."""
-    path = tmp_path / "lock"
+    path = tmp_path_factory.mktemp("locked") / "lock"
     path.touch()
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2); print(flush=True); time.sleep(600)"
     stranger = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
