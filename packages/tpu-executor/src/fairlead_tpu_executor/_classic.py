@@ -84,11 +84,6 @@ def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
     A call of a decorated function may contain the options of its method of `RayExecutor`, by keyword:
     `train(x=1, max_retries_failure=3)` under `execute_resumable`. Raises a TypeError or a ValueError if the
     configuration lacks an option or refuses its value, or allows more than one slice.
-
-    >>> from fairlead_tpu_executor import TpuAcceleratorConfig
-    >>> execute(TpuAcceleratorConfig("v4-16", pod_count=2))
-    Traceback (most recent call last):
-    ValueError: pod_count is 2, and execute runs on one slice. Use autoscale_execute or autoscale_execute_resumable.
     """
     return _decorate(accelerator_config, options, SlicePool.attempt, one_slice=True)
 

@@ -69,10 +69,7 @@ class _RunOptions:
         return {name: value for name, value in self.execution_env.items() if name != "env_vars"}
 
     def with_environment_variables(self, env_vars: Mapping[str, str] | None = None, /, **more: str) -> Self:
-        """Return a copy with further variables, which override the present ones.
-
-        Raises:
-            TypeError, ValueError: a name or a value cannot be that of an environment variable.
+        """Return a copy with further variables, which override the present ones. Raises like the class.
 
         >>> CpuAcceleratorConfig().with_environment_variables({"A": "1"}, B="2").env_vars
         {'A': '1', 'B': '2'}

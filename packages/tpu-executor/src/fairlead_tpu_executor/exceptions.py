@@ -47,22 +47,16 @@ class InsufficientSlicesError(TpuExecutorError):
 
 @dataclass(eq=False, repr=False)
 class JaxUnavailableError(TpuExecutorError):
-    """`initialize_jax` was called outside of a run, or jax is not installed where it was called.
-
-    Attributes:
-        reason: which of the two happened, and what to do.
-    """
+    """`initialize_jax` was called outside of a run, or jax is not installed there: the `reason` says which."""
 
     reason: str
 
 
 @dataclass(eq=False, repr=False)
 class SliceLostError(TpuExecutorError):
-    """Hosts of a slice were lost, or could not start their accelerators: the `error` of a `JobPreempted`.
+    """Hosts of `slices` were lost, or could not start their accelerators, with the errors of the hosts as the `reason`.
 
-    Attributes:
-        slices: names of the slices that were lost.
-        reason: the errors, one per host.
+    You get this as the `error` of a `JobPreempted`.
     """
 
     slices: tuple[str, ...]
@@ -74,13 +68,9 @@ class SliceLostError(TpuExecutorError):
 
 @dataclass(eq=False, repr=False)
 class PreemptionLimitError(TpuExecutorError):
-    """Slices were lost more often than `max_retries_preemption` allows.
+    """Slices were lost more often (`preemptions`) than `max_retries_preemption` allows (`limit`).
 
-    Attributes:
-        name: the name of the function.
-        preemptions: how often slices were lost.
-        limit: how many repetitions after a loss were allowed.
-        last: the last loss.
+    `name` is the function, and `last` describes the last loss.
     """
 
     name: str
@@ -110,12 +100,7 @@ class OpenInstancesError(TpuExecutorError):
 
 @dataclass(eq=False, repr=False)
 class PoolBusyError(TpuExecutorError):
-    """Something runs in the pool, and the time to queue for it (`queue_timeout_s`) is over.
-
-    Attributes:
-        running: the name of the function that runs there.
-        waited_s: how long this run waited, in seconds.
-    """
+    """The function `running` runs in the pool, and a run has waited `waited_s` seconds for it (`queue_timeout_s`)."""
 
     running: str
     waited_s: float
