@@ -286,8 +286,8 @@ def test_names_casts_and_hooks(groups):
         after_commit="note",
     ) as link:
         report = link.send(0, timeout=60)
-        # What is written is collected again when before_commit has run.
-        assert generation.call("events").result() == [["weights", "note", "weights", "note"]] * 4
+        # New tensors are collected twice, and what is written is collected again when before_commit has run.
+        assert generation.call("events").result() == [["weights", "weights", "note", "weights", "note"]] * 4
         # Of "w" half on each rank, and the scalar.
         assert report.bytes_moved == 4 * (12 * 8 // 2 + 1) * 2
         assert generation.call("holds").result() == [None] * 4  # "norm" was left out

@@ -424,6 +424,7 @@ def test_memory_that_cannot_be_opened_is_reported():
         ({1: np.ones(2)}, "1", "must be a str"),
         ({"a": "text"}, "a", "builtins.str cannot be transferred"),
         ({"a": np.array(["x"], object)}, "a", "dtype object cannot"),
+        ({"a": np.ma.array([1.0], mask=[True])}, "a", "masked array"),
         ({"a": LocalTensor(np.ones(2), (4,), (3,))}, "a", "outside of the global shape"),
         ({"a": LocalTensor(np.ones(2), (4, 4), (3,))}, "a", "has global_shape"),
     ],
@@ -564,6 +565,78 @@ def test_targets_that_cannot_be_written(kind):
     }[kind]
     _, (reply,) = Ends([Worker({"a": np.ones(value.shape)})], [Worker({"a": value})]).describe()
     assert [name for name, _ in reply.get("refused", [])] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["copies", "some copies"])
+def test_targets_that_return_copies(kind):
+    """A target method that returns copies is refused by name: the new values would be lost with them."""
+
+    class Copying(Worker):
+        def weights(self):
+            copied = self.tensors if kind == "copies" else ("a",)
+            return {name: value.copy() if name in copied else value for name, value in self.tensors.items()}
+
+    names = ["a", "b"] if kind == "copies" else ["a"]
+    for _ in range(2):
+        tensors = {name: np.zeros(4) for name in "ab"}
+        _, (reply,) = Ends([Worker({name: np.ones(4) for name in "ab"})], [Copying(tensors)]).describe()
+        assert [name for name, _ in reply.get("refused", [])] == names
+        assert "copy" in reply["refused"][0][1]
+
+
+def test_target_that_returns_copies_after_a_wake_up():
+    """Copies that the target returns at the commit are refused too, and nothing is written."""
+
+    class Copying(Worker):
+        asleep = True
+
+        def wake_up(self):
+            self.asleep = False
+
+        def weights(self):
+            return self.tensors if self.asleep else {name: value.copy() for name, value in self.tensors.items()}
+
+    ends = Ends([Worker({"a": np.ones(4)})], [Copying({"a": np.zeros(4)})])
+    ends.plan()
+    ends.fetch(ends.stage(), 1)
+    (reply,) = ends.commit(1, before="wake_up")
+    assert "returns a copy" in reply["error"]
+    assert (reply["torn"], reply["done"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.s_[:], np.s_[:2]),  # a fused tensor and a part of it
+        (np.s_[:2], np.s_[1:3]),
+        (np.s_[:, :3], np.s_[:, 2:]),
+        (np.s_[::2], np.s_[2:]),
+        (np.s_[::-1], np.s_[3]),
+    ],
+)
+def test_targets_that_overlap(first, second):
+    """Two target tensors that share some elements are refused by name: the last one would win."""
+    fused = np.zeros((4, 6))
+    values = {"a": fused[first], "b": fused[second]}
+    source = Worker({name: np.ones(value.shape) for name, value in values.items()})
+    ends = Ends([source], [Worker(values)])
+    ends.plan()
+    (reply,) = ends.fetch(ends.stage(), 1)
+    ((name, why),) = reply["refused"]
+    assert f"shares some of its memory with {'b' if name == 'a' else 'a'!r}" in why
+    assert not fused.any()
+    Ends([source], [Worker(values)], exclude=("a",)).send(1)
+
+
+def test_targets_that_only_interleave():
+    """Parts of one tensor that share no element are written, although their memory interleaves."""
+    fused = np.zeros((4, 6))
+    values = {"a": fused[::2, :3], "b": fused[:, 3:], "c": fused[1::2, :3].T}
+    sources = Worker(
+        {name: np.full(value.shape, float(number)) for number, (name, value) in enumerate(values.items(), 1)}
+    )
+    Ends([sources], [Worker(values)]).send(1)
+    assert fused.tolist() == [[1.0] * 3 + [2.0] * 3, [3.0] * 3 + [2.0] * 3] * 2
 
 
 def test_segment_that_cannot_be_made(monkeypatch):

@@ -16,12 +16,12 @@ from .entry import find_shared, note_weights
 from .faults import commit_fault
 from .reading import Ties, explain, fetch_channel
 from .segment import SharedMemory
+from .sockets import Late
 from .staging import Context, stage_channel
 from .store import ObjectStore
-from .tensors import check_writable, copy_all, finish, join_pieces, library, overlap, part, span
+from .tensors import check_writable, copy_all, find_overlapping, finish, join_pieces, library, overlap, part, span
 from .transport import (
     Blocked,
-    Late,
     Lost,
     Overwritten,
     Transport,
@@ -62,6 +62,7 @@ class End:
         self._transports: dict[str, Transport] = {"shared_memory": SharedMemory(), "object_store": ObjectStore()}
         self._pieces: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
+        self._overlap_checked: tuple[int, int] | None = None
         self._torn = False
         self._writing = False
         self._concurrent = False
@@ -139,9 +140,17 @@ class End:
             return late
         self._method = method
         reply = await self._collect(worker, epoch, method, known)
-        if "tensors" in reply and (refused := check_writable(self._collection.values)):
+        if "tensors" in reply and (refused := await self._check_target(worker, method)):
             reply["refused"] = refused  # with the description, because the link may exclude these
         return {**reply, "collect_s": time.monotonic() - began}
+
+    async def _check_target(self, worker: Any, method: str) -> list[tuple[str, str]]:
+        """Return the tensors of the target that new values cannot be written into: names and reasons."""
+        values, moved = self._collection.values, self._collection.has_moved
+        refused = check_writable(values)
+        if moved and values:
+            refused += self._collection.find_copies(await call(worker, method))
+        return refused
 
     async def _fetch(
         self,
@@ -197,7 +206,12 @@ class End:
             await call(worker, before)
             if self._method is not None:
                 values = await call(worker, self._method)
-                self._collection.note_again(values, self._method, self._orders["names"])
+                names = self._orders["names"]
+                self._collection.note_again(values, self._method, names)
+                if self._collection.has_moved and (
+                    copies := self._collection.find_copies(await call(worker, self._method), names)
+                ):
+                    raise ValueError(f"the tensors of the target cannot be written: {dict(copies)}")
             finish(self._collection.values.values())
             self._writing, self._committed = True, None
             reply["overwritten"] = self._claim(apply)
@@ -272,6 +286,8 @@ class End:
         self._staged = None
         for transport in self._transports.values():
             transport.release()
+        if overlapping := self._find_overlapping(context):
+            return {"refused": overlapping}
         pieces, ties = self._copy_local(context), Ties(context)
         replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
         if trouble is not None:
@@ -303,6 +319,16 @@ class End:
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, intake[:2]
         return {"bytes": orders["bytes"], "move_s": time.monotonic() - began}
+
+    def _find_overlapping(self, context: Context) -> list[tuple[str, str]]:
+        """Return the tensors that share some elements with another one; looks once for each plan and memory."""
+        state = self._orders["id"], self._collection.moves
+        if self._overlap_checked == state:
+            return []
+        own = zip(self._orders["names"], context.tensors, strict=True)
+        wrong = find_overlapping(context.tools, {name: local for name, local in own if local is not None})
+        self._overlap_checked = None if wrong else state
+        return wrong
 
     def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""

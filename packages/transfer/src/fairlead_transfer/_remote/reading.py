@@ -4,9 +4,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .sockets import Late
 from .staging import Context
 from .tensors import digest
-from .transport import Blocked, Late, Lost, Read, Wanted
+from .transport import Blocked, Lost, Read, Wanted
 
 # The number of a tensor in the orders, and a box of it as text.
 _Key = tuple[int, str]

@@ -24,33 +24,40 @@ HEAD = 64
 
 
 class Segment:
-    """The owner's side, for `size` bytes of content."""
+    """The owner's side.
+
+    Attributes:
+        size: bytes of the content.
+        token: what tells this segment from others.
+        generation: of the content.
+        file: the descriptor of its file.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._token = os.urandom(16)
-        self._generation = 0
-        self._file = os.memfd_create(NAME)
-        self._close = weakref.finalize(self, os.close, self._file)  # also if the next line fails
-        os.ftruncate(self._file, size + 2 * HEAD)
-        self._page = mmap.mmap(self._file, size + 2 * HEAD)
+        self.token = os.urandom(16)
+        self.generation = 0
+        self.file = os.memfd_create(NAME)
+        self._close = weakref.finalize(self, os.close, self.file)  # also if the next line fails
+        os.ftruncate(self.file, size + 2 * HEAD)
+        self._page = mmap.mmap(self.file, size + 2 * HEAD)
         self._mark(0, 0)
 
     def _mark(self, head: int, tail: int) -> None:
-        struct.pack_into(MARK, self._page, 0, self._token, head)
-        struct.pack_into(MARK, self._page, HEAD + self.size, self._token, tail)
+        struct.pack_into(MARK, self._page, 0, self.token, head)
+        struct.pack_into(MARK, self._page, HEAD + self.size, self.token, tail)
 
     def begin(self) -> memoryview:
         """Start to write: readers refuse the content from now on. Returns the content."""
-        self._generation += 1
+        self.generation += 1
         # Different at both ends: whoever looks now finds no generation.
-        self._mark(0, self._generation)
+        self._mark(0, self.generation)
         return memoryview(self._page)[HEAD : HEAD + self.size]
 
     def end(self) -> tuple[Any, ...]:
         """Finish writing; return what a reader needs."""
-        self._mark(self._generation, self._generation)
-        return os.getpid(), self._file, self.size, self._token, self._generation
+        self._mark(self.generation, self.generation)
+        return os.getpid(), self.file, self.size, self.token, self.generation
 
     def close(self) -> None:
         """Give the memory back as soon as no process maps it."""

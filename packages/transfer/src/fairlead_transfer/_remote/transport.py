@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from .sockets import Late
+
 
 class Block(NamedTuple):
     """A part of a tensor that a source rank stages."""
@@ -50,10 +52,6 @@ class Lost(Exception):
 
 class Overwritten(Exception):
     """The memory of a source rank was written since it was staged."""
-
-
-class Late(Exception):
-    """The staged data of a source rank did not arrive by the deadline."""
 
 
 class Read(NamedTuple):
