@@ -6,11 +6,11 @@ import sys
 import types
 
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
-from fairlead_transfer._orders import make_orders
 from fairlead_transfer._plan import reshard
 from fairlead_transfer._remote.end import End
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._routes import whole_tensors
+from fairlead_transfer._tasks import make_tasks
 
 
 class Ends:
@@ -61,7 +61,7 @@ class Ends:
         return sources, targets
 
     def plan(self):
-        """Describe, and make the orders."""
+        """Describe, and make the tasks."""
         self.numbers, targets = self.describe()
         refused = [reply["refused"] for reply in [*self.numbers, *targets] if "refused" in reply]
         assert not refused, refused
@@ -79,7 +79,7 @@ class Ends:
             same_processes=self.same,
         )
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-        self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
+        self.tasks = make_tasks(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
         return plan
 
     def stage(self, compares=True, fresh=False):
@@ -92,19 +92,19 @@ class Ends:
                 self.epoch,
                 None,
                 self.numbers[rank]["number"],
-                orders,
-                self.orders.number,
+                tasks,
+                self.tasks.number,
                 compares,
                 fresh,
             )
-            for rank, orders in self.orders.source.items()
+            for rank, tasks in self.tasks.source.items()
         }
 
     def fetch(self, staged, version):
         """Return the replies of the target ranks."""
         return [
-            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, 10.0)
-            for rank, orders in self.orders.target.items()
+            self.ask("target", rank, "fetch", self.epoch, version, tasks, self.tasks.number, staged, 10.0)
+            for rank, tasks in self.tasks.target.items()
         ]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):

@@ -19,12 +19,12 @@ from fairlead_workergroup.spi import Need, add_state, check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
-from ._orders import CommitOptions
 from ._remote.entry import check_version
 from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Staged, Transport
 from ._side import Side, pickled
 from ._states import States
+from ._tasks import CommitOptions
 from .exceptions import StaleWeightsError, State, TransferError
 
 CheckReplicas = Literal["first", "always", "never"]

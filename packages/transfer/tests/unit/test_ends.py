@@ -388,8 +388,8 @@ def test_unused_memory_is_given_back():
     assert count_segments() == mapped_before + 2  # of the source, and of the target
     ends.transport = "object_store"
     ends.plan()
-    # Orders that stage nothing yet.
-    ends.ask("source", 0, "source", ends.epoch, None, 0, ends.orders.source[0], 0, False, False)
+    # Tasks that stage nothing yet.
+    ends.ask("source", 0, "source", ends.epoch, None, 0, ends.tasks.source[0], 0, False, False)
     assert count_segments() == mapped_before + 1
     (reply,) = ends.fetch({0: {"staged": {"channels": [{"kind": "object_store", "blocked": "not here"}]}}}, 3)
     assert "blocked" in reply

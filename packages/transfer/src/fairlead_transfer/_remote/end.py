@@ -54,7 +54,7 @@ class End:
         self._key = key
         self._epoch = -1
         self._collection = Collection()
-        self._orders: dict[str, Any] = {}
+        self._tasks: dict[str, Any] = {}
         self._method: str | None = None  # returns the tensors of a target
         self._committed: tuple[int, int] | None = None
         # The memory of the committed version, until another link overwrites it.
@@ -94,9 +94,9 @@ class End:
         return self._enter(epoch) or self._collection.note(values, method, known)
 
     def _context(self) -> Context:
-        """Return the tensors by their numbers in the orders; None for those that this rank does not hold."""
-        values, orders = self._collection.values, self._orders
-        return Context(library(orders["library"]), orders, list(map(values.get, orders["names"])), self._transports)
+        """Return the tensors by their numbers in the tasks; None for those that this rank does not hold."""
+        values, tasks = self._collection.values, self._tasks
+        return Context(library(tasks["library"]), tasks, list(map(values.get, tasks["names"])), self._transports)
 
     async def _source(
         self,
@@ -104,14 +104,14 @@ class End:
         epoch: int,
         method: str | None,
         known: int,
-        orders: dict[str, Any] | None,
-        order_id: int,
+        tasks: dict[str, Any] | None,
+        tasks_id: int,
         *options: Any,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
-        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. The options are
+        number `known`. Without tasks, those that were given before hold; the number 0 stages nothing. The options are
         those of `StageOptions`.
         """
         began, how = time.monotonic(), StageOptions(*options)
@@ -121,11 +121,11 @@ class End:
         reply |= {} if method is None else await self._collect(worker, epoch, method, known)
         self._collection.resolve()
         reply["collect_s"] = time.monotonic() - began
-        if orders is not None:
-            self._orders = orders
+        if tasks is not None:
+            self._tasks = tasks
             for kind, transport in self._transports.items():
-                transport.keep_only([at for at, one in enumerate(orders["channels"]) if one["kind"] == kind])
-        there = order_id and self._orders.get("id") == order_id and self._collection.number == known
+                transport.keep_only([at for at, one in enumerate(tasks["channels"]) if one["kind"] == kind])
+        there = tasks_id and self._tasks.get("id") == tasks_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
@@ -157,18 +157,18 @@ class End:
         worker: Any,
         epoch: int,
         version: int,
-        orders: dict[str, Any] | None,
-        order_id: int,
+        tasks: dict[str, Any] | None,
+        tasks_id: int,
         staged: Mapping[int, Any],
         within_s: float,
     ) -> dict[str, Any]:
-        """Map what the orders say, or get it from Ray's object store.
+        """Map what the tasks say, or get it from Ray's object store.
 
-        Without orders, those that were given before hold. The other arguments are as for `Intake`.
+        Without tasks, those that were given before hold. The other arguments are as for `Intake`.
         """
         if (late := self._enter(epoch)) is not None:
             return late
-        if not self._has_orders(orders, order_id):
+        if not self._has_tasks(tasks, tasks_id):
             return {"unplanned": True}
         intake = Intake(epoch, version, staged, time.monotonic() + within_s)
         return await self._in_thread(self._fetch_all, intake)
@@ -206,7 +206,7 @@ class End:
             await call(worker, before)
             if self._method is not None:
                 values = await call(worker, self._method)
-                names = self._orders["names"]
+                names = self._tasks["names"]
                 self._collection.note_again(values, self._method, names)
                 if self._collection.has_moved and (
                     copies := self._collection.find_copies(await call(worker, self._method), names)
@@ -253,20 +253,20 @@ class End:
 
     def _stage(self, how: StageOptions) -> dict[str, Any]:
         """Make what others need available to them."""
-        context, orders = self._context(), self._orders
+        context, tasks = self._context(), self._tasks
         finish(self._collection.values.values())
-        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if how.compares else ())}
+        held = {key: context.digest(at, box) for key, at, box, _ in (tasks["held"] if how.compares else ())}
         channels = [
-            stage_channel(context, number, channel, how.fresh) for number, channel in enumerate(orders["channels"])
+            stage_channel(context, number, channel, how.fresh) for number, channel in enumerate(tasks["channels"])
         ]
         reply = {"channels": channels}
         return {**reply, "held": held} if how.compares else reply
 
-    def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
-        """Take new orders of a target rank if there are any; return whether the orders have this number."""
-        if orders is None:
-            return bool(self._orders.get("id") == order_id)
-        dtypes = orders["dtypes"]
+    def _has_tasks(self, tasks: dict[str, Any] | None, tasks_id: int) -> bool:
+        """Take new tasks of a target rank if there are any; return whether the tasks have this number."""
+        if tasks is None:
+            return bool(self._tasks.get("id") == tasks_id)
+        dtypes = tasks["dtypes"]
         sources = {
             source: {
                 number: [
@@ -275,30 +275,30 @@ class End:
                 ]
                 for number, ordered in channels.items()
             }
-            for source, channels in orders["sources"].items()
+            for source, channels in tasks["sources"].items()
         }
-        self._orders = {**orders, "sources": sources}
-        return bool(orders["id"] == order_id)
+        self._tasks = {**tasks, "sources": sources}
+        return bool(tasks["id"] == tasks_id)
 
     def _fetch_all(self, intake: Intake) -> dict[str, Any]:
         began, deadline = time.monotonic(), intake.deadline
-        context, orders = self._context(), self._orders
+        context, tasks = self._context(), self._tasks
         self._staged = None
         for transport in self._transports.values():
             transport.release()
         if overlapping := self._find_overlapping(context):
             return {"refused": overlapping}
         pieces, ties = self._copy_local(context), Ties(context)
-        replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
+        replies, trouble = await_replies(intake.staged, tasks["sources"], deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
-        sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
+        sent = {source: replies[source]["staged"]["channels"] for source in tasks["sources"]}
         for kind, transport in self._transports.items():
             transport.forget_others(
-                {one for one, channels in orders["sources"].items() for at in channels if sent[one][at]["kind"] == kind}
+                {one for one, channels in tasks["sources"].items() for at in channels if sent[one][at]["kind"] == kind}
             )
-        for source, channels in orders["sources"].items():
+        for source, channels in tasks["sources"].items():
             for number, ordered in channels.items():
                 channel = sent[source][number]
                 try:
@@ -318,29 +318,29 @@ class End:
             return {"refused": clashing}
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, intake[:2]
-        return {"bytes": orders["bytes"], "move_s": time.monotonic() - began}
+        return {"bytes": tasks["bytes"], "move_s": time.monotonic() - began}
 
     def _find_overlapping(self, context: Context) -> list[tuple[str, str]]:
         """Return the tensors that share some elements with another one; looks once for each plan and memory."""
-        state = self._orders["id"], self._collection.moves
+        state = self._tasks["id"], self._collection.moves
         if self._overlap_checked == state:
             return []
-        own = zip(self._orders["names"], context.tensors, strict=True)
+        own = zip(self._tasks["names"], context.tensors, strict=True)
         wrong = find_overlapping(context.tools, {name: local for name, local in own if local is not None})
         self._overlap_checked = None if wrong else state
         return wrong
 
     def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""
-        orders, tools = self._orders, context.tools
-        if not orders["local"]:
+        tasks, tools = self._tasks, context.tools
+        if not tasks["local"]:
             return []
         own = find_shared("ends", {})[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
         finish(own.values())
         pieces = []
-        for at, box, source_box, sizes in orders["local"]:
-            copy = tools.empty(sizes, orders["dtypes"][at])
-            tools.copy(copy, part(own[orders["source_names"][at]], source_box))
+        for at, box, source_box, sizes in tasks["local"]:
+            copy = tools.empty(sizes, tasks["dtypes"][at])
+            tools.copy(copy, part(own[tasks["source_names"][at]], source_box))
             pieces.append((at, box, copy))
         return pieces
 
@@ -350,7 +350,7 @@ class End:
         What a method of the user's takes is known by its name and the names of the tensors.
         """
         if apply is not None:
-            self._claimed = [(f"{apply} {name}", 0, 1) for name in self._orders["names"]]
+            self._claimed = [(f"{apply} {name}", 0, 1) for name in self._tasks["names"]]
         else:
             context = self._context()
             own = (one for one in context.tensors if one is not None and 0 not in one.shape)
@@ -366,7 +366,7 @@ class End:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
         context = self._context()
         if apply is not None:
-            for chunk in join_pieces(context.tools, self._orders, self._pieces, chunk_bytes):
+            for chunk in join_pieces(context.tools, self._tasks, self._pieces, chunk_bytes):
                 await call(worker, apply, chunk)
                 commit_fault(self._key[1], "committing")
         else:

@@ -375,7 +375,7 @@ def _intersect(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]
 
 
 def join_pieces(
-    tools: Any, orders: Mapping[str, Any], pieces: Iterable[tuple[int, Any, Any]], chunk_bytes: int
+    tools: Any, tasks: Mapping[str, Any], pieces: Iterable[tuple[int, Any, Any]], chunk_bytes: int
 ) -> Iterator[dict[str, Any]]:
     """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
     by_tensor: dict[int, list[Any]] = {}
@@ -384,12 +384,12 @@ def join_pieces(
     chunk: dict[str, Any] = {}
     size = 0
     for at, parts in sorted(by_tensor.items()):
-        shape, dtype = orders["shapes"][at], orders["dtypes"][at]
+        shape, dtype = tasks["shapes"][at], tasks["dtypes"][at]
         length = nbytes(tools, shape, dtype)
         if chunk and size + length > chunk_bytes:
             yield chunk
             chunk, size = {}, 0
-        whole = chunk[orders["names"][at]] = tools.empty(shape, dtype)
+        whole = chunk[tasks["names"][at]] = tools.empty(shape, dtype)
         for box, value in parts:
             tools.copy(part(whole, box), value)
         size += length

@@ -28,7 +28,7 @@ class Write(NamedTuple):
     number: int  # of the channel
     size: int  # of all blocks with what is between them, in bytes
     blocks: Sequence[Block]
-    order: Any  # what identifies the orders; blocks of the same ones have the same sizes and offsets
+    order: Any  # what identifies the tasks; blocks of the same ones have the same sizes and offsets
     fresh: bool  # whether a target may still use what was staged before, whose memory is then kept for it
 
 
@@ -61,7 +61,7 @@ class Read(NamedTuple):
     source: int  # the source rank
     staged: Any  # what `stage` returned there
     wanted: Sequence[Wanted]  # the parts
-    order: Any  # what identifies the orders and the channel; with the same, the same is wanted
+    order: Any  # what identifies the tasks and the channel; with the same, the same is wanted
     deadline: float  # when to give up, in `time.monotonic`
 
 
