@@ -44,8 +44,24 @@ class Ends:
         self.selection = Selection(**given)
         self.epoch = 0
 
+    def choose(self, source, target):
+        """Return the transport of a pair of ranks; within a node, TCP is not needed."""
+        near = self.nodes[0][source] == self.nodes[1][target]
+        return "shared_memory" if near and self.transport == "tcp" else self.transport
+
+    def close(self):
+        """Drop everything that the ends hold."""
+        for side, rank in self.ends:
+            self.ask(side, rank, "close")
+
+    def restart(self, side, rank):
+        """Take a new end for a rank, as a worker that has been started again has."""
+        self.ask(side, rank, "close")
+        self.ends[side, rank] = self.shared.ends[f"link{rank}", side] = End((f"link{rank}", side))
+
     def ask(self, side, rank, operation, *args):
-        return asyncio.run(self.ends[side, rank].serve(self.workers[side][rank], operation, args))
+        result = self.ends[side, rank].serve(self.workers[side][rank], operation, args)
+        return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
     def describe(self):
         """Return the replies of all ranks of both sides."""
@@ -79,7 +95,7 @@ class Ends:
             same_processes=self.same,
         )
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-        self.tasks = make_tasks(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
+        self.tasks = make_tasks(self.epoch, plan, held, wanted, dtypes, self.choose)
         return plan
 
     def stage(self, compares=True, fresh=False):
@@ -102,10 +118,16 @@ class Ends:
 
     def fetch(self, staged, version):
         """Return the replies of the target ranks."""
-        return [
-            self.ask("target", rank, "fetch", self.epoch, version, tasks, self.tasks.number, staged, 10.0)
-            for rank, tasks in self.tasks.target.items()
-        ]
+        reads = self.tasks.find_reads(self.tasks.target, self.nodes[1])
+        replies = {}
+        for rank in sorted(self.tasks.target, key=lambda rank: rank not in reads):
+            relay = {"reads": sorted(reads[rank]), "fresh": False} if rank in reads else None
+            reader = None if rank in reads else self.tasks.find_reader(rank, reads, self.nodes[1])
+            if reader is not None:
+                relay = {"reply": replies[reader]}
+            options = self.epoch, version, self.tasks.target[rank], self.tasks.number, staged, relay, 10.0
+            replies[rank] = self.ask("target", rank, "fetch", *options)
+        return [replies[rank] for rank in self.tasks.target]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
         """Return the replies of the target ranks."""

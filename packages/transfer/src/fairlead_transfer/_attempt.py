@@ -307,13 +307,25 @@ class Attempt:
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
+        reads = route.tasks.find_reads(ranks, self.target.nodes)
+        relays: dict[int, Any] = {
+            reader: {"reads": sorted(places), "fresh": self.states.unconfirmed} for reader, places in reads.items()
+        }
+
         def arguments(rank: int) -> tuple[Any, ...]:
             mine, number = route.tasks.target[rank], route.tasks.number
-            replies = {source: staged[source] for source in mine["sources"]}
+            sources = {*mine["sources"], *(source for source, _ in reads.get(rank, ()))}
+            replies = {source: staged[source] for source in sorted(sources)}
             sent = None if self.target.ends[rank].tasks_id == number else mine
-            return self.epoch, self.version, sent, number, replies, self._left_alone()
+            return self.epoch, self.version, sent, number, replies, relays.get(rank), self._left_alone()
 
-        return self.target.ask(sorted(ranks), "fetch", arguments)
+        # The ranks that read over the network for their nodes first: the others wait for their replies.
+        requests = self.target.ask(sorted(reads), "fetch", arguments)
+        others = sorted(set(ranks).difference(reads))
+        for rank in others:
+            if (reader := route.tasks.find_reader(rank, reads, self.target.nodes)) is not None:
+                relays[rank] = {"reply": requests[reader][1]}
+        return requests | self.target.ask(others, "fetch", arguments)
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)
@@ -322,12 +334,8 @@ class Attempt:
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            if not all(self.router.block(self.source, *one) for one in blocked):
-                reasons = {
-                    rank: f"it cannot read from source rank {source} by {kind}: {why}"
-                    for source, rank, kind, why in blocked
-                }
-                raise self._error("move", "target", reasons, "Use transport='auto' or 'object_store'.")
+            for pair in blocked:
+                self.router.block(self.source, *pair)
             raise _Repeat({one[0]: f"it could not be read by {one[2]}: {one[3]}" for one in blocked}, lost=False)
         for rank, value in values.items():
             if "bytes" not in value:

@@ -13,11 +13,12 @@ from ._side import EndState, Side
 from ._tasks import Tasks, make_tasks
 from .exceptions import LayoutMismatchError
 
-Transport = Literal["auto", "shared_memory", "object_store"]
+Transport = Literal["auto", "object_store"]
 
 FITS = {
     "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
-    "object_store": "the ranks are on different nodes, or cannot share memory",
+    "tcp": "the ranks are on different nodes, or cannot share memory",
+    "object_store": "the link uses nothing else, or the ranks cannot connect",
 }
 
 
@@ -95,8 +96,8 @@ class Router:
         if route is self.kept:
             self._compared = route
 
-    def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> bool:
-        """Note that two processes cannot use a transport; return whether another one may be taken.
+    def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> None:
+        """Note that two processes cannot use a transport, so that the next route takes another one.
 
         Args:
             side: the side that sends.
@@ -107,7 +108,6 @@ class Router:
         """
         self._blocked[side.ends[source].process, self._target.ends[target].process, transport] = reason
         self._kept = None
-        return self.transport == "auto"
 
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""
@@ -147,14 +147,16 @@ class Router:
 
     def _choose(self, side: Side, source: int, target: int) -> tuple[str, list[str]]:
         """Return the transport of a pair of ranks, and why those before it in the order cannot be taken."""
-        if self.transport != "auto":
+        if self.transport == "object_store":
             return self.transport, []
-        if side.nodes[source] != self._target.nodes[target]:
-            return "object_store", []
-        processes = side.ends[source].process, self._target.ends[target].process
-        if reason := self._blocked.get((*processes, "shared_memory")):
-            return "object_store", [f"shared_memory cannot be taken: {reason}"]
-        return "shared_memory", []
+        processes, passed = (side.ends[source].process, self._target.ends[target].process), list[str]()
+        kinds = ("shared_memory", "tcp") if side.nodes[source] == self._target.nodes[target] else ("tcp",)
+        for kind in kinds:
+            reason = self._blocked.get((*processes, kind))
+            if reason is None:
+                return kind, passed
+            passed.append(f"{kind} cannot be taken: {reason}")
+        return "object_store", passed
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[one.rank].described if one.rank in ranks else None for one in side.members]

@@ -5,7 +5,7 @@ Tasks are plain data, because a worker may lack numpy.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ._plan import TransferPlan
 # Blocks begin at multiples of this.
 ALIGNED = 64
 # In the order of their channels.
-KINDS = "shared_memory", "object_store"
+KINDS = "shared_memory", "tcp", "object_store"
 
 
 class CommitOptions(NamedTuple):
@@ -55,6 +55,33 @@ class Tasks:
     source: dict[int, dict[str, Any]]
     target: dict[int, dict[str, Any]]
     transports: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def find_reads(self, ranks: Collection[int], nodes: Sequence[str]) -> dict[int, set[tuple[int, int]]]:
+        """Return the target ranks that read over the network, one of each node, and what they read for all of it.
+
+        Args:
+            ranks: the target ranks that fetch.
+            nodes: the node of each target rank.
+
+        Returns:
+            By rank: pairs of a source rank and the number of its channel.
+        """
+        if "tcp" not in self.transports.values():
+            return {}
+        reader_of: dict[str, int] = {}
+        reads: dict[int, set[tuple[int, int]]] = {}
+        for rank in sorted(ranks):
+            for source, channels in self.target[rank]["sources"].items():
+                kinds = self.source[source]["channels"]
+                places = {(source, number) for number in channels if kinds[number]["kind"] == "tcp"}
+                if places:
+                    reads.setdefault(reader_of.setdefault(nodes[rank], rank), set()).update(places)
+        return reads
+
+    @staticmethod
+    def find_reader(rank: int, reads: Collection[int], nodes: Sequence[str]) -> int | None:
+        """Return the rank that reads over the network for the node of a rank; None if none does."""
+        return next((reader for reader in reads if nodes[reader] == nodes[rank]), None)
 
 
 class _Piece(NamedTuple):
@@ -112,7 +139,7 @@ def make_tasks(
     for piece in sorted(readers, key=lambda piece: KINDS.index(piece.kind)):
         kind, sender, at, start, size = piece
         mine, layout = channels.setdefault(sender, []), source.layouts[names[at]]
-        nodes = plan.target_nodes[list(readers[piece])].tolist() if kind == "object_store" else ()
+        nodes = plan.target_nodes[list(readers[piece])].tolist() if kind != "shared_memory" else ()
         key = sender, kind, frozenset(nodes)
         last = current.get(key)
         if last is None:

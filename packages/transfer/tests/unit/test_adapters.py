@@ -259,7 +259,7 @@ def test_error_of_a_later_bucket(monkeypatch, side):
     results = asyncio.run(run_all(*sent, receive(engines[2])))
     for error in results[:1] if side == "source" else results:
         assert isinstance(error, TransferError)
-        assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "torn"})
+        assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "inconsistent"})
         assert f"{side} rank {int(side == 'source')} on node" in str(error)
         assert "too many open files" in str(error)
     for one in engines:

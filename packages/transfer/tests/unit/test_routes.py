@@ -35,15 +35,23 @@ def router(sides):
     router = Router(*sides, Selection(lambda name: name, None, ()), "auto")
     route = router.make()
     assert route.tasks.transports == {(0, 0): "shared_memory", (0, 1): "shared_memory"}
-    assert router.block(sides[0], 0, 1, "shared_memory", "no permission")
+    router.block(sides[0], 0, 1, "shared_memory", "no permission")
     return router
 
 
 def test_blocked_pair_takes_the_next_transport(router):
     """The pair takes another transport, and `explain` says why; other pairs do not change."""
     route = router.make()
+    assert route.tasks.transports == {(0, 0): "shared_memory", (0, 1): "tcp"}
+    assert "no permission" in router.explain(route).reasons["tcp"]
+
+
+def test_ranks_that_cannot_connect(router, sides):
+    """After shared memory and TCP the object store is left."""
+    router.block(sides[0], 0, 1, "tcp", "its port is closed")
+    route = router.make()
     assert route.tasks.transports == {(0, 0): "shared_memory", (0, 1): "object_store"}
-    assert "no permission" in router.explain(route).reasons["object_store"]
+    assert "its port is closed" in router.explain(route).reasons["object_store"]
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from .collection import Collection, call
 from .entry import find_shared, note_weights
 from .faults import commit_fault
+from .network import Network
 from .reading import Ties, explain, fetch_channel
 from .segment import SharedMemory
 from .sockets import Late
@@ -30,6 +31,9 @@ from .transport import (
     describe_error,
 )
 
+# What a rank that reads for its node may reply that is true of the other ranks there too.
+RELAY_TROUBLES = frozenset(["blocked", "lost", "reason", "overwritten", "waiting", "superseded", "unstaged"])
+
 
 class StageOptions(NamedTuple):
     """How a source rank stages."""
@@ -44,6 +48,8 @@ class Intake(NamedTuple):
     epoch: int  # of the attempt
     version: int
     staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
+    # "reads": the channels to read for all ranks of the node; "reply": of the rank that does, or a reference to it
+    relay: Mapping[str, Any] | None
     deadline: float  # when to give up, in `time.monotonic`
 
 
@@ -59,18 +65,22 @@ class End:
         self._committed: tuple[int, int] | None = None
         # The memory of the committed version, until another link overwrites it.
         self._claimed: list[tuple[str, int, int]] = []
-        self._transports: dict[str, Transport] = {"shared_memory": SharedMemory(), "object_store": ObjectStore()}
+        self._transports: dict[str, Transport] = {
+            "shared_memory": SharedMemory(),
+            "tcp": Network(),
+            "object_store": ObjectStore(),
+        }
         self._pieces: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
         self._overlap_checked: tuple[int, int] | None = None
-        self._torn = False
+        self._inconsistent = False
         self._writing = False
         self._concurrent = False
 
     @property
-    def held(self) -> int | Literal["torn"] | None:
+    def held(self) -> int | Literal["inconsistent"] | None:
         """The version in place, as in `Link.versions`."""
-        return "torn" if self._torn else self._committed and self._committed[1]
+        return "inconsistent" if self._inconsistent else self._committed and self._committed[1]
 
     def serve(self, worker: Any, operation: str, args: tuple[Any, ...]) -> Any:
         """Run an operation; on a worker whose async methods overlap, the result is a coroutine on its event loop."""
@@ -160,9 +170,10 @@ class End:
         tasks: dict[str, Any] | None,
         tasks_id: int,
         staged: Mapping[int, Any],
+        relay: Mapping[str, Any] | None,
         within_s: float,
     ) -> dict[str, Any]:
-        """Map what the tasks say, or get it from Ray's object store.
+        """Map what the tasks say, read it over the network, or get it from Ray's object store.
 
         Without tasks, those that were given before hold. The other arguments are as for `Intake`.
         """
@@ -170,7 +181,7 @@ class End:
             return late
         if not self._has_tasks(tasks, tasks_id):
             return {"unplanned": True}
-        intake = Intake(epoch, version, staged, time.monotonic() + within_s)
+        intake = Intake(epoch, version, staged, relay, time.monotonic() + within_s)
         return await self._in_thread(self._fetch_all, intake)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
@@ -192,9 +203,9 @@ class End:
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
-            `torn`: whether some tensors are of the new version and others are not.
+            `inconsistent`: whether some tensors are of the new version and others are not.
         """
-        if self._committed == (epoch, version) and not self._torn:
+        if self._committed == (epoch, version) and not self._inconsistent:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
@@ -218,14 +229,14 @@ class End:
             await self._put(apply, worker, chunk_bytes)
             finish(self._collection.values.values())
             self._writing = False
-            self._torn, self._committed = False, (epoch, version)
+            self._inconsistent, self._committed = False, (epoch, version)
             await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             done = self._committed == (epoch, version)
-            return {**reply, **describe_error(error), "torn": self._writing, "done": done}
+            return {**reply, **describe_error(error), "inconsistent": self._writing, "done": done}
         finally:
             # Also if a hook was cancelled, or Ctrl-C came.
-            self._torn = self._torn or self._writing
+            self._inconsistent = self._inconsistent or self._writing
             note_weights(self.held)
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
@@ -289,18 +300,22 @@ class End:
         if overlapping := self._find_overlapping(context):
             return {"refused": overlapping}
         pieces, ties = self._copy_local(context), Ties(context)
-        replies, trouble = await_replies(intake.staged, tasks["sources"], deadline)
+        replies, trouble = await_replies(intake.staged, intake.staged, deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
-        sent = {source: replies[source]["staged"]["channels"] for source in tasks["sources"]}
+        sent = {source: reply["staged"]["channels"] for source, reply in replies.items()}
         for kind, transport in self._transports.items():
-            transport.forget_others(
-                {one for one, channels in tasks["sources"].items() for at in channels if sent[one][at]["kind"] == kind}
-            )
+            places = ((source, number) for source, channels in tasks["sources"].items() for number in channels)
+            transport.forget_others({(one, number) for one, number in places if sent[one][number]["kind"] == kind})
+        relayed = self._relay(intake, sent)
+        if "relays" not in relayed:
+            return relayed
         for source, channels in tasks["sources"].items():
             for number, ordered in channels.items():
                 channel = sent[source][number]
+                if channel["kind"] == "tcp" and "blocked" not in channel:
+                    channel = {**channel, "staged": relayed["relays"][source, number]}
                 try:
                     wanted = [one for *_, one in ordered]
                     found = fetch_channel(context, source, number, channel, wanted, deadline)
@@ -318,7 +333,34 @@ class End:
             return {"refused": clashing}
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, intake[:2]
-        return {"bytes": tasks["bytes"], "move_s": time.monotonic() - began}
+        return {"bytes": tasks["bytes"], "move_s": time.monotonic() - began, "relays": relayed["relays"]}
+
+    def _relay(self, intake: Intake, sent: Mapping[int, Any]) -> dict[str, Any]:
+        """Read over the network for all ranks of this node, or wait for the rank that does.
+
+        Returns:
+            `relays`: where the channels are, by source rank and number; or the reply to the driver without it.
+        """
+        relay = intake.relay or {"reads": (), "fresh": False}
+        if "reply" in relay:
+            replies, trouble = await_replies({0: relay["reply"]}, [0], intake.deadline, key="relays")
+            if trouble is None or "unstaged" not in trouble:
+                return {"unrelayed": trouble} if trouble else replies[0]
+            return {key: value for key, value in replies[0].items() if key in RELAY_TROUBLES} or {"unrelayed": trouble}
+        staged = {(source, number): sent[source][number] for source, number in relay["reads"]}
+        unable = {source: ("tcp", one["blocked"]) for (source, _), one in staged.items() if "blocked" in one}
+        if unable:
+            return {"blocked": unable}
+        network = self._transports["tcp"]
+        assert isinstance(network, Network)
+        try:
+            places = {place: channel["staged"] for place, channel in staged.items()}
+            return {"relays": network.relay(places, relay["fresh"], intake.deadline) if places else {}}
+        except Blocked as error:
+            # Whatever closes one port closes the others too.
+            return {"blocked": {source: ("tcp", str(error)) for source, _ in staged}}
+        except (Late, Lost, Overwritten) as error:
+            return explain(error.source, {"kind": "tcp"}, error)  # type: ignore[union-attr]
 
     def _find_overlapping(self, context: Context) -> list[tuple[str, str]]:
         """Return the tensors that share some elements with another one; looks once for each plan and memory."""

@@ -26,7 +26,7 @@ def fetch_channel(
         raise Blocked(channel["blocked"])
     transport = context.transports[channel["kind"]]
     order = context.tasks["id"], number, len(wanted)
-    return transport.fetch(Read(context.tools, source, channel["staged"], wanted, order, deadline))
+    return transport.fetch(Read(context.tools, source, number, channel["staged"], wanted, order, deadline))
 
 
 class Ties:

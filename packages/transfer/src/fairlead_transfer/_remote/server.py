@@ -6,6 +6,7 @@ A reader asks for a part of a segment by its token and generation. The server se
 it has all bytes: if it is still the same, no byte is of a later one.
 """
 
+import functools
 import os
 import selectors
 import socket
@@ -20,9 +21,9 @@ from .sockets import LOOK_S, Gone, Late, close, connect, run
 from .transport import Overwritten
 
 # Token, generation, the first byte and the number of bytes.
-REQUEST = struct.Struct("!16sQQQ")
+REQUEST = "!16sQQQ"
 # The generation that is sent; 0 if the segment has another one, or is not offered.
-REPLY = struct.Struct("!Q")
+REPLY = "!Q"
 # The number of a process that connects to read segments.
 READER = (1 << 32) - 1
 
@@ -53,8 +54,8 @@ class Server:
             is_late = self._closed
         try:
             connection.settimeout(None)
-            while not is_late and (request := _receive(connection, REQUEST.size)) is not None:
-                self._send(connection, *REQUEST.unpack(request))
+            while not is_late and (request := _receive(connection, struct.calcsize(REQUEST))) is not None:
+                self._send(connection, *struct.unpack(REQUEST, request))
         except OSError:  # the reader is gone, or `close` was called
             pass
         finally:
@@ -68,7 +69,7 @@ class Server:
             is_there = segment is not None and segment.generation == generation and begin + length <= segment.size
             # A descriptor of its own: the segment may be closed while its content is sent.
             file = os.dup(segment.file) if segment is not None and is_there and length else None
-        connection.sendall(REPLY.pack(generation if is_there else 0))
+        connection.sendall(struct.pack(REPLY, generation if is_there else 0))
         if file is None:
             return
         try:
@@ -115,11 +116,13 @@ class ReadError(Exception):
 
     Attributes:
         source: the key of the process that did not send it.
+        is_connected: whether there was a connection to it.
     """
 
-    def __init__(self, source: Any, reason: str) -> None:
+    def __init__(self, source: Any, reason: str, *, is_connected: bool = True) -> None:
         super().__init__(source, reason)
         self.source = source
+        self.is_connected = is_connected
 
 
 class Reader:
@@ -132,14 +135,14 @@ class Reader:
         self,
         wishes: Mapping[Any, Sequence[Wish]],
         deadline: float,
-        is_over: Callable[[Any], bool] = lambda source: False,
+        is_over: Callable[[Any], bool] | None = None,
     ) -> None:
         """Read parts of segments into their places.
 
         Args:
             wishes: the parts, by a key of the process that sends them.
             deadline: when to give up, in `time.monotonic`.
-            is_over: whether a process that does not listen never will.
+            is_over: whether a process that does not listen never will; None if all of them listen.
 
         Raises:
             ReadError: a process is late or gone, or has overwritten the segment.
@@ -166,35 +169,39 @@ class Reader:
                     else:
                         pending[source] = place
 
-    def _connect(self, source: Any, wish: Wish, deadline: float, is_over: Callable[[Any], bool]) -> socket.socket:
+    def _connect(
+        self, source: Any, wish: Wish, deadline: float, is_over: Callable[[Any], bool] | None
+    ) -> socket.socket:
         known = self._connections.get(source)
         if known is not None and known[0] == wish.address:
             return known[1]
         self.forget([source])
         try:
-            made = connect(wish.address, wish.secret, READER, deadline, lambda: is_over(source))
+            ends = None if is_over is None else functools.partial(is_over, source)
+            made = connect(wish.address, wish.secret, READER, deadline, ends)
         except (Late, Gone) as error:
-            raise self._failed(source, error) from error
+            self.close()
+            raise ReadError(source, str(error), is_connected=False) from error
         self._connections[source] = wish.address, made
         return made
 
     def _steps(self, connection: socket.socket, wishes: Sequence[Wish], deadline: float) -> Iterator[memoryview]:
         """Yield the places of a connection's bytes, each of which is full when the next one is taken."""
-        reply = bytearray(REPLY.size)
+        reply = bytearray(struct.calcsize(REPLY))
 
         def ask(requests: list[bytes]) -> None:
             run(connection, deadline, lambda: connection.sendall(b"".join(requests)))
 
-        ask([REQUEST.pack(one.token, one.generation, one.begin, sum(map(len, one.places))) for one in wishes])
+        ask([struct.pack(REQUEST, one.token, one.generation, one.begin, sum(map(len, one.places))) for one in wishes])
         for wish in wishes:
             yield memoryview(reply)
-            if REPLY.unpack(reply)[0] != wish.generation:
+            if struct.unpack(REPLY, reply)[0] != wish.generation:
                 raise Overwritten
             yield from wish.places
-        ask([REQUEST.pack(wish.token, wish.generation, 0, 0) for wish in wishes])
+        ask([struct.pack(REQUEST, wish.token, wish.generation, 0, 0) for wish in wishes])
         for wish in wishes:
             yield memoryview(reply)
-            if REPLY.unpack(reply)[0] != wish.generation:
+            if struct.unpack(REPLY, reply)[0] != wish.generation:
                 raise Overwritten
 
     def _fill(self, source: Any, place: memoryview, deadline: float) -> memoryview:

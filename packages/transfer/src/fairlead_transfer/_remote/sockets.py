@@ -22,11 +22,13 @@ from typing import Any
 NONCE = 32
 # A stranger may connect and say nothing.
 PROOF_S = 5.0
+# Seconds after which an attempt to connect has failed.
+CONNECT_S = 10.0
 # Connections that have proved nothing yet; of more, the oldest is closed.
 MOST_UNPROVEN = 64
 # Seconds between two looks for processes that have exited, or a caller that has given up.
 LOOK_S = 0.2
-NUMBER = struct.Struct("!I")
+NUMBER = "!I"
 
 
 class Late(Exception):
@@ -68,34 +70,37 @@ def has_exited(pid: int) -> bool:
 
 
 def connect(
-    address: tuple[str, int], secret: bytes, number: int, deadline: float, is_over: Callable[[], bool]
+    address: tuple[str, int], secret: bytes, number: int, deadline: float, is_over: Callable[[], bool] | None
 ) -> socket.socket:
     """Connect as the member with this number to one that listens, and prove it in both directions.
 
-    It waits until the other one listens, or `is_over` says that it never will.
+    It waits until the other one listens, or `is_over` says that it never will. Without `is_over` the other one listens
+    already, so that it is gone if it does not answer soon.
 
     Raises:
         Gone: it has exited, `is_over` is true, or the process at this address does not know the secret.
         Late: it does not answer by the deadline.
     """
+    soon = time.monotonic() + CONNECT_S
     while True:
         try:
-            connection = socket.create_connection(address, max(0.01, deadline - time.monotonic()))
+            left_s = min(CONNECT_S, deadline - time.monotonic())
+            connection = socket.create_connection(address, max(0.01, left_s))
             break
         except OSError as error:
-            if is_over():
-                raise Gone("it does not listen") from error
+            if is_over is None or is_over():
+                raise Gone(f"it does not listen: {error}") from error
             if time.monotonic() > deadline - 0.05:
                 raise Late(f"{type(error).__name__}: {error}") from error
             time.sleep(0.05)
     try:
         while not multiprocessing.connection.wait([connection], LOOK_S):
-            if is_over():
+            if time.monotonic() > soon if is_over is None else is_over():
                 raise Gone("it does not answer")
             if time.monotonic() > deadline:
                 raise Late("no answer by the deadline")
         theirs = read(connection, NONCE, deadline)
-        mine = secrets.token_bytes(NONCE) + NUMBER.pack(number)
+        mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
         run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
         expected = prove(secret, b"listener" + theirs + mine)
         if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
@@ -111,13 +116,13 @@ def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
     """Return the number of the member that has connected; Late or Gone for a stranger."""
     mine = secrets.token_bytes(NONCE)
     run(connection, deadline, lambda: connection.sendall(mine))
-    theirs = read(connection, NONCE + NUMBER.size, deadline)
+    theirs = read(connection, NONCE + struct.calcsize(NUMBER), deadline)
     expected = prove(secret, b"member" + mine + theirs)
     if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
         raise Gone("the process that has connected is not of this transfer")
     run(connection, deadline, lambda: connection.sendall(prove(secret, b"listener" + mine + theirs)))
     _tune(connection)
-    return int(NUMBER.unpack(theirs[NONCE:])[0])
+    return int(struct.unpack(NUMBER, theirs[NONCE:])[0])
 
 
 class Listener:

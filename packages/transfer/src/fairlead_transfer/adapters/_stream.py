@@ -480,8 +480,10 @@ class WeightStream:
             failures.append(RankFailure(side, rank, me.nodes[number], why))
         # Buckets go straight to the engines, which may have loaded them.
         phase: Phase = "commit" if self._delivered else "move"
-        torn: dict[int, State] = dict.fromkeys(range(len(me.receivers)), "torn") if self._delivered else {}
-        return TransferError(phase, self._version, tuple(failures), torn, remedy)
+        inconsistent: dict[int, State] = (
+            dict.fromkeys(range(len(me.receivers)), "inconsistent") if self._delivered else {}
+        )
+        return TransferError(phase, self._version, tuple(failures), inconsistent, remedy)
 
 
 def _close_all(offer: Offer, arrivals: Arrivals) -> None:

@@ -123,7 +123,7 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
         Raises:
             TransferError: a process is lost, late, or has failed; names it. `versions` says whether generation workers
-                may hold a mixture ("torn").
+                may hold a mixture ("inconsistent").
             TypeError: something that is no dense torch tensor.
             ValueError: this engine has no place in a transfer.
 
