@@ -213,8 +213,8 @@ class Link:
 
         Returns:
             By rank: the version. None if the rank holds nothing that this link has sent: after a restart, or after
-            another link of this process has sent into the same tensors. "inconsistent" if some tensors are of another version
-            than others, and "committing" if the rank has not confirmed a decided version.
+            another link of this process has sent into the same tensors. "inconsistent" if some tensors are of another
+            version than others, and "committing" if the rank has not confirmed a decided version.
 
         Raises:
             WorkerGroupError: the target group has been shut down.

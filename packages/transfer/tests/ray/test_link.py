@@ -295,7 +295,7 @@ def test_names_casts_and_hooks(groups):
 
 
 def test_apply(groups):
-    """An engine that loads tensors itself gets whole tensors in chunks; one that fails midway is inconsistent, then synced."""
+    """An engine that loads tensors itself gets whole tensors in chunks; one that fails midway is then synced."""
     policy, generation = groups
     policy.call("fill", 6.0).result()
     generation.call("events").result()
