@@ -136,6 +136,8 @@ class Reader:
         wishes: Mapping[Any, Sequence[Wish]],
         deadline: float,
         is_over: Callable[[Any], bool] | None = None,
+        *,
+        checks: bool = True,
     ) -> None:
         """Read parts of segments into their places.
 
@@ -143,13 +145,15 @@ class Reader:
             wishes: the parts, by a key of the process that sends them.
             deadline: when to give up, in `time.monotonic`.
             is_over: whether a process that does not listen never will; None if all of them listen.
+            checks: whether to ask at the end if the segments still have these generations. Without it, their owners
+                must not write them before they know that they have been read.
 
         Raises:
             ReadError: a process is late or gone, or has overwritten the segment.
         """
         steps: dict[Any, Iterator[memoryview]] = {}
         for source, parts in wishes.items():
-            steps[source] = self._steps(self._connect(source, parts[0], deadline, is_over), parts, deadline)
+            steps[source] = self._steps(self._connect(source, parts[0], deadline, is_over), parts, deadline, checks)
         places = {source: self._advance(source, one, memoryview(b"")) for source, one in steps.items()}
         pending = {source: place for source, place in places.items() if place is not None}
         with selectors.DefaultSelector() as selector:
@@ -185,7 +189,9 @@ class Reader:
         self._connections[source] = wish.address, made
         return made
 
-    def _steps(self, connection: socket.socket, wishes: Sequence[Wish], deadline: float) -> Iterator[memoryview]:
+    def _steps(
+        self, connection: socket.socket, wishes: Sequence[Wish], deadline: float, checks: bool
+    ) -> Iterator[memoryview]:
         """Yield the places of a connection's bytes, each of which is full when the next one is taken."""
         reply = bytearray(struct.calcsize(REPLY))
 
@@ -198,6 +204,8 @@ class Reader:
             if struct.unpack(REPLY, reply)[0] != wish.generation:
                 raise Overwritten
             yield from wish.places
+        if not checks:
+            return
         ask([struct.pack(REQUEST, wish.token, wish.generation, 0, 0) for wish in wishes])
         for wish in wishes:
             yield memoryview(reply)

@@ -49,7 +49,8 @@ class BucketShape:
     @classmethod
     def fit(cls, bucket_bytes: int, senders: int) -> "BucketShape":
         """Return the largest shape that fits; ValueError if there is none."""
-        stripe = min(STRIPE, bucket_bytes // senders // ALIGNED * ALIGNED)
+        share = bucket_bytes // senders // ALIGNED * ALIGNED
+        stripe = share if senders == 1 else min(STRIPE, share)
         if stripe < ALIGNED:
             text = f"A bucket of {bucket_bytes} bytes is too small for {senders} senders"
             raise ValueError(f"{text}: give at least {ALIGNED * senders} bytes.")

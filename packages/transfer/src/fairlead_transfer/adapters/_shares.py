@@ -141,7 +141,8 @@ class Intake:
                 address = self._me.addresses[sender]
                 wishes[sender] = [Wish(address, self._me.secret, token, generation, 0, parts)]
         if wishes:
-            self._reader.read(wishes, deadline, is_over)
+            # The senders fill these segments again when this process has copied them.
+            self._reader.read(wishes, deadline, is_over, checks=False)
         if relay is None:
             return None
         self._view(memory, filled).copy_(self._view(place, filled))
