@@ -34,7 +34,7 @@ class EndState:
         process: the worker's process; a restarted rank has another one.
         number: of the last description; 0 if there is none.
         described: the tensors.
-        order_id: of the orders that the end has.
+        tasks_id: of the tasks that the end has.
         installed: whether the worker has the code.
         held: the version of a target.
         unconfirmed: the commit that a target may still be at.
@@ -43,7 +43,7 @@ class EndState:
     process: tuple[int, int]
     number: int = 0
     described: list[Any] | None = None
-    order_id: int = 0
+    tasks_id: int = 0
     installed: bool = False
     held: State = None
     unconfirmed: Any = None

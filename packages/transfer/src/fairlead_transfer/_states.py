@@ -59,8 +59,8 @@ class States:
         if "committed" in reply:
             end.held = reply["committed"]
             return None
-        if reply.get("torn"):
-            end.held = "torn"
+        if reply.get("inconsistent"):
+            end.held = "inconsistent"
         if "error" in reply:
             return f"{reply['error']}\n{reply['traceback']}".rstrip()
         return "another attempt has superseded this one" if "superseded" in reply else "it has lost what it had staged"

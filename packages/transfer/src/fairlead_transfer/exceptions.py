@@ -11,7 +11,7 @@ __all__ = ["LayoutMismatchError", "Mismatch", "RankFailure", "StaleWeightsError"
 
 Phase = Literal["collect", "stage", "move", "commit"]
 # What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
-State = int | Literal["torn", "committing"] | None
+State = int | Literal["inconsistent", "committing"] | None
 
 
 @dataclass(frozen=True)
