@@ -530,8 +530,11 @@ def vendor(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure speed as ratios against hand-written Ray in the same run."""
-    install(session, *map(package, SIBLINGS), "torch")
+    """Measure speed as ratios against hand-written Ray in the same run; `nox -s bench -- peers` against verl too."""
+    if session.posargs == ["peers"]:
+        session.install("-c", "constraints-verl.txt", *group("verl"), *map(package, SIBLINGS), env=INSTALL_ENV)
+    else:
+        install(session, *map(package, SIBLINGS), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
 
 
