@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LENGTH = 256 << 20
+LENGTH = 512 << 20
 TENSORS = 64
 BUCKET = 32 << 20
 REPEATS = 5
@@ -110,7 +110,8 @@ def measure() -> None:
             ours, theirs = multiprocessing.Pipe()
             isolated = ["ip", "netns", "exec", space, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
             command = [*isolated, sys.executable, __file__, str(theirs.fileno()), address]
-            subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            # One thread for torch, as in Ray's workers with one CPU.
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"})
             ends.append(ours)
 
         def run(*calls: tuple[Any, ...]) -> list[Any]:

@@ -228,7 +228,7 @@ class Attempt:
             kept = None
         number = kept.tasks.number if kept is not None and stage else 0
         self._compares = self.router.needs_digests(kept, self.check_replicas)
-        sources = [one.rank for one in self.source.members if one.rank not in lost]
+        sources = [member.rank for member in self.source.members if member.rank not in lost]
         arguments = self.source.method, number, self._compares, self.states.unconfirmed
         requests = self.source.ask(
             sources,
@@ -336,7 +336,7 @@ class Attempt:
         if blocked:
             for pair in blocked:
                 self.router.block(self.source, *pair)
-            raise _Repeat({one[0]: f"it could not be read by {one[2]}: {one[3]}" for one in blocked}, lost=False)
+            raise _Repeat({pair[0]: f"it could not be read by {pair[2]}: {pair[3]}" for pair in blocked}, lost=False)
         for rank, value in values.items():
             if "bytes" not in value:
                 self._fail_for_source(rank, value)

@@ -47,7 +47,7 @@ class Staged:
         tasks = self.route.tasks.target
         if not self.route.targets.issuperset(ranks):
             return False
-        needed = {one for rank in ranks for one in tasks[rank]["sources"]}
+        needed = {source for rank in ranks for source in tasks[rank]["sources"]}
         same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
         return same and not any(tasks[rank]["local"] for rank in ranks)
 
@@ -159,7 +159,7 @@ class Router:
         return "object_store", passed
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
-        described = [side.ends[one.rank].described if one.rank in ranks else None for one in side.members]
+        described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]
         name = "source" if side.name == "source" else "target"
         return read_side(name, described, self.selection, renamed=renamed)
 
@@ -198,7 +198,7 @@ def plan_tasks(
     `choose` returns the transport of a pair of ranks.
     """
     if wrong := check_dtypes(held, wanted, selection):
-        others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
+        others = [mismatch for mismatch in find_mismatches(held.layouts, wanted.layouts) if mismatch.name not in wrong]
         raise LayoutMismatchError((*wrong.values(), *others))
     plan = reshard(
         held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
@@ -209,6 +209,9 @@ def plan_tasks(
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:
     """Return the same tensors, each as a whole on each rank."""
-    made = {one: Layout.replicated(one.shape, ranks, itemsize=one.itemsize) for one in set(held.layouts.values())}
+    made = {
+        layout: Layout.replicated(layout.shape, ranks, itemsize=layout.itemsize)
+        for layout in set(held.layouts.values())
+    }
     layouts = {name: made[layout] for name, layout in held.layouts.items()}
     return Tensors(layouts, held.dtypes, {name: name for name in layouts}, held.library)

@@ -146,7 +146,7 @@ def make_tasks(
             last = current[key] = len(mine)
             mine.append({"kind": kind, "blocks": [], "size": 0})
         channel = mine[last]
-        box = _box([one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True)], size)
+        box = _box([begin - int(offset) for begin, offset in zip(start, layout.offsets[sender], strict=True)], size)
         if kind == "shared_memory" and (sender, at) in whole:
             all_of_it = tuple(layout.sizes[sender].tolist())
             if (sender, at) not in whole_blocks:

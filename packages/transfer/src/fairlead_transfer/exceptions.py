@@ -43,7 +43,7 @@ class LayoutMismatchError(ValueError):
         self.mismatches = mismatches
 
     def __str__(self) -> str:
-        rows = [(one.name, one.source, one.target, one.reason) for one in self.mismatches]
+        rows = [(mismatch.name, mismatch.source, mismatch.target, mismatch.reason) for mismatch in self.mismatches]
         caption = f"{len(rows)} tensors do not fit between the source and the target; nothing has been applied:"
         return table_text(caption, ("tensor", "source", "target", "reason"), rows)
 

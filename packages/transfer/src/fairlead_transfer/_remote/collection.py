@@ -70,11 +70,11 @@ class Collection:
         Raises:
             ValueError: what has been staged does not fit those with these names.
         """
-        expected = {one[0]: one[1:] for one in self._described if one[0] in names}
+        expected = {entry[0]: entry[1:] for entry in self._described if entry[0] in names}
         wrong = dict(self._look(values, method))
         wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
-        found = {one[0]: one[1:] for one in self._described}
-        wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
+        found = {entry[0]: entry[1:] for entry in self._described}
+        wrong |= {name: "another box or dtype" for name, entry in expected.items() if found.get(name) != entry}
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
 

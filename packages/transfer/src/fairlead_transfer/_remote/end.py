@@ -134,7 +134,7 @@ class End:
         if tasks is not None:
             self._tasks = tasks
             for kind, transport in self._transports.items():
-                transport.keep_only([at for at, one in enumerate(tasks["channels"]) if one["kind"] == kind])
+                transport.keep_only([at for at, channel in enumerate(tasks["channels"]) if channel["kind"] == kind])
         there = tasks_id and self._tasks.get("id") == tasks_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
@@ -209,7 +209,9 @@ class End:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
-        if self._staged != (epoch, version) or not all(one.is_unchanged() for one in self._transports.values()):
+        if self._staged != (epoch, version) or not all(
+            transport.is_unchanged() for transport in self._transports.values()
+        ):
             return {"missing": True}
         began, self._writing, reply = time.monotonic(), False, dict[str, Any]()
         try:
@@ -307,7 +309,9 @@ class End:
         sent = {source: reply["staged"]["channels"] for source, reply in replies.items()}
         for kind, transport in self._transports.items():
             places = ((source, number) for source, channels in tasks["sources"].items() for number in channels)
-            transport.forget_others({(one, number) for one, number in places if sent[one][number]["kind"] == kind})
+            transport.forget_others(
+                {(source, number) for source, number in places if sent[source][number]["kind"] == kind}
+            )
         relayed = self._relay(intake, sent)
         if "relays" not in relayed:
             return relayed
@@ -317,7 +321,7 @@ class End:
                 if channel["kind"] == "tcp" and "blocked" not in channel:
                     channel = {**channel, "staged": relayed["relays"][source, number]}
                 try:
-                    wanted = [one for *_, one in ordered]
+                    wanted = [part for *_, part in ordered]
                     found = fetch_channel(context, source, number, channel, wanted, deadline)
                 except Blocked as error:
                     blocked |= explain(source, channel, error)["blocked"]
@@ -348,7 +352,9 @@ class End:
                 return {"unrelayed": trouble} if trouble else replies[0]
             return {key: value for key, value in replies[0].items() if key in RELAY_TROUBLES} or {"unrelayed": trouble}
         staged = {(source, number): sent[source][number] for source, number in relay["reads"]}
-        unable = {source: ("tcp", one["blocked"]) for (source, _), one in staged.items() if "blocked" in one}
+        unable = {
+            source: ("tcp", channel["blocked"]) for (source, _), channel in staged.items() if "blocked" in channel
+        }
         if unable:
             return {"blocked": unable}
         network = self._transports["tcp"]
@@ -395,8 +401,8 @@ class End:
             self._claimed = [(f"{apply} {name}", 0, 1) for name in self._tasks["names"]]
         else:
             context = self._context()
-            own = (one for one in context.tensors if one is not None and 0 not in one.shape)
-            self._claimed = [span(context.tools, one) for one in own]
+            own = (local for local in context.tensors if local is not None and 0 not in local.shape)
+            self._claimed = [span(context.tools, local) for local in own]
         lost = []
         for (link, _), end in find_shared("ends", {}).items():
             if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
@@ -416,5 +422,5 @@ class End:
             copy_all(context.tools, itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
             copy_all(context.tools, pairs)
-        if not all(one.is_unchanged() for one in self._transports.values()):
+        if not all(transport.is_unchanged() for transport in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

@@ -155,7 +155,7 @@ class SharedMemory(Transport):
         known, views = self._incoming.get(place, (None, []))
         if known != read.order:
             # The same memory in every send, so its views are made once.
-            places = [(0, one.offset) for one in read.wanted]
+            places = [(0, part.offset) for part in read.wanted]
             views = view_parts(read.tools, [mapped.content()], read.wanted, places)
             self._incoming[place] = read.order, views
         return views

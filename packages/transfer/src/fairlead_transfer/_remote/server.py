@@ -154,7 +154,7 @@ class Reader:
         steps: dict[Any, Iterator[memoryview]] = {}
         for source, parts in wishes.items():
             steps[source] = self._steps(self._connect(source, parts[0], deadline, is_over), parts, deadline, checks)
-        places = {source: self._advance(source, one, memoryview(b"")) for source, one in steps.items()}
+        places = {source: self._advance(source, remaining, memoryview(b"")) for source, remaining in steps.items()}
         pending = {source: place for source, place in places.items() if place is not None}
         with selectors.DefaultSelector() as selector:
             for source in pending:
@@ -198,7 +198,12 @@ class Reader:
         def ask(requests: list[bytes]) -> None:
             run(connection, deadline, lambda: connection.sendall(b"".join(requests)))
 
-        ask([struct.pack(REQUEST, one.token, one.generation, one.begin, sum(map(len, one.places))) for one in wishes])
+        ask(
+            [
+                struct.pack(REQUEST, wish.token, wish.generation, wish.begin, sum(map(len, wish.places)))
+                for wish in wishes
+            ]
+        )
         for wish in wishes:
             yield memoryview(reply)
             if struct.unpack(REPLY, reply)[0] != wish.generation:

@@ -254,10 +254,10 @@ def view_parts(
 ) -> list[Any]:
     """Return the wanted parts of blocks; `places` has for each the number of its buffer, and where its block begins."""
     blocks = (
-        tools.view(buffers[buffer], one.dtype, begin, one.sizes)
-        for one, (buffer, begin) in zip(wanted, places, strict=True)
+        tools.view(buffers[buffer], part.dtype, begin, part.sizes)
+        for part, (buffer, begin) in zip(wanted, places, strict=True)
     )
-    return [block if one.inside is None else block[one.inside] for block, one in zip(blocks, wanted, strict=True)]
+    return [block if part.inside is None else block[part.inside] for block, part in zip(blocks, wanted, strict=True)]
 
 
 def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
@@ -306,7 +306,7 @@ def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
 def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, int, int]]) -> bool:
     """Return whether a span of one list and a span of the other have bytes in common."""
     ends: dict[str, list[int]] = {}
-    marked = sorted([(*one, 0) for one in ours] + [(*one, 1) for one in theirs])
+    marked = sorted([(*span, 0) for span in ours] + [(*span, 1) for span in theirs])
     for device, begin, end, side in marked:
         reached = ends.setdefault(device, [begin, begin])
         if begin < reached[1 - side]:
@@ -426,9 +426,9 @@ def find_gathered() -> set[int]:
     for state in [reference() for reference in list(known.values())]:
         # Older versions of torch have one group for each state.
         groups += getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    parameters = [one for group in groups if group is not None for one in group.fsdp_params]
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
     names = "_unsharded_param", "_sharded_post_forward_param"
-    copies = [getattr(one, name, None) for one in parameters for name in names]
+    copies = [getattr(parameter, name, None) for parameter in parameters for name in names]
     parts = [copy.to_local() if hasattr(copy, "to_local") else copy for copy in copies if copy is not None]
     return {local.untyped_storage().data_ptr() for local in parts if local.numel()}.difference([0])
 
