@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import RayVirtualCluster, init_ray
+from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
@@ -303,7 +304,7 @@ def _status_rows() -> Iterator[Row]:
                     (f"  the same with {RECORDS} records beside theirs", read_all),
                 ):
                     look()
-                    with patch.object(query, "run_on_nodes", wraps=query.run_on_nodes) as asked:
+                    with patch.object(query, "run_on_nodes", wraps=run_on_nodes) as asked:
                         look()
                     count = sum(len(call.args[1]) for call in asked.call_args_list)
                     (timing,) = interleaved(look, repeats=50)
