@@ -209,7 +209,7 @@ def _with_code(function: Callable[..., Any], arguments: Mapping[str, Sequence[An
 
 
 def leave_agents(name: str, *, timeout_s: float = 0.0) -> None:
-    """End the agents that only `call_in_agents` with this name holds, with the threads and processes of its functions."""
+    """End the agents that only `call_in_agents` with this name holds, with what its functions have started."""
     release(dict.fromkeys(nodes_with(name), (name,)), timeout_s=timeout_s)
 
 
