@@ -164,7 +164,7 @@ def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
 
 
 def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` does not have."""
+    """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` lacks."""
     options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
     others = RayVirtualCluster, RayWorkerGroup
     larger = {name: one for one in others for name in inspect.signature(one).parameters if name not in options}
@@ -180,8 +180,8 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
             raise TypeError(f"launch has no option {name!r}: give it to {one.__name__}. See the docstring of launch.")
         near = difflib.get_close_matches(name, options, 1, 0.8)
         if near or name.startswith(_NO_AXES):
-            remedy = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
-            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {remedy}")
+            hint = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
+            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {hint}")
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(
                 f"{name}={size!r} is not an axis with its size, which is a whole number of workers, and launch has no "

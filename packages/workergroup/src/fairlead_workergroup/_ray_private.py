@@ -88,6 +88,17 @@ def _read_actors(state: str) -> Mapping[str, Any]:
     return dict(read_table(None, job, state))
 
 
+def lost_with(error: BaseException) -> str:
+    """Return "node" or "owner" if an actor died with its node or its owner; "" otherwise.
+
+    Reason: Ray (2.60) reports that only in the text of its error. Fallback: "", and the kind of the loss is "killed".
+    """
+    text = str(error).split("\nLast ")[0]
+    if "because its node has died" in text:
+        return "node"
+    return "owner" if "because its owner has died" in text or "placement group" in text else ""
+
+
 def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:
     """Return the exit code and the signal of a dead worker, which Ray (2.60) reports only in the text of its error."""
     # The output of the process may follow, which is not Ray's text.

@@ -148,7 +148,7 @@ def collect(
             return replies
         if pending and time.monotonic() >= deadline:
             workers = {by_ref[ref]: requests[by_ref[ref]][0] for ref in pending}
-            seen = late_workers(list(workers.values()), within_s=LOOK_S)
+            seen = late_workers(list(workers.values()))
             replies.update(
                 (number, Reply(workers[number], late=late)) for number, late in zip(workers, seen, strict=True)
             )

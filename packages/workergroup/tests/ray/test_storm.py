@@ -178,7 +178,7 @@ def check_call(key, runs, result, error):
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("seconds", [15, pytest.param(60, marks=pytest.mark.nightly)])
 def test_storm(tmp_path, eventually, seconds):
-    """No call has a result of two states, runs twice, reaches a wrong rank or waits long, and nothing is left behind."""
+    """No call has a result of two states, runs twice, reaches wrong ranks or waits long, and nothing is left behind."""
     with RayVirtualCluster([max(SIZES)], use_gpus=False) as cluster:
         group = RayWorkerGroup(
             cluster,

@@ -332,7 +332,7 @@ class Actor:
     def about(self) -> dict[str, Any]:
         """Return what a process reports about itself when its constructor has finished."""
         pid, started = self.key
-        return {"pid": pid, "started": started, "node_id": self.node.id}
+        return {"pid": pid, "started": started, "node_id": self.node.id, "log": ""}
 
 
 # These take no time that a death could cut short.

@@ -260,7 +260,7 @@ def wait_started(started: Sequence[Any], plans: Sequence[Any], timeout_s: float)
 
 def late_error(plans: Sequence[Any], workers: int, timeout_s: float) -> Exception:
     """Return the error about workers that have not started in time."""
-    return launch._late_error(plans, workers, timeout_s)
+    return launch.late_error(plans, [None] * len(plans), workers, timeout_s)
 
 
 def start_error(error: Exception, plan: Any, actor: Any, started: int, waiting: Sequence[int]) -> Exception:

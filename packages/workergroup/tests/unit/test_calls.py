@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What calls plan, checked against a model of every worker on any layout, and what `map` does for each item."""
 
+import inspect
 import itertools
 import random
 import threading
@@ -19,7 +20,8 @@ from fairlead_workergroup import PerWorker, Shard
 from fairlead_workergroup._calls import map as map_module
 from fairlead_workergroup._calls.execution import SendState
 from fairlead_workergroup._calls.map import MapOptions, _Balancer, _Item, map_items
-from fairlead_workergroup._calls.plan import Mesh, plan_call
+from fairlead_workergroup._calls.plan import Mesh, make_columns, plan_call
+from fairlead_workergroup._start.worker_class import Method
 from fairlead_workergroup._transport.futures import ON_THREAD, block
 from fairlead_workergroup._world import Deadline
 from fairlead_workergroup.exceptions import CallTimeoutError, WorkerFailureError
@@ -106,11 +108,11 @@ def test_pieces(drawn, data):
     pieces = np.empty([view.sharding.get_axis_size(axis) for axis in axes], dtype=object)
     for at in np.ndindex(pieces.shape):
         pieces[at] = at
-    got = plan.column("x", Shard(pieces.tolist(), *axes)).expand(len(plan.called))
+    got = plan.column(Shard(pieces.tolist(), *axes)).expand(len(plan.called))
     assert got == [tuple(coords_of[rank][axis] for axis in axes) for rank in plan.called]
-    own = plan.column("x", PerWorker([f"of {rank}" for rank in plan.called])).expand(len(plan.called))
+    own = plan.column(PerWorker([f"of {rank}" for rank in plan.called])).expand(len(plan.called))
     assert own == [f"of {rank}" for rank in plan.called]
-    assert plan.column("x", "all").expand(len(plan.called)) == ["all"] * len(plan.called)
+    assert plan.column("all").expand(len(plan.called)) == ["all"] * len(plan.called)
 
 
 MESH = Mesh(NamedSharding.from_shape(dp=2, tp=4))
@@ -151,7 +153,21 @@ def test_bad_values(value, error, message):
     """Too few values, too many values, and values that are not a sequence are refused."""
     mesh = Mesh(NamedSharding.from_shape(dp=2, tp=4, pp=3))
     with pytest.raises(error, match=message):
-        plan_call(mesh, first_along="tp").column("argument 'x'", value())
+        plan_call(mesh, first_along="tp").column(value())
+
+
+def test_errors_of_values_name_the_argument():
+    """The error about a value names the method, the argument, the axis, and what to give instead."""
+    method = Method("step", "plain", inspect.signature(lambda batch, *, rate: None))
+    plan = plan_call(Mesh(NamedSharding.from_shape(dp=2, tp=4)))
+    with pytest.raises(ValueError, match=r"argument 'batch' of 'step': .* expected 2, found 3") as caught:
+        make_columns(method, [Shard([1, 2, 3], "dp")], {}, plan.column)
+    assert "Shard(values, 'dp') takes one piece for each of the 2 coordinates along 'dp'" in str(caught.value)
+    assert "numpy.array_split(values, 2)" in str(caught.value)
+    with pytest.raises(ValueError, match=r"argument 'rate' of 'step': .*one level for each axis: 2 for 'dp' of 4 for"):
+        make_columns(method, [1], {"rate": Shard([[1], [2]], "dp", "tp")}, plan.column)
+    with pytest.raises(ValueError, match="argument 'rate' of 'step': it has 3 values, but 8 workers are called"):
+        make_columns(method, [1], {"rate": PerWorker([1, 2, 3])}, plan.column)
 
 
 def test_a_view_of_one_worker_has_no_axes():

@@ -18,7 +18,6 @@ class Model:
         pass
 
 
-
 @pytest.mark.parametrize(
     ("worker", "options", "message"),
     [
@@ -43,7 +42,11 @@ class Model:
         (RayWorkerBuilder(Model), {"dp": 1, "init_args": [1]}, "give the arguments to the builder"),
         (collections.Counter, {"dp": 2, "gpu_ids": 1}, "'gpu_ids': give it to RayVirtualCluster"),
         (collections.Counter, {**WORKERS, "cpus_per_worker": 0}, "cpus_per_worker must be an integer of at least 1"),
-        (collections.Counter, {**WORKERS, "gpus_per_worker": -1}, "gpus_per_worker must be a number of at least 0, got -1"),
+        (
+            collections.Counter,
+            {**WORKERS, "gpus_per_worker": -1},
+            "gpus_per_worker must be a number of at least 0, got -1",
+        ),
         (collections.Counter, {**WORKERS, "init_args": "text"}, "init_args must be a list or tuple"),
         (collections.Counter, {**WORKERS, "init_kwargs": [1]}, "init_kwargs must be a dict"),
         (collections.Counter, {**WORKERS, "timeout_s": 0}, "timeout_s must be a positive number of seconds"),

@@ -58,10 +58,7 @@ def dispatch(
     began = _world.current.now()
     if options.retries:
         sender.check_retries(options.retries)
-    known = sender.described.worker_class
-    if not isinstance(method, Method):
-        by_name = known.methods.get(method) if isinstance(method, str) else None
-        method = by_name or known.method(method)
+    method = sender.described.worker_class.find(method)
     timeout_s = sender.call_timeout_s if options.timeout is None else options.timeout
     deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
     order = Order(method, recipients.called, (), began, deadline, sharding, passes=passes)

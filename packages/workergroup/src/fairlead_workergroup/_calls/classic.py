@@ -129,10 +129,10 @@ class ClassicCalls(AddressedWorkers):
         target = self._target
         plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
 
-        def column(what: str, values: Any) -> Column:
+        def column(values: Any) -> Column:
             # Unlike `PerWorker`, the original accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
-            return column_per_worker(what, list(values) if is_series else values, len(plan.called))
+            return column_per_worker(list(values) if is_series else values, len(plan.called))
 
         return self._dispatch(target, method_name, plan, args, kwargs, column, common_kwargs).futures
 
@@ -178,7 +178,7 @@ class ClassicCalls(AddressedWorkers):
         recipients = Recipients(plan.called.tolist(), plan.returned.tolist(), plan.answers.tolist())
         index = plan.piece.tolist()
 
-        def column(_: str, nested: Any) -> Column:
+        def column(nested: Any) -> Column:
             return Column(plan.pieces(nested), index)
 
         return Call(self._dispatch(target, method_name, recipients, args, kwargs, column, common_kwargs))
@@ -216,18 +216,19 @@ class ClassicCalls(AddressedWorkers):
         recipients: Recipients,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        column: Callable[[str, Any], Column],
+        column: Callable[[Any], Column],
         common_kwargs: Mapping[str, Any] | None = None,
     ) -> Execution:
         """Send a call, and remember when its futures were made."""
         self._note_deaths(target.sender, recipients.called)
         common = common_kwargs or {}
-        columns, named = make_columns(args, kwargs, column, method_name)
+        method = target.sender.described.worker_class.find(method_name)
+        columns, named = make_columns(method, args, kwargs, column)
         if both := sorted(set(named) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named |= {name: Column([value]) for name, value in common.items()}
         execution = dispatch(
-            target.sender, self, method_name, recipients, columns, named, CallOptions(), sharding=target.sharding
+            target.sender, self, method, recipients, columns, named, CallOptions(), sharding=target.sharding
         )
         self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
         return execution
@@ -240,5 +241,5 @@ class ClassicCalls(AddressedWorkers):
             sender.roster.note(judge_known_dead(sender.roster.judge, dead))
 
 
-def _replicate(_: str, value: Any) -> Column:
+def _replicate(value: Any) -> Column:
     return Column([value])

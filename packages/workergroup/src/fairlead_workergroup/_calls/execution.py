@@ -21,7 +21,7 @@ from .._start.worker_class import Method
 from .._transport.futures import ON_THREAD, REPORT_EVERY_S, Waiter, block, end_of, is_not_ready, is_stream
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError
-from .errors import explain_failure, is_cancellation, refused_epochs, refused_error
+from .losses import diagnose, is_cancellation, refused_epochs, refused_error
 from .plan import CallOptions, Recipients
 from .sender import Order, Sender, Sent
 
@@ -374,7 +374,7 @@ class Execution:
         if type(error) is CallTimeoutError:  # that of a worker arrives as an instance of a class that Ray derives
             return error
         self.check_open()
-        failure = explain_failure(self._ends(), error, self.sender)
+        failure = diagnose(self._ends(), error, self.sender, self.method.name, self.order.deadline)
         if not isinstance(failure, WorkerFailureError) and not self.sender.is_owner and self._find_refusals():
             return self._refused_error()
         return failure
@@ -475,7 +475,8 @@ class Execution:
             if not self.sender.is_owner and refused_epochs(error) is not None:
                 raise (await on.apart(self._refused_error)) from None
             own = [self.completions[at], *self.items.get(at, ())[-1:]]
-            return self._make_outcome(at, error=await on.apart(explain_failure, own, error, self.sender))
+            found = await on.apart(diagnose, own, error, self.sender, self.method.name)
+            return self._make_outcome(at, error=found)
         return self._make_outcome(at, value)
 
     async def _get_items(self, on: Waiter, at: int) -> list[Any]:

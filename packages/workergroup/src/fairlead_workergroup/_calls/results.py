@@ -16,7 +16,7 @@ from .._ray_private import actor_id_of_ref
 from .._transport.futures import ON_THREAD, REPORT_EVERY_S, block, end_of, is_stream, short_traceback, task_of_future
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
-from .errors import explain_failure
+from .losses import diagnose
 from .plan import split_positions
 from .sender import Sender
 
@@ -113,6 +113,10 @@ class ClassicFutures:
         while len(self._made) > MOST_SUBMITTED:
             self._made.popitem(last=False)
 
+    def name_of(self, futures: Sequence[Any]) -> str:
+        """Return the name of the method that some futures are of; "" if it is unknown."""
+        return next((made[0] for one in futures if (made := self._made.get(task_of_future(one))) is not None), "")
+
     def remove(self, futures: Sequence[Any]) -> None:
         """Forget futures whose results have been fetched."""
         for future in futures:
@@ -170,7 +174,7 @@ def fetch(
         raise
     except Exception as error:  # noqa: BLE001  any exception of a worker
         ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
-        raise explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)  # noqa: B904  chained there
+        raise diagnose(list(dict.fromkeys([*singles, *ends])), error, sender, group.name_of(futures) if group else "")  # noqa: B904  chained there
     if group is not None:
         group.remove([*streams, *singles])
     left = iter(values)

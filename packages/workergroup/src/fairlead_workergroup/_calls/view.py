@@ -65,13 +65,13 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
-        target = self
+        target, called = self, self.sender.described.worker_class.find(method)
         while True:
             plan = make_plan(target.mesh, options)
-            columns, named = make_columns(args, kwargs, plan.column)
+            columns, named = make_columns(called, args, kwargs, plan.column)
             try:
                 return Call(
-                    dispatch(self.sender, owner, method, plan, columns, named, options, sharding=target.sharding)
+                    dispatch(self.sender, owner, called, plan, columns, named, options, sharding=target.sharding)
                 )
             except EpochError:
                 # Another thread has resized the group. Values that were split for its size before cannot be sent.

@@ -119,7 +119,7 @@ class Membership(FixedMembership):
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:
         if self._roster.ending:
             return "The group has been shut down. Create a new group."
-        if self._ports[0].lacks_cluster([failure.rank for failure in lost if failure.kind == "killed"]):
+        if any(failure.kind == "shut-down" for failure in lost):
             return CLUSTER_GONE
         return self.policy.remedy(self._roster.now, [failure.rank for failure in lost])
 

@@ -98,7 +98,7 @@ class MemoryLimit:
 
     def find_killed(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Return the evidence, with both numbers, about the workers that a guard has ended."""
-        sizes = ask_nodes(workers, read_verdicts, self.token, within_s=within_s)
+        sizes = ask_nodes(workers, read_verdicts, self.token, within_s=within_s, asks_head=False)
         cause = f"over its memory_limit of {self.limit:,} bytes"
         causes = {
             worker: f"its process and those that it had started held {size:,} bytes of memory, {cause}"

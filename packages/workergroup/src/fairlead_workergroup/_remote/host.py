@@ -105,7 +105,7 @@ class WorkerHost:
             raise
         self._fairlead_record.end(self._fairlead_key)
         node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id}
+        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": _find_log()}
 
     def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
         """Run a method and drop its result, so that nothing is stored or sent back."""
@@ -178,6 +178,15 @@ class WorkerHost:
             except StopAsyncIteration:
                 return
             yield item
+
+
+def _find_log() -> str:
+    """Return the file to which Ray lets this process write; an empty text if it writes to a terminal or a pipe."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if os.path.isfile(path) else ""
 
 
 class _MethodRun:

@@ -119,6 +119,12 @@ class WorkerClass:
         """That class as a Ray actor class."""
         return ray.remote(self.host)
 
+    def find(self, method: "str | Callable[..., Any] | Method") -> Method:
+        """Return what `method` does; a `Method` is returned as it is."""
+        if isinstance(method, Method):
+            return method
+        return (self.methods.get(method) if isinstance(method, str) else None) or self.method(method)
+
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function."""
         if not isinstance(method, str):
