@@ -26,7 +26,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._calls.plan import Mesh, plan_call
-from fairlead_workergroup._calls.sender import make_requests, store_columns
+from fairlead_workergroup._calls.requests import make_requests, store_columns
 from fairlead_workergroup._membership.model import Member, Started
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.observer import Observer

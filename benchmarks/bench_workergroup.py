@@ -26,7 +26,7 @@ from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
-from fairlead_workergroup._calls.sender import make_requests, store_columns
+from fairlead_workergroup._calls.requests import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records

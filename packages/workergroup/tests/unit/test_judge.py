@@ -123,6 +123,7 @@ class Asked:
         ("node", {"node": says("process", "alive")}, ["node"], "alive"),
         ("node", {"node": PROCESS, "guard": GUARD}, ["node", "guard"], "lost"),
         ("node", {"node": NODE}, ["node"], "lost"),
+        ("cause", {"node": PROCESS}, [], "unknown"),
         ("all", {"head": says("actor-state", "silent")}, ["head", "node"], "unknown"),
         ("all", {"head": ACTOR, "ray": ERROR}, ["head", "ray", "guard"], "lost"),
         ("all", {"node": PROCESS}, ["head", "node", "ray", "guard"], "lost"),
@@ -199,7 +200,7 @@ def test_worker_out_of_reach(monkeypatch, ended, is_lost):
         witnesses, "ask_nodes", lambda workers, *_, **__: [answers.pop(0) if len(answers) > 1 else answers[0]]
     )
     monkeypatch.setattr(witnesses, "REFUSED_EVERY_S", 0.0)
-    lost = judge_errors(Judge(RayWitnesses(lambda worker: None)), {WORKER: AWAY}, within_s=0.2)
+    lost = judge_errors(Judge(RayWitnesses(lambda worker: None)), {WORKER: AWAY}, within_s=0.3)
     assert [verdict.kind for verdict in lost] == ["killed"] * is_lost
 
 

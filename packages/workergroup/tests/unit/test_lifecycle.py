@@ -194,7 +194,7 @@ def test_an_interrupt_at_the_beginning():
         give_back=lambda: ended.append("workers"),
         gave_all_back=True,
     )
-    membership = SimpleNamespace(gate=SimpleNamespace(wake=lambda: None), join=lambda deadline: True)
+    membership = SimpleNamespace(turns=SimpleNamespace(refuse_waiting=lambda: None), join=lambda deadline: True)
     launcher = SimpleNamespace(resources=held, release=lambda: None)
     with pytest.raises(KeyboardInterrupt):
         Teardown(launcher, membership).run(None, 30.0, force=False)

@@ -8,16 +8,14 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import TaskCancelledError
 
-from .. import _world
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._observe.evidence import ENDED_S, judge_errors, tells_of_a_loss
 from .._observe.remote_errors import explain_errors
-from .._ray_private import actor_id_of_ref
-from .._transport.futures import is_not_ready
+from .._transport import replies
 from .._world import NEVER, Deadline
 from ..exceptions import EpochError, format_ranks
-from .sender import Sender
+from .core import Core
 
 # Once a worker is known to be dead, this long for the errors of others that have died with it.
 TOGETHER_S = 0.2
@@ -26,7 +24,7 @@ TOGETHER_S = 0.2
 def diagnose(
     refs: Sequence[ObjectRef[Any]],
     first: BaseException,
-    sender: Sender | None,
+    core: Core | None,
     method: str = "",
     deadline: Deadline = NEVER,
 ) -> BaseException:
@@ -37,9 +35,9 @@ def diagnose(
     if isinstance(first, ray.exceptions.RayError):
         first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
         first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
-    if sender is None or not refs:
+    if core is None or not refs:
         return first
-    roster = sender.roster
+    roster = core.roster
     failed, pending = _find_errors(refs, roster, 0.0)
     if pending and any(map(tells_of_a_loss, failed.values())):
         failed, pending = _find_errors(refs, roster, TOGETHER_S)
@@ -48,7 +46,7 @@ def diagnose(
     silent = pending if isinstance(first, ray.exceptions.RayTaskError) else ()
     within_s = deadline.left(at_most=ENDED_S) or 0.0
     if lost := judge_errors(roster.judge, failed, silent=silent, within_s=within_s):
-        failure = sender.failure_error(sorted(lost, key=lambda verdict: verdict.worker.rank))
+        failure = core.failure_error(sorted(lost, key=lambda verdict: verdict.worker.rank))
         failure.__cause__ = next(iter(failed.values()), first)
         return failure
     return explain_errors(failed, method) if failed else first
@@ -58,16 +56,13 @@ def _find_errors(
     refs: Sequence[ObjectRef[Any]], roster: Roster, seconds: float
 ) -> tuple[dict[WorkerProcess, BaseException], list[WorkerProcess]]:
     """Return the errors of the workers that have failed by then, by rank, and the workers that have not finished."""
-    done, pending = _world.current.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)
+    done, pending = replies.wait(refs, seconds)
     failed: dict[WorkerProcess, BaseException] = {}
     for ref in done:
-        try:
-            _world.current.get([ref], timeout=0)
-        except Exception as error:  # noqa: BLE001  any exception of a worker
-            worker = roster.find(actor_id_of_ref(ref))
-            if worker is not None and not is_not_ready(error):
-                failed.setdefault(worker, error.with_traceback(None))
-    others = (roster.find(actor_id_of_ref(ref)) for ref in pending)
+        worker, error = roster.find(replies.actor_of(ref)), replies.error_of(ref)
+        if worker is not None and error is not None:
+            failed.setdefault(worker, error)
+    others = (roster.find(replies.actor_of(ref)) for ref in pending)
     return dict(sorted(failed.items(), key=lambda one: one[0].rank)), [one for one in others if one is not None]
 
 

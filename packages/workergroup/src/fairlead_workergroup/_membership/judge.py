@@ -14,7 +14,7 @@ from .model import WorkerProcess
 
 Source = Literal["memory-guard", "user", "ray-error", "node", "actor-state", "process"]
 Says = Literal["alive", "gone", "silent"]
-Look = Literal["known", "guard", "head", "node", "all"]
+Look = Literal["known", "guard", "cause", "head", "node", "all"]
 
 # The cause is the text of the first of these sources that gives one.
 _SOURCES: tuple[Source, ...] = ("memory-guard", "user", "ray-error", "node", "actor-state", "process")
@@ -149,8 +149,8 @@ class Judge:
     ) -> dict[WorkerProcess, Verdict]:
         """Return the verdicts on processes, after a look at those that are not known to be lost.
 
-        "guard" asks only the guards of memory; "all" asks the head, the nodes, and the actors for the causes; "known"
-        sends no request. Each may take `within_s`.
+        "guard" asks only the guards of memory, and "cause" the dead actors for what Ray knows. "all" asks the head, the
+        nodes, and the actors for the causes; "known" sends no request. Each may take `within_s`.
         """
         verdicts = {worker: self.tell(worker) for worker in workers}
 
@@ -164,6 +164,8 @@ class Judge:
                 collect(witnesses.head, lambda one: not one.is_lost)
             if look in ("node", "all"):
                 collect(witnesses.node, lambda one: not one.is_lost)
+            if look == "cause":
+                collect(witnesses.ray, lambda one: one.is_lost and not one.names("ray-error"))
             if look == "all":
                 collect(witnesses.ray, lambda one: one.names("actor-state") and not one.names("ray-error"))
                 # What only the node has noticed, Ray may notice soon.

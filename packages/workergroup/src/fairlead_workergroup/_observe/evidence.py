@@ -122,6 +122,8 @@ def judge_errors(
         if lost or not asked:
             break
         _world.current.event().wait(min(REFUSED_EVERY_S, left))
+    if lost and (left := until - _world.current.now()) > 0:
+        lost |= judge.ask(lost, look="cause", within_s=left)  # what only the node has noticed, Ray may notice soon
     return list(lost.values())
 
 

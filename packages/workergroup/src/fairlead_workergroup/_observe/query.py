@@ -14,7 +14,7 @@ from .._membership.model import WorkerProcess
 from .._remote.outside import look_from_outside
 from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records
-from .._transport.futures import task_of_future
+from .._transport.replies import task_of
 from ..exceptions import LateWorker
 from .stuck import find_innermost
 
@@ -125,7 +125,7 @@ def cancel_calls(
     Of workers that run their methods `in_order`, Ray has to cancel only methods that run. If Ray 2.60 cancels a call to
     such a worker before it is delivered, the worker waits 30 s for that call and then refuses the calls behind it.
     """
-    tasks = {worker.rank: (worker.key, task_of_future(future)) for worker, future in calls}
+    tasks = {worker.rank: (worker.key, task_of(future)) for worker, future in calls}
     workers = [worker for worker, _ in calls]
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     for (_, future), runs in zip(calls, running, strict=True):

@@ -32,11 +32,6 @@ class Method:
     backpressure: int | None = None  # after so many items a generator waits until one is read
 
     @cached_property
-    def hosted(self) -> str:
-        """The name of the host's method that runs it."""
-        return self.name if self.function is None else f"_fairlead_function_{self.kind}"
-
-    @cached_property
     def result(self) -> str:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
