@@ -123,7 +123,7 @@ class Asked:
         ("node", {"node": says("process", "alive")}, ["node"], "alive"),
         ("node", {"node": PROCESS, "guard": GUARD}, ["node", "guard"], "lost"),
         ("node", {"node": NODE}, ["node"], "lost"),
-        ("cause", {"node": PROCESS}, [], "unknown"),
+        ("cause", {"node": PROCESS}, ["ray"], "unknown"),
         ("all", {"head": says("actor-state", "silent")}, ["head", "node"], "unknown"),
         ("all", {"head": ACTOR, "ray": ERROR}, ["head", "ray", "guard"], "lost"),
         ("all", {"node": PROCESS}, ["head", "node", "ray", "guard"], "lost"),

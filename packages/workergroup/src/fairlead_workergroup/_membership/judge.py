@@ -149,7 +149,7 @@ class Judge:
     ) -> dict[WorkerProcess, Verdict]:
         """Return the verdicts on processes, after a look at those that are not known to be lost.
 
-        "guard" asks only the guards of memory, and "cause" the dead actors for what Ray knows. "all" asks the head, the
+        "guard" asks only the guards of memory, and "cause" the actors for what Ray knows. "all" asks the head, the
         nodes, and the actors for the causes; "known" sends no request. Each may take `within_s`.
         """
         verdicts = {worker: self.tell(worker) for worker in workers}
@@ -165,7 +165,7 @@ class Judge:
             if look in ("node", "all"):
                 collect(witnesses.node, lambda one: not one.is_lost)
             if look == "cause":
-                collect(witnesses.ray, lambda one: one.is_lost and not one.names("ray-error"))
+                collect(witnesses.ray, lambda one: not one.names("ray-error"))
             if look == "all":
                 collect(witnesses.ray, lambda one: one.names("actor-state") and not one.names("ray-error"))
                 # What only the node has noticed, Ray may notice soon.

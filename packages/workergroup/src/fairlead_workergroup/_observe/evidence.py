@@ -114,11 +114,14 @@ def judge_errors(
         return list(judge.ask(lost, look="guard", within_s=within_s).values())
     refused = [worker for worker, known in verdicts.items() if known.is_doubted]
     until = _world.current.now() + within_s
-    asked = [*refused, *(worker for worker in silent if worker not in verdicts)]
+    if starting := [worker for worker in refused if not worker.pid]:  # no node knows their processes
+        found = judge.ask(starting, look="cause", within_s=within_s)
+        lost |= {worker: known for worker, known in found.items() if known.is_lost}
+    asked = [*(one for one in refused if one.pid), *(worker for worker in silent if worker not in verdicts)]
     while asked and (left := until - _world.current.now()) > 0:
         found = judge.ask(asked, look="node", within_s=left)
         lost |= {worker: known for worker, known in found.items() if known.is_lost}
-        asked = [worker for worker in refused if worker not in lost]
+        asked = [worker for worker in refused if worker.pid and worker not in lost]
         if lost or not asked:
             break
         _world.current.event().wait(min(REFUSED_EVERY_S, left))

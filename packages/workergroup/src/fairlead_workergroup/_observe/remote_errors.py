@@ -20,6 +20,7 @@ def explain_errors(errors: Mapping[WorkerProcess, BaseException], method: str = 
     worker, first = next(iter(errors.items()))
     if type(first) is ray.exceptions.ActorUnavailableError or not isinstance(first, RayError):
         return first
+    first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     shown: BaseException = first
     cause = getattr(first, "cause", None)
     if (made := getattr(cause, "fairlead_error", None)) is not None:  # see `Need`
