@@ -27,7 +27,7 @@ from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
-from fairlead_workergroup._calls.sender import make_requests, store_columns
+from fairlead_workergroup._calls.requests import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
@@ -141,8 +141,8 @@ def _plan_rows() -> Iterator[Row]:
                     _piece_index.cache_clear()
                     mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
                 plan = plan_call(mesh, collect=("dp", "pp"))
-                batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
-                rate = {"lr": plan.column("lr", 0.1)}
+                batch = plan.column(Shard(pieces, "dp"))  # noqa: B023
+                rate = {"lr": plan.column(0.1)}
                 with patch.object(ray, "put", lambda value: value):
                     columns = store_columns(method, [batch], rate, Arguments())
                 for _ in make_requests(method, plan, columns, list(rate)):

@@ -20,7 +20,7 @@ from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
-from fairlead_workergroup._calls import handle, sender
+from fairlead_workergroup._calls import core, handle
 from fairlead_workergroup._lifecycle import delivery, launcher, shutdown
 from fairlead_workergroup._membership import judge, machine
 from fairlead_workergroup._observe import (
@@ -33,9 +33,9 @@ from fairlead_workergroup._observe import (
     query,
     registration,
 )
-from fairlead_workergroup._remote import exits, process, progress, reaper
+from fairlead_workergroup._remote import process, progress, reaper
 from fairlead_workergroup._start import builder, launch
-from fairlead_workergroup._transport import futures
+from fairlead_workergroup._transport import replies, wait
 
 Patch = pytest.MonkeyPatch
 
@@ -76,11 +76,6 @@ def limit_starts_of_single_workers(patch: Patch, seconds: float) -> None:
     patch.setattr(builder, "START_S", seconds)
 
 
-def limit_cleanups_at_exits(patch: Patch, seconds: float) -> None:
-    """Let a worker that exits wait this long for its other methods."""
-    patch.setattr(exits, "CLEANUP_S", seconds)
-
-
 def limit_ends_of_workers(patch: Patch, seconds: float) -> None:
     """Let a shutdown wait this long for a worker before it kills the process."""
     patch.setattr(shutdown, "WORKER_GRACE_S", seconds)
@@ -98,7 +93,7 @@ def limit_waits_for_room(patch: Patch, seconds: float) -> None:
 
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
-    patch.setattr(futures, "REPORT_EVERY_S", seconds)
+    patch.setattr(wait, "REPORT_EVERY_S", seconds)
 
 
 def longest_shutdown(timeout_s: float) -> float:
@@ -278,15 +273,36 @@ def note_puts(patch: Patch) -> list[int]:
 def note_requests(patch: Patch) -> list[str]:
     """Return a list that gets the name of the method of each request that a call sends to a worker from now on."""
     names: list[str] = []
-    send = sender.Sender._send_requests
+    submit = core.Core._submit
 
-    def send_and_note(own: Any, now: Any, order: Any, needs: Any) -> Any:
-        refs = send(own, now, order, needs)
-        names.extend([order.method.name] * len(refs))
-        return refs
+    def submit_and_note(own: Any, call: Any) -> Any:
+        sent = submit(own, call)
+        if isinstance(sent, core.Sent):
+            names.extend([call.method.name] * len(sent.replies))
+        return sent
 
-    patch.setattr(sender.Sender, "_send_requests", send_and_note)
+    patch.setattr(core.Core, "_submit", submit_and_note)
     return names
+
+
+@contextlib.contextmanager
+def changing(group: Any) -> Iterator[None]:
+    """Let calls of a group wait, as while it begins an epoch."""
+    group._core.begin_change()
+    try:
+        yield
+    finally:
+        group._core.end_change()
+
+
+def send_in_turn(group: Any, act: Callable[[], object]) -> None:
+    """Call a function at the moment at which a group submits a call."""
+    group._core._take_turn(act)
+
+
+def find_unfinished(call: Any) -> list[int]:
+    """Return the positions of the workers that have not finished a call."""
+    return list(call._pending())
 
 
 # Moments at which something else happens.
@@ -335,7 +351,7 @@ def _act_at_a_bar(patch: Patch, module: Any, ranks: list[int], act: Callable[[],
 
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a call has been checked, and before Ray gets it."""
-    act_before(patch, sender.Sender, "_send_requests", act)
+    act_before(patch, replies, "submit", act)
 
 
 def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:

@@ -160,6 +160,22 @@ def test_grow_and_shrink(cluster):
         assert group.call("facts").result() == [(3, 8, group.master_port, 8)] * 8
 
 
+def test_calls_of_an_event_loop(group):
+    """Calls that an event loop makes while the group is resized are planned again, but for those with pieces."""
+
+    async def main():
+        resizes = asyncio.create_task(asyncio.to_thread(lambda: [group.resize(dp=size) for size in (3, 2, 3, 2)]))
+        sizes = set()
+        while not resizes.done():
+            result = await group.call("add", 1)
+            assert result == [(rank, 1) for rank in range(len(result))]
+            sizes.add(len(result))
+        await resizes
+        return sizes
+
+    assert asyncio.run(main()) >= {2, 3}
+
+
 def test_registration(cluster, eventually):
     """After each resize the agents know the members of now, for those who look from outside."""
 

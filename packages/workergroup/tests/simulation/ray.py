@@ -280,7 +280,7 @@ class PretendedRay:
         self.nodes[node_id].died_in = self.world.steps
         for actor in self.actors:
             if actor.node.id == node_id:
-                actor.end("its node has died")
+                actor.end("The actor died because its node has died.")
 
     def drain(self, node_id: str, seconds: float) -> None:
         """Announce the end of a node, which comes some seconds later."""

@@ -34,9 +34,9 @@ from .._ray_private import actor_id_of
 from .._start.worker_class import Described, WorkerClass
 from .._world import Deadline
 from ..exceptions import WorkerGroupError
+from .core import Core
 from .map import MapOptions
 from .plan import Mesh
-from .sender import Sender
 from .view import Target, TypedCalls
 
 # A publication that is on its way arrives within this time, and how often it is looked for.
@@ -121,7 +121,7 @@ class GroupHandle(TypedCalls):
         # It protects what is known of the group: a process connects once, and one thread at a time reads news. It is
         # reentrant, because a signal handler may make a call while its thread reads.
         self._lock = threading.RLock()
-        self._sender: _ClientSender | None = None
+        self._core: _ClientCore | None = None
 
     def __repr__(self) -> str:
         return f"GroupHandle({self._identity.name!r}, {self._identity.group_id[:6]!r})"
@@ -150,11 +150,11 @@ class GroupHandle(TypedCalls):
         return self._connect().roster.now.sharding
 
     def _find_target(self, *, renew: bool = True) -> Target:
-        sender = self._connect()
+        core = self._connect()
         if renew:
-            sender.renew()
-        sharding = sender.roster.now.sharding
-        return Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
+            core.renew()
+        sharding = core.roster.now.sharding
+        return Target(core, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.
@@ -166,24 +166,24 @@ class GroupHandle(TypedCalls):
             ValueError: `stuck_after_s` is not a positive number.
             WorkerGroupError: the group has ended.
         """
-        sender = self._connect()
+        core = self._connect()
         with head_deadline(HEAD_S):
-            sender.read_again()
-            return Observer(sender.roster).read_status(stuck_after_s)
+            core.read_again()
+            return Observer(core.roster).read_status(stuck_after_s)
 
-    def _connect(self) -> "_ClientSender":
-        """Return the sender of this process, which is made at the first use."""
-        if (sender := self._sender) is not None and sender.roster.connected:
-            return sender
+    def _connect(self) -> "_ClientCore":
+        """Return the core of this process, which is made at the first use."""
+        if (core := self._core) is not None and core.roster.connected:
+            return core
         with self._lock:
-            if (sender := self._sender) is not None and sender.roster.connected:
-                return sender  # another thread has just made it
+            if (core := self._core) is not None and core.roster.connected:
+                return core  # another thread has just made it
             self._identity.connect()
             with head_deadline(HEAD_S):
                 group = self._identity.read()
-                sender = _make_sender(self._identity, group, self._lock)
-            self._sender = sender
-        return sender
+                core = _make_core(self._identity, group, self._lock)
+            self._core = core
+        return core
 
 
 def attach(name: str, address: str | None = None) -> GroupHandle:
@@ -207,8 +207,8 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
 
 
 @dataclass(eq=False, repr=False)
-class _ClientSender(Sender):
-    """The sender of a process that has not made the group."""
+class _ClientCore(Core):
+    """The core of a process that has not made the group."""
 
     is_owner: ClassVar[bool] = False
     identity: GroupIdentity = field(kw_only=True)  # the group
@@ -266,12 +266,12 @@ class _ClientSender(Sender):
         self.group = group
 
 
-def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> _ClientSender:
+def _make_core(identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> _ClientCore:
     rows = {row.rank: row for row in group.members}
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding)
     roster.judge = Judge(RayWitnesses(roster.find_handle))
-    sender = _ClientSender(
+    core = _ClientCore(
         roster,
         Described(WorkerClass.from_dict(group.methods)),
         FixedMembership(remedy=REMEDY),
@@ -280,8 +280,8 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
         reading=reading,
         group=group,
     )
-    sender.adopt(group)
-    return sender
+    core.adopt(group)
+    return core
 
 
 def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> Place:

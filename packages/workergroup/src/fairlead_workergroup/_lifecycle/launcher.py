@@ -14,6 +14,7 @@ from fairlead_venvs import VenvSpec
 from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started, configure_ask
 from .._observe.memory import MemoryLimit
+from .._observe.query import WorkerLook, look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
@@ -277,13 +278,17 @@ class Launcher(Described):
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
         handles = [one.handle for one in actors.values()]
-        answers = wait_started(refs, plans, actors=handles, name=name, timeout_s=timeout_s, check=check)
+
+        def look(late: Sequence[WorkerPlan]) -> list[WorkerLook | None]:
+            return look_at_starts([actors[worker.place.rank] for worker in late])
+
+        answers = wait_started(refs, plans, actors=handles, name=name, timeout_s=timeout_s, check=check, look=look)
         started = []
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
             self.resources.add({worker.place.rank: dataclasses.replace(one, node_id=answer["node_id"], **process)})
-            process["actor_id"] = actor_id_of(one.handle)
-            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **process)))
+            identity = {**process, "actor_id": actor_id_of(one.handle), "log": answer["log"]}
+            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **identity)))
         return started
 
 
