@@ -400,7 +400,7 @@ def note_reads(patch: Patch) -> list[int]:
 
 def limit_waits_of_handles(patch: Patch, seconds: float) -> None:
     """Let handles wait only this long for a publication that is on its way."""
-    patch.setattr(handle, "SETTLED_S", seconds)
+    patch.setattr(handle, "RENEWED_S", seconds)
 
 
 def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:

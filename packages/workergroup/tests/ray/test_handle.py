@@ -311,7 +311,7 @@ def test_signal_handlers(group, monkeypatch):
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert results == [pids] * 2
-    assert sender.group.publication == registration._version
+    assert sender.group.publication == registration.version
 
 
 def test_resize(local_ray):
