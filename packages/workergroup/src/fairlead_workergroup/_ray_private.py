@@ -8,12 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, ObjectRefGenerator
 from ray.core.generated.gcs_pb2 import ActorTableData
 
 # The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
 # Ray's methods for that are not documented.
 TASK_BYTES = 24
+
+
+def is_stream(reply: Any) -> bool:
+    """Return whether a reply is that of a generator method. Reason: `completed` below is not documented."""
+    return isinstance(reply, ObjectRefGenerator)
+
+
+def end_of(reply: Any) -> Any:
+    """Return the reference that is ready when a worker has finished: the value itself, or the end of a generator."""
+    return reply.completed() if is_stream(reply) else reply
 
 
 def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list[str] | None:

@@ -20,10 +20,11 @@ from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._observe.calls import Outcome
+from .._ray_private import end_of, is_stream
 from .._start.worker_class import Method
 from .._transport import replies, wait
 from .._transport.arguments import Arguments, Gathered, PassedOn
-from .._transport.replies import NotYet, end_of, is_stream
+from .._transport.replies import NotYet
 from .._transport.wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop, short_traceback
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayError
 
+from .._ray_private import end_of, is_stream
 from .._transport import replies
-from .._transport.replies import end_of, is_stream, task_of
+from .._transport.replies import task_of
 from .._transport.wait import REPORT_EVERY_S, drain, get_all, short_traceback
 from .._world import Deadline
 from ..exceptions import CallTimeoutError

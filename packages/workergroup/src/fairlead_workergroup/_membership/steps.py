@@ -9,7 +9,7 @@ from typing import Any
 
 from fairlead_placement import HeadTimeoutError
 
-from .._transport.replies import end_of
+from .._ray_private import end_of
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change

@@ -7,11 +7,11 @@ A reply is an `ObjectRef`, or the generator of them that a method returns which 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from .. import _world
-from .._ray_private import TASK_BYTES, actor_id_of_ref, on_ready
+from .._ray_private import TASK_BYTES, actor_id_of_ref, end_of, on_ready
 
 
 class Request(NamedTuple):
@@ -45,16 +45,6 @@ def submit(handles: Iterable[Any], requests: Iterable[Request]) -> list[Any]:
     if interrupted is not None:
         raise interrupted
     return replies
-
-
-def is_stream(reply: Any) -> bool:
-    """Return whether a reply is that of a generator method."""
-    return isinstance(reply, ObjectRefGenerator)
-
-
-def end_of(reply: Any) -> Any:
-    """Return the reference that is ready when a worker has finished: the value itself, or the end of a generator."""
-    return reply.completed() if is_stream(reply) else reply
 
 
 def task_of(reply: Any) -> bytes:
