@@ -271,8 +271,8 @@ def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
     """An old port that an agent does not release does not break the epoch that has begun."""
     lease, epoch = group._resources.lease, group.inspect().epoch
 
-    def release():
-        lease.release()
+    def release(*, timeout_s):
+        lease.release(timeout_s=timeout_s)
         raise PlacementError("the agent did not answer")
 
     group._resources.lease = SimpleNamespace(release=release)
