@@ -46,9 +46,9 @@ def register(spec: VenvSpec) -> None:
 
 
 def tidy(spec: VenvSpec) -> None:
-    found = venvs.list_venvs(sizes=False)
+    found = venvs.list_venvs()
     assert_type(found, list[venvs.Venv])
-    assert_type((found[0].path, found[0].size_bytes), tuple[Path, int | None])
+    assert_type((found[0].path, found[0].ray), tuple[Path, str | None])
     assert_type(venvs.prune(["name", spec, *found], older_than=timedelta(days=1), dry_run=True), list[venvs.Venv])
     venvs.prune(older_than="1d")  # type: ignore[arg-type]
 

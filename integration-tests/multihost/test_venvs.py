@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of environments on hosts with separate folders, and on hosts that share one folder."""
 
+import os
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import ray
+from uv import find_uv_bin
 
-from fairlead_placement import init_ray
+from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_venvs import (
     UvUnavailableError,
     VenvBuildError,
@@ -19,6 +22,7 @@ from fairlead_venvs import (
     create_local_venv_on_each_node,
     ensure_worker_env,
 )
+from fairlead_workergroup import RayWorkerGroup
 
 
 def make_wheel(folder, name, version, files):
@@ -108,6 +112,111 @@ def count_builds(place):
 def record_build(place):
     """Return a setup command that records a build."""
     return ["python", "-c", f"open({str(place / 'seen' / 'built')!r}, 'a').write('once ')"]
+
+
+# A build backend in the project's own folder, which needs nothing from anywhere.
+BACKEND = """
+import pathlib, tarfile, tomllib, zipfile
+
+def _read():
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    lines = [f"Metadata-Version: 2.1\\nName: {project['name']}\\nVersion: {project['version']}\\n"]
+    lines += [f"Requires-Dist: {wanted}\\n" for wanted in project.get("dependencies", [])]
+    for extra, listed in project.get("optional-dependencies", {}).items():
+        lines.append(f"Provides-Extra: {extra}\\n")
+        lines += [f"Requires-Dist: {wanted}; extra == '{extra}'\\n" for wanted in listed]
+    return f"{project['name']}-{project['version']}", project["name"], "".join(lines)
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    stem, name, metadata = _read()
+    with zipfile.ZipFile(pathlib.Path(folder, f"{stem}-py3-none-any.whl"), "w") as wheel:
+        wheel.write(f"{name}.py")
+        tags = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+        for file, text in {"METADATA": metadata, "WHEEL": tags, "RECORD": ""}.items():
+            wheel.writestr(f"{stem}.dist-info/{file}", text)
+    return f"{stem}-py3-none-any.whl"
+
+def build_sdist(folder, config_settings=None):
+    stem, name, metadata = _read()
+    pathlib.Path("PKG-INFO").write_text(metadata)
+    with tarfile.open(pathlib.Path(folder, f"{stem}.tar.gz"), "w:gz") as sdist:
+        for path in ("pyproject.toml", "backend.py", "PKG-INFO", f"{name}.py"):
+            sdist.add(path, f"{stem}/{path}")
+    return f"{stem}.tar.gz"
+"""
+
+
+def make_project(folder, name, dependencies, more=""):
+    """Write a project of one module."""
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(f"name = {name!r}\n")
+    (folder / "backend.py").write_text(BACKEND)
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "{name}"\nversion = "0.1"\nrequires-python = ">=3.11"\ndependencies = {dependencies}\n'
+        f'{more}[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+
+
+@pytest.fixture(scope="module")
+def numpy_specs(place):
+    """Return two specs with another numpy than the driver's: requirements, and a project with a local dependency.
+
+    The hosts have no network. They get the packages from uv's cache, which is filled here.
+    """
+    site = str(Path(ray.__file__).parent.parent)
+    make_wheel(place / "wheels", "ray", ray.__version__, {"ray_of_the_tests.pth": f"{site}\n"})
+    wanted = [f"ray=={ray.__version__}", "numpy==2.2.6"]
+    make_project(place / "helper", "helper", ["alpha"])
+    sources = '[tool.uv.sources]\nhelper = { path = "../helper", editable = true }\n'
+    extra = f'[project.optional-dependencies]\nmath = ["numpy==2.2.6"]\n{sources}'
+    make_project(place / "trainer", "trainer", [wanted[0], "helper"], extra)
+    cache = {"UV_CACHE_DIR": str(place / "uv-cache")}
+    lock = [find_uv_bin(), "lock", "--python", sys.executable, "--find-links", str(place / "wheels")]
+    subprocess.run(lock, cwd=place / "trainer", env={**os.environ, **cache}, check=True, timeout=120)
+    options = {"find_links": [str(place / "wheels")], "env": {**cache, "UV_OFFLINE": "1"}}
+    filling = {**options, "env": cache}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAIRLEAD_VENV_DIR", str(place / "filling"))
+        create_local_venv(VenvSpec(requirements=wanted, **filling))
+        create_local_venv(VenvSpec(project=place / "trainer", extras=["math"], **filling))
+    return (
+        VenvSpec(requirements=wanted, **options),
+        VenvSpec(project=place / "trainer", extras=["math"], **options),
+    )
+
+
+def test_groups_with_another_numpy(apart, place, env, numpy_specs):
+    """Groups start on two hosts without a shared folder in environments with another numpy, also that of a project."""
+
+    class Worker:
+        def where(self):
+            import importlib.util
+            import sys
+
+            import numpy
+
+            own = [name for name in ("trainer", "helper", "alpha") if importlib.util.find_spec(name)]
+            return numpy.__version__, own, sys.prefix, ray.util.get_node_ip_address()
+
+    def driver():
+        seen = []
+        for spec in numpy_specs:
+            with (
+                RayVirtualCluster([1, 1], use_gpus=False) as cluster,
+                RayWorkerGroup(cluster, Worker, python=spec) as group,
+            ):
+                seen.append(group.call("where").result())
+        return seen
+
+    plain, project = apart.drive(driver, env={**env, "UV_OFFLINE": "1"})
+    for workers in (plain, project):
+        assert {version for version, *_ in workers} == {"2.2.6"}
+        assert len({address for *_, address in workers}) == 2
+        assert all(prefix.startswith(str(place / "seen")) for _, _, prefix, _ in workers)
+    assert [own for _, own, *_ in project] == [["trainer", "helper", "alpha"]] * 2
+    assert [own for _, own, *_ in plain] == [[]] * 2
+    # The hosts have built them in folders of their own.
+    assert list((place / "seen").iterdir()) == []
 
 
 def test_separate_folders(apart, place, env):

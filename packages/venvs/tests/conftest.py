@@ -5,11 +5,9 @@ import base64
 import contextlib
 import hashlib
 import os
-import shlex
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 from uv import find_uv_bin
 
 from fairlead_venvs import VenvSpec
-from fairlead_venvs._build.uv import Runner
 
 # A build backend in the project's own folder: `uv build` needs nothing from anywhere.
 BACKEND = """
@@ -125,7 +122,7 @@ def root(tmp_path, monkeypatch):
 def no_leaks(root):
     """Check that no build leaves anything. It replaces the fixture of all packages, which needs fairlead-placement."""
     yield
-    assert [path.name for path in (*root.glob("*.building-*"), *root.glob(".resolved/*.building-*"))] == []
+    assert [path.name for path in (*root.glob("*.building-*"), *root.glob(".notes/*.building-*"))] == []
     assert [path.name for path in root.glob("*.trash-*")] == []
 
 
@@ -190,26 +187,6 @@ def running(words):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found += [path.parent.name] if words in path.read_text(errors="replace") else []
     return found
-
-
-@pytest.fixture
-def late_at(monkeypatch):
-    """Return a function that lets the deadline pass while a command with a given word runs (seam: its start).
-
-    However slow the machine is, what comes before the command is done in time.
-    """
-
-    def choose(word):
-        run = Runner.run
-
-        def run_late(runner, command, **options):
-            if word in shlex.join(command):
-                runner.deadline._end = time.monotonic() + 0.5
-            return run(runner, command, **options)
-
-        monkeypatch.setattr(Runner, "run", run_late)
-
-    return choose
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@
 True
 """
 
-from ._cluster.ensure import create_local_venv_on_each_node, ensure_venvs
-from ._cluster.worker_env import WorkerEnv, ensure_worker_env, make_actor_runtime_env
 from ._housekeeping import Venv, list_venvs, prune
 from ._local import create_local_venv
+from ._nodes import create_local_venv_on_each_node, ensure_venvs
 from ._registry import (
     PY_EXECUTABLES,
     actor_environments,
@@ -22,6 +21,7 @@ from ._registry import (
     register_actor_env,
 )
 from ._spec import VenvSpec
+from ._worker_env import WorkerEnv, ensure_worker_env, make_actor_runtime_env
 from .exceptions import (
     UvUnavailableError,
     VenvBuildError,

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment on this machine."""
 
-import os
-
-from ._build.build import ensure_venv, find_venv
-from ._build.recipe import Outcome
-from ._build.uv import Deadline, Session, start_deadline
-from ._planning.plan import plan_venv
+from ._lock import plan_venv
+from ._node.build import ensure_venv, find_venv
+from ._node.uv import start_deadline
 from ._progress import Status
 from ._spec import VenvSpec, as_spec
 
@@ -39,16 +36,11 @@ def create_local_venv(
     Traceback (most recent call last):
     ValueError: expected a VenvSpec or a command 'uv run ...', got 'numpy'
     """
-    return ensure_here(as_spec(py_executable), venv_name, start_deadline(timeout_s), force=force_rebuild).python
-
-
-def ensure_here(spec: VenvSpec, name: str | None, deadline: Deadline, *, force: bool = False) -> Outcome:
-    """Return the environment of a spec on this machine, and build it first if it is missing or `force` is given."""
+    spec = as_spec(py_executable)
     with Status() as status:
-        plan = plan_venv(spec, name, Session(deadline, status.line(name or "environment")), refresh=force)
+        deadline = start_deadline(timeout_s, status.update)
+        plan = plan_venv(spec, venv_name, deadline, refresh=force_rebuild)
         recipe = plan.recipe
-        if not force and (ready := find_venv(recipe.folder, recipe.fingerprint)) is not None:
-            return ready
-        session = Session(deadline, status.line(os.path.basename(recipe.folder)))
-        plan.check_lock(session)
-        return ensure_venv(recipe, lambda: plan.files, session, force=force, check=plan.check_files)
+        if not force_rebuild and (ready := find_venv(recipe.folder, recipe.fingerprint, recipe.shared)) is not None:
+            return ready.python
+        return ensure_venv(plan.recipe, plan.read_files, deadline, force=force_rebuild).python

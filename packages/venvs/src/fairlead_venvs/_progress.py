@@ -2,7 +2,6 @@
 """A status line on the terminal for work that takes over a second."""
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.markup import escape
 from rich.status import Status as Line
 
 QUIET_S = 1.0
-WIDTH = 60
+WIDTH = 80
 
 
 class Status(AbstractContextManager["Status"]):
@@ -22,24 +21,19 @@ class Status(AbstractContextManager["Status"]):
         # Created when it is needed: finding an environment takes less time than starting rich.
         self._line: Line | None = None
 
-    def update(self, name: str, detail: str) -> None:
-        """Show the current step of the work with this name."""
+    def update(self, text: str) -> None:
+        """Show the current step of the work."""
         if not self._shown or time.monotonic() - self._began < QUIET_S:
             return
         # Escaped, as a line of uv may look like markup.
-        text = f"{escape(name)} [dim]{escape(detail.strip()[:WIDTH])}"
+        text = escape(text.strip()[:WIDTH])
         if self._line is None:
             console = Console(stderr=True)
             self._shown = console.is_terminal
-            if not self._shown:
-                return
             self._line = console.status(text)
-            self._line.start()
+            if self._shown:
+                self._line.start()
         self._line.update(text)
-
-    def line(self, name: str) -> Callable[[str], None]:
-        """Return a function that shows a printed line as the current step."""
-        return lambda text: self.update(name, text)
 
     def __exit__(self, *_: object) -> None:
         if self._line is not None:

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._planning.project import read_pyproject
-from ._planning.requirements import is_wheel
-from ._planning.spec import is_uv_command, parse_command
+from ._lock import read_pyproject
+from ._request import is_uv_command, is_wheel, parse_command
 from ._spec import VenvSpec
 
 TABLE = "[tool.fairlead.actor-environments]"
@@ -94,11 +93,7 @@ def known_actor_environments() -> dict[str, str | VenvSpec]:
 
 def _read_table() -> dict[str, str | VenvSpec]:
     for folder in (Path.cwd(), *Path.cwd().parents):
-        try:
-            pyproject = read_pyproject(folder) or {}
-        except PermissionError:
-            continue
-        table = pyproject.get("tool", {}).get("fairlead", {})
+        table = read_pyproject(folder).get("tool", {}).get("fairlead", {})
         if "actor-environments" in table:
             return {fqn: _parse_entry(fqn, value, folder) for fqn, value in table["actor-environments"].items()}
     return {}
@@ -127,7 +122,9 @@ def _resolve_paths(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]
         resolved.pop("requirements", None)
     elif "requirements" in resolved:
         wanted = resolved["requirements"]
-        resolved["requirements"] = [os.path.join(folder, one) if is_wheel(one) else one for one in wanted]
+        resolved["requirements"] = [os.path.join(folder, text) if is_wheel(text) else text for text in wanted]
     if "find_links" in resolved:
-        resolved["find_links"] = [one if "://" in one else os.path.join(folder, one) for one in resolved["find_links"]]
+        resolved["find_links"] = [
+            link if "://" in link else os.path.join(folder, link) for link in resolved["find_links"]
+        ]
     return resolved

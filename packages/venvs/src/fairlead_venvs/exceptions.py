@@ -2,6 +2,8 @@
 """The errors of this package, one class for each situation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "UvUnavailableError",
@@ -14,86 +16,84 @@ __all__ = [
 
 
 class VenvError(Exception):
-    """Base of the errors that this package raises while it reads, resolves or builds.
+    """Base of the errors that this package raises while it resolves or builds.
 
     Misuse that can be detected before that is a ValueError or a TypeError.
+
+    Attributes:
+        node: the node where it happened; None on this machine.
     """
 
+    node: str | None = None
 
-def _on_node(node: str | None) -> str:
-    return "" if node is None else f" on node {node}"
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = tuple(getattr(self, name) for name in getattr(self, "__dataclass_fields__", ()))
+        return type(self), values or self.args, vars(self)
+
+    def _on_node(self) -> str:
+        return "" if self.node is None else f" on node {self.node}"
 
 
+@dataclass(eq=False, repr=False)
 class VenvBuildError(VenvError):
-    """An environment or the wheel of a project could not be built, or an interpreter does not run.
-
-    No incomplete environment is left in its place.
+    """An environment could not be built, or an interpreter does not run. Nothing incomplete is left in its place.
 
     Attributes:
         reason: one sentence, with the remedy if it is known.
         command: the command that failed; empty if no command failed.
         output: the last lines that it printed. Credentials are redacted, as in `command`.
-        node: the node where it failed; None on this machine.
     """
 
-    def __init__(self, reason: str, command: str = "", output: Sequence[str] = (), node: str | None = None) -> None:
-        super().__init__(reason, command, tuple(output), node)
-        self.reason = reason
-        self.command = command
-        self.output: tuple[str, ...] = tuple(output)
-        self.node = node
+    reason: str
+    command: str = ""
+    output: tuple[str, ...] = ()
+    node: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"The environment is not ready{_on_node(self.node)}: {self.reason}"]
-        if self.command:
-            lines.append(f"  $ {self.command}")
-        lines += [f"  {line}" for line in self.output]
-        return "\n".join(lines)
+        lines = [f"The environment is not ready{self._on_node()}: {self.reason}"]
+        lines += [f"  $ {self.command}"] if self.command else []
+        return "\n".join(lines + [f"  {line}" for line in self.output])
 
 
+@dataclass(eq=False, repr=False)
 class VenvTimeoutError(VenvError, TimeoutError):
-    """The deadline passed. The build has been ended. A new call starts again and uses uv's cache.
+    """The deadline passed, and the build was stopped. A new call starts again and uses uv's cache.
 
     Attributes:
         doing: the step that was not finished.
         timeout_s: the time limit that was given, in seconds.
-        node: the node where it happened; None on this machine.
     """
 
-    def __init__(self, doing: str, timeout_s: float, node: str | None = None) -> None:
-        super().__init__(doing, timeout_s, node)
-        self.doing = doing
-        self.timeout_s = timeout_s
-        self.node = node
+    doing: str
+    timeout_s: float
+    node: str | None = None
 
     def __str__(self) -> str:
         return (
-            f"Not done within {self.timeout_s:g} s{_on_node(self.node)}: {self.doing}. "
-            "The first installation of large packages takes long: give more time (timeout_s), or check the network of "
-            "the node."
+            f"Not done within {self.timeout_s:g} s{self._on_node()}: {self.doing}. The first installation of large "
+            "packages takes long: give more time (timeout_s), or check the network of the node."
         )
 
 
+@dataclass(eq=False, repr=False)
 class UvUnavailableError(VenvError):
     """uv is missing or too old.
 
     Attributes:
         reason: what was missing, or what was found instead.
-        node: the node where it happened; None on this machine.
     """
 
-    def __init__(self, reason: str, node: str | None = None) -> None:
-        super().__init__(reason, node)
-        self.reason = reason
-        self.node = node
+    reason: str
+    node: str | None = None
 
     def __str__(self) -> str:
         return (
-            f"uv is needed to build environments{_on_node(self.node)}: {self.reason}. Install it next to Ray on every "
-            "node (`pip install uv`), or give the path of a program (FAIRLEAD_VENV_UV)."
+            f"uv is needed to build environments{self._on_node()}: {self.reason}. Install it next to Ray on every node "
+            "(`pip install uv`), or give the path of a program (FAIRLEAD_VENV_UV)."
         )
 
 
+@dataclass(eq=False, repr=False)
 class VenvMismatchError(VenvError):
     """An environment has another version of Ray or Python, or another platform, than a worker of this cluster needs.
 
@@ -102,32 +102,28 @@ class VenvMismatchError(VenvError):
         actual: the version that the environment has; "none" if it has none.
         required: the version that the cluster has.
         where: a description of the environment.
-        node: the node where it happened; None on this machine.
     """
 
-    def __init__(self, component: str, actual: str, required: str, where: str, node: str | None = None) -> None:
-        super().__init__(component, actual, required, where, node)
-        self.component = component
-        self.actual = actual
-        self.required = required
-        self.where = where
-        self.node = node
+    component: str
+    actual: str
+    required: str
+    where: str
+    node: str | None = None
 
     def __str__(self) -> str:
         remedy = {
             "ray": f"Ask for 'ray=={self.required}' in its requirements, or in the dependencies of its project and "
             "lock it again (`uv add`)",
             "python": f"Give python={self.required!r}",
-            "platform": "Choose nodes of one platform (nodes=...), and run a driver on each platform",
-        }.get(self.component, "Make them equal")
+        }.get(self.component, "Choose nodes of one platform (nodes=...), and run a driver on each platform")
         return (
-            f"{self.where}{_on_node(self.node)} has {self.component} {self.actual}, but a worker of this cluster needs "
+            f"{self.where}{self._on_node()} has {self.component} {self.actual}, but a worker of this cluster needs "
             f"{self.component} {self.required}. {remedy}."
         )
 
 
 class VenvNodesError(ExceptionGroup[VenvError], VenvError):
-    """Environments are not ready on some nodes. It has the error of each node; the other nodes are ready.
+    """Environments are not ready on some nodes. It has the error of each; the other nodes are ready.
 
     `except VenvError` catches the group, and `except*` its members.
     """

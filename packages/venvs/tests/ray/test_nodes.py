@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments on the nodes of a cluster, and workers that run in them. Several hosts are tested elsewhere."""
 
-import dataclasses
 import inspect
-import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
-import time
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,6 @@ from fairlead_venvs import (
     make_actor_runtime_env,
     register_actor_env,
 )
-from fairlead_venvs.__main__ import fetch
-from fairlead_venvs._build.node_task import build_here, look_here, probe_here
-from fairlead_venvs._build.uv import Deadline
-from fairlead_venvs._cluster import ensure
-from fairlead_venvs._cluster.rpc import alive_nodes, run_on_nodes
-from fairlead_venvs._planning.plan import plan_venv
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -112,12 +106,13 @@ def test_requests_to_the_head(worker_spec, monkeypatch):
     for name, method in inspect.getmembers(state, inspect.isfunction):
         if not name.startswith("_"):
             monkeypatch.setattr(state, name, count(name, method))
+    asked = ["node_table", "get_draining_nodes"]
     ensure_worker_env(spec)
-    assert made == ["node_table"]
+    assert made == asked
     create_local_venv_on_each_node(spec)
-    assert made == ["node_table"] * 2
+    assert made == asked * 2
     ensure_worker_env(f"{Path(sys.executable).parent}/../bin/python")  # another spelling of this interpreter
-    assert made == ["node_table"] * 3
+    assert made == asked * 3
 
 
 def test_several(spec_of, make_project, project_spec, tools, tmp_path):
@@ -129,22 +124,6 @@ def test_several(spec_of, make_project, project_spec, tools, tmp_path):
     assert first == third
     assert count.read_text() == "once "
     assert tools.says(second, "import proj; print(proj.answer)") == "42"
-
-
-def test_too_large(spec_of, monkeypatch):
-    """Files that are too large to send are an error of their environment, and stop no other one."""
-    monkeypatch.setattr("fairlead_venvs._cluster.ensure.LIMIT_BYTES", 100)
-    register_actor_env("package.module.Large", spec_of("alpha"))
-    register_actor_env("package.module.Small", VenvSpec(requirements=[]))
-    try:
-        nodes = alive_nodes()
-        large, small = [fetch(f"package.module.{name}", nodes, Deadline(600)) for name in ("Large", "Small")]
-    finally:
-        actor_environments.clear()
-    assert (large[0], small[0]) == ("failed", "built")
-    assert "too large to send" in large[1]
-    with pytest.raises(VenvBuildError, match="too large to send"):
-        create_local_venv_on_each_node(spec_of("alpha"))
 
 
 @pytest.mark.smoke
@@ -162,45 +141,27 @@ def test_worker(worker_spec, tmp_path, monkeypatch):
     assert set(env.runtime_env["env_vars"]) == {"PATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"}
 
 
-@pytest.mark.parametrize(("wanted", "found"), [([], "none"), (["needs_old_ray"], "2.0.0")])
-def test_another_ray(worker_spec, wanted, found):
-    """An environment without Ray or with another version is refused for workers, and the error says what to add."""
+def test_without_ray(worker_spec):
+    """An environment without Ray is refused for workers by its nodes, and the error says what to add."""
     with pytest.raises(VenvNodesError) as caught:
-        ensure_worker_env(worker_spec(*wanted))
+        ensure_worker_env(worker_spec())
     error = only(caught)
     assert isinstance(error, VenvMismatchError)
-    assert (error.component, error.actual, error.required) == ("ray", found, ray.__version__)
+    assert (error.component, error.actual, error.required) == ("ray", "none", ray.__version__)
     assert f"Ask for 'ray=={ray.__version__}'" in str(error)
 
 
-def test_a_pin_of_another_ray(root):
-    """A pin that excludes the cluster's Ray is refused before anything is built."""
-    spec = VenvSpec(requirements=["alpha", "ray[default]==2.0.0"], no_index=True)
-    with pytest.raises(VenvMismatchError) as caught:
-        ensure_worker_env(spec)
-    assert (caught.value.actual, caught.value.required) == ("==2.0.0", ray.__version__)
-    assert str(caught.value) == (
-        f"{spec!r} has ray ==2.0.0, but a worker of this cluster needs ray {ray.__version__}. Ask for "
-        f"'ray=={ray.__version__}' in its requirements, or in the dependencies of its project and lock it again "
-        "(`uv add`)."
-    )
-    with pytest.raises(VenvMismatchError):
-        ensure_worker_env("uv run --no-project --with alpha --with 'ray<2.1'")
-    assert not root.exists()
-
-
-def test_a_lock_of_another_ray(root, ray_wheels, make_project, tools):
-    """The lock of a project says which Ray its groups and extras would install."""
-    groups = '[dependency-groups]\nold = ["needs_old_ray"]\n'
-    folder = make_project(dependencies=["alpha==2.0"], more=groups, lock=False)
+def test_another_ray(root, ray_wheels, worker_spec, make_project, tools):
+    """Requirements or a lock that choose another Ray than the cluster's are refused before anything is built."""
+    folder = make_project(more='[dependency-groups]\nold = ["needs_old_ray"]\n', lock=False)
     tools.lock_project(folder, ray_wheels)
-    with pytest.raises(VenvMismatchError, match=rf"The lock in {folder} has ray 2\.0\.0, but a worker .* needs ray"):
-        ensure_worker_env(VenvSpec(project=folder, groups=["old"]))
-    assert not root.exists()
-    # Without that group the lock excludes no Ray, and the build shows that Ray is missing.
-    spec = VenvSpec(project=folder, find_links=[str(ray_wheels)], no_index=True, install_project=False)
-    with pytest.raises(VenvNodesError, match="cannot start the workers"):
-        ensure_worker_env(spec)
+    locked = VenvSpec(project=folder, groups=["old"], find_links=[str(ray_wheels)], no_index=True)
+    for spec in (worker_spec("ray==2.0.0"), worker_spec("needs_old_ray"), locked):
+        with pytest.raises(VenvMismatchError) as caught:
+            ensure_worker_env(spec)
+        assert (caught.value.actual, caught.value.required) == ("2.0.0", ray.__version__)
+        assert str(caught.value).startswith(f"{spec!r} has ray 2.0.0, but a worker of this cluster needs ray")
+    assert [path.name for path in root.iterdir()] == [".notes"]
 
 
 def test_another_python(worker_spec):
@@ -223,11 +184,12 @@ def test_interpreters(tmp_path):
             ensure_worker_env(str(path))
         assert said in str(only(caught))
     assert only(caught).output == ()
-    for line, status in (("hello", "ready"), ("5", "ready")):
-        broken.write_text(f'#!/bin/sh\necho {line}; exec {sys.executable} "$@"\n')
-        assert probe_here(str(broken), 60)[0] == status
     broken.write_text("#!/bin/sh\necho 5\n")
-    assert probe_here(str(broken), 60)[:2] == ("failed", "VenvBuildError")
+    with pytest.raises(VenvNodesError, match=r"(?s)nodes cannot start the workers") as caught:
+        ensure_worker_env(str(broken))
+    assert "does not report its version" in str(only(caught))
+    broken.write_text(f'#!/bin/sh\necho hello; exec {sys.executable} "$@"\n')
+    assert ensure_worker_env(str(broken)).python == str(broken)
     other = create_local_venv(VenvSpec(requirements=[]))
     with pytest.raises(VenvNodesError) as caught:
         ensure_worker_env(other)
@@ -260,30 +222,13 @@ def test_errors_of_nodes(spec_of):
     assert error.output == ("no luck",)
 
 
-def test_variables_of_a_build(spec_of, tmp_path):
-    """A build on a node has the variables of the node, and not those that Ray sets for a task."""
-    script = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'variables')!r}, 'w'))"
-    create_local_venv_on_each_node(spec_of("alpha", setup=["python", "-c", script]))
-    variables = json.loads((tmp_path / "variables").read_text())
-
-    def look():
-        from_raylet = Path(f"/proc/{os.getppid()}/environ").read_text().split("\0")
-        return dict(entry.split("=", 1) for entry in from_raylet if "=" in entry), dict(os.environ)
-
-    of_node, of_task = ray.get(ray.remote(num_cpus=0)(look).remote(), timeout=150)
-    put = {name for name in of_task if of_task[name] != of_node.get(name)}
-    assert "RAY_JOB_ID" in put
-    assert {name for name in put if variables.get(name) == of_task[name]} == set()
-    assert variables["HOME"] == of_node["HOME"]
-
-
 def test_errors_before_nodes(spec_of, root):
     """The driver reports requirements that nothing satisfies, and calls no node."""
     with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
         create_local_venv_on_each_node(spec_of("alpha==3.0"))
     assert caught.value.node is None
     assert any("there is no version of alpha==3.0" in line for line in caught.value.output)
-    assert [path.name for path in root.iterdir()] == [".resolved"]
+    assert [path.name for path in root.iterdir()] == [".notes"]
 
 
 def test_a_node_that_joins_later(spec_of, tools, tmp_path):
@@ -314,59 +259,6 @@ def test_errors_of_actors(spec_of):
     assert isinstance(caught.value.exceptions[0], VenvBuildError)
 
 
-def test_deadline(spec_of, tools, monkeypatch, eventually):
-    """The error names a node that takes too long, and its processes are ended (seam: the start of the builds)."""
-    make_builds = ensure._make_builds
-
-    def make_late(plan, nodes, deadline):
-        deadline._end = time.monotonic() + 3.0
-        return make_builds(plan, nodes, deadline)
-
-    monkeypatch.setattr(ensure, "_make_builds", make_late)
-    with pytest.raises(VenvNodesError) as caught:
-        create_local_venv_on_each_node(spec_of("alpha", setup=["sleep", "6544"]), timeout_s=600)
-    assert isinstance(only(caught), VenvTimeoutError)
-    assert eventually(lambda: tools.running("sleep\0006544") == [], 60)
-
-
-def test_a_node_that_does_not_look(spec_of, monkeypatch):
-    """A node that does not say in time whether it has the environment still builds it (seam: its look)."""
-    monkeypatch.setattr(ensure.node_task, "look_here", lambda *_: time.sleep(600))
-    assert create_local_venv_on_each_node(spec_of("alpha"), timeout_s=20) == create_local_venv(spec_of("alpha"))
-
-
-@pytest.mark.nightly
-def test_interrupted(spec_of, tools, tmp_path):
-    """An interrupted driver ends the processes of the nodes, and no incomplete environment is left."""
-    up = tmp_path / "up"
-    plan = plan_venv(spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"]))
-    there = alive_nodes()
-    files = [ray.put([(name, one if isinstance(one, bytes) else one.read_bytes()) for name, one in plan.files])]
-    calls = {node: (node, build_here, (dataclasses.asdict(plan.recipe), files, 600.0)) for node in there.labels}
-
-    def interrupt(_):
-        if up.exists():
-            raise KeyboardInterrupt
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_on_nodes(calls, there, doing="building", deadline=Deadline(120), report=interrupt)
-        assert tools.running("sleep\0006545") == []
-    finally:
-        for pid in tools.running("sleep\0006545"):
-            os.kill(int(pid), 9)
-
-
-def test_another_platform(spec_of):
-    """A node of another platform is refused before it looks for the environment."""
-    recipe = plan_venv(spec_of("alpha")).recipe
-    here = recipe.platform
-    answer = look_here(recipe.folder, recipe.fingerprint, "plan9-alpha-other")
-    assert answer == ("failed", "VenvMismatchError", ("platform", here, "plan9-alpha-other", "It", None))
-    answer = build_here(dataclasses.asdict(dataclasses.replace(recipe, platform="plan9-alpha-other")), [], 9.0)
-    assert answer[:2] == ("failed", "VenvMismatchError")
-
-
 def test_misuse(spec_of):
     """Unknown nodes and an empty list of nodes are refused."""
     with pytest.raises(ValueError, match=r"no nodes that are alive have the ids \['nowhere'\]"):
@@ -377,3 +269,60 @@ def test_misuse(spec_of):
         create_local_venv_on_each_node(spec_of("alpha"), nodes="abc")
     with pytest.raises(ValueError, match="plain word"):
         create_local_venv_on_each_node(spec_of("alpha"), "../x")
+
+
+def test_deadline(spec_of, tools, eventually):
+    """The error names a node that takes too long, and its processes are ended."""
+    spec = spec_of("alpha", setup=["sleep", "6544"])
+    spec.fingerprint()
+    with pytest.raises(VenvNodesError) as caught:
+        create_local_venv_on_each_node(spec, timeout_s=10)
+    assert isinstance(only(caught), VenvTimeoutError)
+    assert eventually(lambda: tools.running("sleep\0006544") == [], 60)
+
+
+@pytest.mark.nightly
+def test_interrupted(spec_of, tools, tmp_path, eventually):
+    """An interrupted driver ends the processes of the nodes, and no incomplete environment is left."""
+    up = tmp_path / "up"
+    code = f"""
+        import ray
+        from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
+        ray.init(address={ray.get_runtime_context().gcs_address!r}, log_to_driver=False)
+        create_local_venv_on_each_node({spec_of("alpha", setup=["sh", "-c", f"touch {up}; exec sleep 6545"])!r})
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE, text=True) as driver:
+        assert eventually(up.exists, 120)
+        driver.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in driver.communicate(timeout=120)[1]
+    assert eventually(lambda: tools.running("sleep\0006545") == [], 60)
+
+
+# A Python in which nothing of Fairlead can be imported.
+BARE = """
+    import ray, sys
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("fairlead"):
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, Absent())
+"""
+
+
+def test_nodes_without_fairlead(spec_of, tmp_path, monkeypatch, tools):
+    """A node needs only Ray and uv: what runs there imports nothing of Fairlead."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(BARE).replace("import ray, sys", "import sys"))
+    code = f"""
+        import os, ray
+        from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
+        environment = {{"PYTHONPATH": {str(tmp_path / "site")!r}}}
+        ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env={{"env_vars": environment}})
+        print(create_local_venv_on_each_node({spec_of("alpha")!r}))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert tools.says(done.stdout.splitlines()[-1], "import alpha; print(alpha.version)") == "2.0"

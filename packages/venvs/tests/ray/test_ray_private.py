@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uses of Ray that are not public have a fallback."""
 
+import sys
+
 import pytest
 import ray
 
-from fairlead_venvs._cluster.rpc import alive_nodes
-from fairlead_venvs._ray_private import draining_nodes, dumps_by_value
+from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
+from fairlead_venvs._ray_private import draining_nodes, is_client
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -19,17 +21,11 @@ def test_ray_reports_draining_nodes():
 def test_no_report_of_draining_nodes(monkeypatch):
     """Without the call, every node counts as alive."""
     monkeypatch.delattr(type(ray._private.state.state), "get_draining_nodes")
-    assert draining_nodes() == frozenset()
-    assert len(alive_nodes().labels) == len(ray.nodes())
+    assert create_local_venv_on_each_node(VenvSpec(requirements=[]))
 
 
-def test_no_pickling_by_value(monkeypatch):
-    """Without the private functions of cloudpickle, functions are pickled by reference."""
-
-    def ours(module):
-        return module == draining_nodes.__module__
-
-    by_reference = ray.cloudpickle.dumps(draining_nodes)
-    assert len(dumps_by_value(draining_nodes, ours)) > 2 * len(by_reference)
-    monkeypatch.delattr(ray.cloudpickle.cloudpickle, "_dynamic_class_reduce")
-    assert dumps_by_value(draining_nodes, ours) == by_reference
+def test_no_ray_client(monkeypatch):
+    """Without this part of Ray, no connection counts as one of Ray Client."""
+    assert is_client() is False
+    monkeypatch.setitem(sys.modules, "ray.util.client", None)
+    assert is_client() is False

@@ -9,8 +9,8 @@ def test_a_status_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("fairlead_venvs._progress.QUIET_S", 0.0)
     with Status() as status:
-        status.line("venv-1")("Resolved [bold]x")
+        status.update("Resolved [bold]x")
         assert str(status._line.status).endswith("Resolved \\[bold]x")
     with Status(shown=False) as hidden:
-        hidden.update("venv-1", "Resolved")
+        hidden.update("Resolved")
     assert hidden._line is None

@@ -4,7 +4,7 @@
 import pytest
 
 from fairlead_venvs import VenvSpec
-from fairlead_venvs._build.redact import ambient_secrets, find_secrets, is_secret_name, redact
+from fairlead_venvs._node.redact import ambient_secrets, find_secrets, is_secret_name, redact
 
 USER, PASSWORD = "reader", "hun%40ter2-s3cret"
 
@@ -20,7 +20,7 @@ def test_misuse_does_not_tell():
     """The error of a refused spec has no credentials."""
     url = f"https://{USER}:{PASSWORD}@127.0.0.1:9/simple"
     for fields in (
-        {"command": f"uv run --default-index {url} --unknown={url}"},
+        {"command": f"uv run --unknown={url}"},
         {"requirements": [f"a b c {url}"]},
         {"requirements": [], "find_links": [f"{url},x"]},
         {"requirements": url},

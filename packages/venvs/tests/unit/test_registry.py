@@ -5,8 +5,13 @@ import sys
 
 import pytest
 
-from fairlead_venvs import VenvSpec, actor_environments, get_actor_python_env, register_actor_env
-from fairlead_venvs._registry import known_actor_environments
+from fairlead_venvs import (
+    VenvSpec,
+    actor_environments,
+    get_actor_python_env,
+    known_actor_environments,
+    register_actor_env,
+)
 
 
 @pytest.fixture(autouse=True)

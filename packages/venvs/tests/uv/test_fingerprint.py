@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a project that change the fingerprint, and those that do not."""
+"""What changes the fingerprint of an environment, what does not, and how long a resolution is kept."""
 
 import os
+import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import create_local_venv
-from fairlead_venvs._planning.wheel import hash_source
+from fairlead_venvs import VenvSpec, create_local_venv
 
 # Another version than that of the tests.
 OTHER_PYTHON = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
-
-
 MORE = '[project.optional-dependencies]\nx = ["gamma"]\ny = ["beta"]\n[dependency-groups]\ndev = ["beta"]\n'
+VERSION = "import alpha; print(alpha.version)"
 
 
 @pytest.fixture
@@ -21,75 +23,48 @@ def folder(make_project):
     return make_project(more=MORE)
 
 
-def test_lock(folder, project_spec):
-    """One byte of the lock changes the fingerprint."""
-    first = project_spec(folder).fingerprint()
-    lock = folder / "uv.lock"
-    lock.write_bytes(lock.read_bytes() + b"\n")
-    assert project_spec(folder).fingerprint() != first
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """The arguments of every call of uv, recorded by a program that then calls uv."""
+    note, program = tmp_path / "calls", tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$*" >> {note}\nexec {shutil.which("uv")} "$@"\n')
+    program.chmod(0o755)
+    note.touch()
+    monkeypatch.setenv("FAIRLEAD_VENV_UV", str(program))
+    return lambda: [line for line in note.read_text().splitlines() if line != "--version"]
 
 
-def test_pyproject(folder, project_spec):
-    """Comments, layout and settings of other tools in the pyproject do not count; dependencies do."""
-    first = project_spec(folder).fingerprint()
-    pyproject = folder / "pyproject.toml"
-    text = pyproject.read_text()
-    # With the same wheel: the backend of the tests reads nothing else.
-    pyproject.write_text(f"# a comment\n{text}\n\n[tool.other]\nx = 1 # more\n[tool.fairlead.actor-environments]\n")
-    assert project_spec(folder).fingerprint() == first
-    for more in ('[tool.uv]\nno-build-isolation-package = ["a"]\n', '[tool.uv]\ndev-dependencies = ["gamma"]\n'):
-        pyproject.write_text(text + more)
-        assert project_spec(folder).fingerprint() != first
-    pyproject.write_text(text)
-    (folder / "uv.toml").write_text("no-cache = true\n")
-    assert project_spec(folder).fingerprint() != first
+def test_requirements(spec_of, wheels, tools, tmp_path):
+    """Specs that resolve to the same files share an environment; files, settings, Python and setup make another one."""
+    first = spec_of("alpha").fingerprint()
+    copy = tmp_path / "copy"
+    shutil.copytree(wheels, copy)
+    same = [
+        spec_of("Alpha == 2.0"),
+        spec_of("alpha>1", "alpha"),
+        spec_of("alpha", env={"UV_INDEX_X_PASSWORD": "x", "HF_TOKEN": "y"}),
+        spec_of("alpha", find_links=[str(copy)]),
+    ]
+    assert {spec.fingerprint() for spec in same} == {first}
+    (copy / "alpha-2.0-py3-none-any.whl").unlink()
+    tools.make_wheel(copy, "alpha", "2.0", files={"more.py": ""})
+    others = [
+        spec_of(),
+        spec_of("alpha==1.0"),
+        spec_of("alpha", "gamma"),
+        spec_of("alpha", python=OTHER_PYTHON),
+        spec_of("alpha", setup=["true"]),
+        spec_of("alpha", setup=["true", "1"]),
+        spec_of("alpha", env={"UV_TORCH_BACKEND": "cpu"}),
+        spec_of("alpha", system_site_packages=True),
+        spec_of("alpha", find_links=[str(copy)]),
+    ]
+    assert len({first, *(spec.fingerprint() for spec in others)}) == len(others) + 1
 
 
-def test_data_of_a_package(folder):
-    """An edit is detected in every folder of any name that a wheel may contain."""
-    data = folder / "src" / "proj" / "node_modules" / "t.txt"
-    data.parent.mkdir()
-    data.write_text("one")
-    first = hash_source(folder)
-    data.write_text("other")
-    assert hash_source(folder) != first
-    # What tools keep beside the pyproject is not the project's.
-    (folder / "node_modules").mkdir()
-    before = hash_source(folder)
-    (folder / "node_modules" / "t.txt").touch()
-    assert hash_source(folder) == before
-
-
-def test_folder_that_is_being_removed(folder, monkeypatch):
-    """A folder that another program removes while the source is read is not an error; the project's own is."""
-    (folder / "outputs").mkdir()
-    before, scan = hash_source(folder), os.scandir
-
-    def remove_first(path):
-        if path == str(folder / "outputs"):
-            os.rmdir(path)
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", remove_first)
-    assert hash_source(folder) == before
-    with pytest.raises(FileNotFoundError):
-        hash_source(folder / "outputs")
-
-
-def test_project_in_an_environment(folder):
-    """An edit is detected in a project whose folder is an environment, too; environments below it do not count."""
-    (folder / "pyvenv.cfg").touch()
-    (folder / "below").mkdir()
-    (folder / "below" / "pyvenv.cfg").touch()
-    first = hash_source(folder)
-    (folder / "below" / "module.py").touch()
-    assert hash_source(folder) == first
-    (folder / "src" / "proj" / "__init__.py").write_text("answer = 43\n")
-    assert hash_source(folder) != first
-
-
-def test_fields_of_projects(folder, project_spec):
-    """Extras, groups, own code, Python, setup and settings each give another fingerprint."""
+def test_project(folder, project_spec):
+    """Extras, groups, own code, Python, setup and settings each make another environment."""
     specs = [
         project_spec(folder),
         project_spec(folder, extras=["x"]),
@@ -98,10 +73,7 @@ def test_fields_of_projects(folder, project_spec):
         project_spec(folder, install_project=False),
         project_spec(folder, install_project=False, python=OTHER_PYTHON),
         project_spec(folder, setup=["true"]),
-        project_spec(folder, setup=["true", "1"]),
         project_spec(folder, env={"UV_TORCH_BACKEND": "cpu"}),
-        project_spec(folder, system_site_packages=True),
-        project_spec(folder, frozen=True),
     ]
     assert len({spec.fingerprint() for spec in specs}) == len(specs)
     assert (
@@ -109,7 +81,52 @@ def test_fields_of_projects(folder, project_spec):
     )
     with_default = project_spec(folder, default_groups=True)
     assert with_default.fingerprint() == project_spec(folder, groups=["dev"]).fingerprint()
-    assert with_default.fingerprint() != project_spec(folder, default_groups=True, no_groups=["dev"]).fingerprint()
+
+
+def test_settings_of_the_project(folder, project_spec):
+    """uv's settings in a project count, as they decide how nodes build."""
+    spec = project_spec(folder, install_project=False)
+    first = spec.fingerprint()
+    pyproject = folder / "pyproject.toml"
+    text = pyproject.read_text()
+    pyproject.write_text(text + '[tool.uv]\nno-build-isolation-package = ["a"]\n')
+    assert spec.fingerprint() != first
+    pyproject.write_text(text)
+    assert spec.fingerprint() == first
+    (folder / "uv.toml").write_text("no-cache = true\n")
+    assert spec.fingerprint() != first
+
+
+def test_files_that_are_no_source(folder, project_spec, calls):
+    """A log file below the project changes no fingerprint and builds no environment; code that appears is seen."""
+    spec = project_spec(folder)
+    python = create_local_venv(spec)
+    before = len(calls())
+    (folder / "outputs").mkdir()
+    (folder / "outputs" / "run.log").write_text("step 1\n")
+    (folder / "train.log").write_text("step 1\n")
+    assert create_local_venv(spec) == python
+    # The new names may belong to the source: its distribution is built again, and is the same.
+    assert [call.split()[0] for call in calls()[before:]] == ["export", "build"]
+    before = len(calls())
+    for log in (folder / "train.log", folder / "outputs" / "run.log"):
+        log.write_text("step 2\n")
+    assert create_local_venv(spec) == python
+    assert calls()[before:] == []
+    (folder / "src" / "proj" / "more.py").write_text("more = 1\n")
+    assert create_local_venv(spec) != python
+
+
+def test_edited_while_it_is_built(folder, project_spec, tools):
+    """A source that is edited while its distribution is built is not taken for the one before."""
+    module, backend = folder / "src" / "proj" / "__init__.py", folder / "backend.py"
+    text = backend.read_text()
+    edit = "\npathlib.Path('src/proj/__init__.py').write_text('answer = 43\\n')\n"
+    backend.write_text(text + edit)
+    create_local_venv(project_spec(folder))
+    module.write_text("answer = 42\n")
+    backend.write_text(text)
+    assert tools.says(create_local_venv(project_spec(folder)), "import proj; print(proj.answer)") == "42"
 
 
 def test_name(folder, project_spec):
@@ -120,14 +137,68 @@ def test_name(folder, project_spec):
     assert f"/proj-{fingerprint[:12]}/bin/python" in create_local_venv(project_spec(folder))
 
 
-def test_packing(make_project, project_spec):
-    """When and in what order the files of a wheel are packed does not count."""
-    folder = make_project()
-    first = project_spec(folder).fingerprint()
-    backend = folder / "backend.py"
-    backend.write_text(
-        backend.read_text().replace('sorted(pathlib.Path("src")', 'sorted(pathlib.Path("src")') + "\n# again\n"
-    )
-    module = folder / "src" / "proj" / "__init__.py"
-    module.write_text(module.read_text())
-    assert project_spec(folder).fingerprint() == first
+def test_resolved_once(wheels, tools, calls, tmp_path):
+    """A later build gets the versions of the first one, until they are resolved again."""
+    links = tmp_path / "links"
+    links.mkdir()
+    shutil.copy(wheels / "alpha-1.0-py3-none-any.whl", links)
+    spec = VenvSpec(requirements=["alpha"], no_index=True, env={"UV_FIND_LINKS": str(links)})
+    first = create_local_venv(spec)
+    tools.make_wheel(links, "alpha", "2.0")
+    shutil.rmtree(Path(first).parent.parent)
+    assert create_local_venv(spec) == first
+    assert sum("pip compile" in call for call in calls()) == 1
+    second = create_local_venv(spec, force_rebuild=True)
+    assert [tools.says(python, VERSION) for python in (first, second)] == ["1.0", "2.0"]
+    assert create_local_venv(spec) == second
+
+
+def test_settings_of_the_driver(wheels, tools, tmp_path, monkeypatch):
+    """Variables of the driver that uv reads decide the resolution, also by the files that they name."""
+    spec = VenvSpec(requirements=["alpha"], no_index=True)
+    monkeypatch.setenv("UV_FIND_LINKS", str(wheels))
+    constraints = tmp_path / "constraints.txt"
+    versions = []
+    for name, value in (("UV_RESOLUTION", "lowest"), ("UV_CONSTRAINT", "alpha<3"), ("UV_CONSTRAINT", "alpha<2")):
+        with pytest.MonkeyPatch.context() as patch:
+            constraints.write_text(value)
+            patch.setenv(name, str(constraints) if name == "UV_CONSTRAINT" else value)
+            versions.append(tools.says(create_local_venv(spec), VERSION))
+    assert versions == ["1.0", "2.0", "1.0"]
+
+
+def test_another_python(wheels, tools, root):
+    """Versions are those for the environment's Python, which need not be on the driver."""
+    wanted = [f"alpha==1.0; python_version=='{OTHER_PYTHON}'", f"alpha==2.0; python_version!='{OTHER_PYTHON}'"]
+    env = {"UV_FIND_LINKS": str(wheels)}
+    specs = [VenvSpec(requirements=wanted, no_index=True, env=env, python=python) for python in (None, OTHER_PYTHON)]
+    assert tools.says(create_local_venv(specs[0]), VERSION) == "2.0"
+    shutil.rmtree(root)
+    specs[1].fingerprint()
+    (note,) = root.glob(".notes/*/note.json")
+    assert "alpha-1.0-py3" in note.read_text()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git(make_project, tools, wheels, root):
+    """A branch means the commit that it named when it was resolved."""
+    folder = make_project("delta", dependencies=["alpha"], lock=False)
+
+    def commit(answer):
+        (folder / "src" / "delta" / "__init__.py").write_text(f"answer = {answer}\n")
+        who = ["-c", "user.name=x", "-c", "user.email=x@localhost"]
+        for words in (["init", "-q", "-b", "main"], ["add", "."], [*who, "commit", "-qm", "x"]):
+            subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+
+    commit(1)
+    wanted = [f"delta @ git+{folder.as_uri()}@main"]
+    spec = VenvSpec(requirements=wanted, no_index=True, env={"UV_FIND_LINKS": str(wheels)})
+    python = create_local_venv(spec)
+    commit(2)
+    shutil.rmtree(Path(python).parent.parent)
+    assert create_local_venv(spec) == python
+    assert tools.says(python, "import alpha, delta; print(delta.answer)") == "1"
+    assert tools.says(create_local_venv(spec, force_rebuild=True), "import delta; print(delta.answer)") == "2"
+    (note, *_) = root.glob(".notes/*/note.json")
+    assert re.search(r"commit-id = .*[0-9a-f]{40}", note.read_text())
+    assert os.listdir(root / ".notes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listing and removing environments."""
+"""Listing and removing environments, and the processes that keep theirs."""
 
 import datetime
 import os
@@ -8,66 +8,70 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import VenvSpec, _housekeeping, create_local_venv, list_venvs, prune
-from fairlead_venvs._build import publish
-from fairlead_venvs._build.build import ensure_venv
-from fairlead_venvs._build.publish import BUILDING, KernelLock
-from fairlead_venvs._build.store import MANIFEST, lock_path, venv_root
-from fairlead_venvs._build.users import USED, host_id, mark_used
-from fairlead_venvs._build.uv import Deadline, Session
-from fairlead_venvs._planning.plan import plan_venv
+from fairlead_venvs import VenvSpec, create_local_venv, list_venvs, prune
+from fairlead_venvs._node.store import MANIFEST, USED, FileLock
+
+WAIT = "print('up', flush=True); input()"
 
 
 @pytest.fixture
 def age(root):
-    """Set back the time of the last use of every environment, by one host or another."""
+    """Set back the time of the last use of every environment and note."""
 
-    def set_back(seconds, host=None):
-        for manifest in root.glob(f"*/{MANIFEST}"):
-            text = manifest.read_text()
-            at = next(line for line in text.splitlines() if "built_at" in line)
-            manifest.write_text(text.replace(at, f' "built_at": {time.time() - seconds},'))
-            mark = manifest.parent / USED / (host or host_id())
-            mark.touch()
-            for one in mark.parent.iterdir():
-                os.utime(one, (time.time() - seconds,) * 2)
+    def set_back(seconds):
+        for mark in (*root.glob(f"*/{USED}"), *root.glob(f".notes/*/{USED}")):
+            os.utime(mark, (time.time() - seconds,) * 2)
 
     return set_back
 
 
-def test_list(spec_of, make_project, project_spec):
-    """The list has the content, size, last use, hosts and processes of each environment."""
+@pytest.fixture
+def build(spec_of):
+    """Build an environment, and return its folder."""
+    return lambda *requirements, **options: Path(create_local_venv(spec_of(*requirements, **options))).parent.parent
+
+
+def run(command):
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def start(folder, prefix=(), code=WAIT):
+    """Start a process in an environment, and return it when it is up."""
+    process = subprocess.Popen([*prefix, folder / "bin" / "python", "-c", code], stdin=-1, stdout=-1, text=True)
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def test_list(make_project, project_spec):
+    """The list has the content, last use and processes of each environment."""
     assert list_venvs() == []
     before = time.time()
     small = create_local_venv(VenvSpec(requirements=[]))
     python = create_local_venv(project_spec(make_project(more="[dependency-groups]\ndev = []\n"), groups=["dev"]))
-    with subprocess.Popen([python, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1) as running:
-        assert running.stdout.readline() == b"up\n"
+    with start(Path(python).parent.parent) as running:
         project, other = list_venvs()
-        running.communicate(b"\n", timeout=60)
+        running.communicate("\n", timeout=60)
 
     assert (project.python, other.python) == (python, small)
-    assert project.description == "project proj +dev"
+    assert project.description == "project proj, dev"
     assert project.pids == (running.pid,)
     assert other.pids == ()
-    assert before <= project.used_at <= time.time()
-    assert project.hosts == (host_id(),)
+    assert before - 1 <= project.built_at <= project.used_at <= time.time()
     assert project.ray is None
-    assert project.size_bytes > other.size_bytes > 1000
-    assert list_venvs(sizes=False)[0].size_bytes is None
 
 
-def test_variable_counts_as_use(spec_of, age, root, tmp_path, monkeypatch):
+def test_variable_counts_as_use(build, age, root, tmp_path, monkeypatch):
     """A worker is recognised by its VIRTUAL_ENV, also through a link, and keeps its environment."""
-    root.mkdir()
+    root.mkdir(0o700)
     (tmp_path / "link").symlink_to(root)
     monkeypatch.setenv("FAIRLEAD_VENV_DIR", str(tmp_path / "link"))
-    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    folder = build("alpha")
     age(3600)
     with subprocess.Popen(["sleep", "600"], env={**os.environ, "VIRTUAL_ENV": str(folder)}) as sleeper:
         deadline = time.monotonic() + 30
@@ -80,190 +84,164 @@ def test_variable_counts_as_use(spec_of, age, root, tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def test_prune(spec_of, age, root):
+def test_prune(build, spec_of, age, root):
     """Environments that are in use, recent, being built or kept stay; others and damaged ones are removed."""
-    specs = [spec_of("alpha"), spec_of("beta"), spec_of("gamma"), spec_of("alpha", "gamma"), spec_of("alpha==1.0")]
-    used, by_spec, by_name, locked, gone = (Path(create_local_venv(spec)).parent.parent for spec in specs)
+    used, by_spec, by_name, locked, gone = map(build, ("alpha", "beta", "gamma", "alpha<2", "beta<2"))
+    gone = build("alpha", "gamma")
     assert prune() == []
-    damaged = root / "venv-0123456789ab"
-    damaged.mkdir()
+    damaged, not_ours = root / "venv-0123456789ab", root / "data-0123456789ab"
+    for folder in (damaged, not_ours):
+        folder.mkdir()
     (damaged / "pyvenv.cfg").touch()
-    not_ours = root / "data-0123456789ab"
-    not_ours.mkdir()
-    os.utime(not_ours, (0, 0))
     age(3600)
-    os.utime(damaged, (0, 0))
+    for folder in (damaged, not_ours):
+        os.utime(folder, (0, 0))
     assert prune(older_than=datetime.timedelta(hours=2)) == []
-    lock = KernelLock(root, lock_path(locked))
+    lock = FileLock(root / ".locks" / f"{locked.name}.lock")
     assert lock.acquire()
-    with subprocess.Popen([used / "bin" / "python", "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1) as one:
-        one.stdout.readline()
+    with start(used) as running:
         assert gone in [venv.path for venv in prune(dry_run=True)]
         assert gone.exists()
-        removed = prune(keep=[specs[1], by_name.name])
-        one.communicate(b"\n", timeout=60)
+        age(3600)  # the specs in `keep` are looked up without a mark of use
+        removed = prune(keep=[spec_of("beta"), by_name.name])
+        running.communicate("\n", timeout=60)
     lock.release()
 
     assert [venv.path for venv in removed] == [gone]
     assert [path.exists() for path in (used, by_spec, by_name, locked, gone)] == [True, True, True, True, False]
     assert not damaged.exists()
     assert not_ours.exists()
-    assert create_local_venv(specs[-1]) == str(gone / "bin" / "python")
+    assert build("alpha", "gamma") == gone
 
 
-def test_prune_beside_another(spec_of, age, root):
+def test_lock_that_is_held_for_a_moment(build):
+    """A process that starts while its lock is taken tries again, and then keeps its environment."""
+    folder = build("alpha")
+    lock = FileLock(folder / MANIFEST)
+    assert lock.acquire()
+    threading.Timer(0.3, lock.release).start()
+    with start(folder) as running:
+        assert not FileLock(folder / MANIFEST).acquire()
+        running.communicate("\n", timeout=60)
+    assert lock.acquire()
+    with start(folder) as running:  # it does not wait for ever
+        running.communicate("\n", timeout=60)
+    lock.release()
+
+
+@pytest.mark.nightly
+def test_prune_beside_starts(spec_of):
+    """No process loses its environment, while another one prunes everything that is not in use all the time."""
+    spec, done, removed = spec_of("alpha", "beta"), threading.Event(), []
+
+    def prune_all():
+        while not done.is_set():
+            removed.extend(prune(older_than=0))
+
+    pruning = threading.Thread(target=prune_all)
+    pruning.start()
+    code = f"{WAIT}; import time; time.sleep(0.1); import beta; print(beta.version)"
+    starts = 0
+    try:
+        while starts < 50:
+            folder = Path(create_local_venv(spec)).parent.parent
+            try:
+                process = start(folder, code=code)
+            except FileNotFoundError:  # it was removed before it was used
+                continue
+            starts += 1
+            assert process.communicate("\n", timeout=60)[0] == "1.0\n"
+            assert process.returncode == 0
+    finally:
+        done.set()
+        pruning.join()
+    assert removed
+
+
+def test_prune_beside_another(build, age):
     """An environment that another prune removes meanwhile is not an error, and is not returned."""
-    folders = [Path(create_local_venv(spec_of(name))).parent.parent for name in ("alpha", "gamma")]
+    folders = [build(name) for name in ("alpha", "gamma")]
     age(3600)
     elsewhere = []
 
-    def kept():
+    def keep():
         elsewhere.extend(prune())
         yield from ()
 
-    assert prune(keep=kept()) == []
+    assert prune(keep=keep()) == []
     assert sorted(venv.path for venv in elsewhere) == sorted(folders)
 
 
-def test_wheels_in_use_stay(make_project, project_spec, root):
-    """The wheel of a recently used project is not removed, nor are the locks beside it."""
-    spec = project_spec(make_project())
-    spec.fingerprint()
-    store = plan_venv(spec).files[-1][1].parent.parent
-    for path in (store, root / ".wheels" / ".locks"):
-        os.utime(path, (0, 0))
-    spec.fingerprint()
-    prune()
-    assert store.exists()
-    assert (root / ".wheels" / ".locks").exists()
-    os.utime(store, (0, 0))
-    prune()
-    assert not store.exists()
-
-
-def test_wheels_of_a_build_stay(make_project, project_spec):
-    """The wheel of a project stays until its environment is built, however long that takes."""
-    plan = plan_venv(project_spec(make_project()))
-    store = plan.files[-1][1].parent.parent
-
-    def files():
-        os.utime(store, (time.time() - 3600,) * 2)
-        prune(older_than=0)
-        return plan.files
-
-    ensure_venv(plan.recipe, files, Session(Deadline(60)))
-    assert store.exists()
-    prune(older_than=0)
-    assert not store.exists()
-
-
-def test_request_beside_prune(spec_of, age, monkeypatch):
-    """An environment that is requested while `prune` looks for its processes stays."""
-    python = create_local_venv(spec_of("alpha"))
+def test_request_beside_prune(build, age, monkeypatch):
+    """An environment that is requested while `prune` looks for its processes stays (seam: the look)."""
+    folder = build("alpha")
     age(3600)
-    calls, find = [], _housekeeping.find_users
+    iterate, looks = Path.glob, []
 
-    def find_slowly(folders):
-        found = find(folders)
-        calls.append(found)
-        if len(calls) == 2:  # the first one is for the list
-            assert create_local_venv(spec_of("alpha")) == python
-            subprocess.run([python, "-c", ""], check=True, timeout=60)
-        return found
+    def look(path, pattern):
+        if pattern == "[0-9]*":
+            looks.append(path)
+            if len(looks) == 2:  # the first one is for the list
+                os.utime(folder / USED)
+        return iterate(path, pattern)
 
-    monkeypatch.setattr(_housekeeping, "find_users", find_slowly)
+    monkeypatch.setattr(Path, "glob", look)
     assert prune() == []
-    assert len(calls) == 2
-    assert os.path.exists(python)
+    assert len(looks) == 2
+    assert folder.exists()
 
 
-def test_shared_folder(spec_of, age):
-    """On a folder that another host uses, `prune` requires `older_than`."""
-    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
-    age(3600, host="another-host")
-    with pytest.raises(ValueError, match=r"by another-host.*older_than"):
-        prune()
-    with pytest.raises(ValueError, match="older_than must be a number of seconds"):
-        prune(older_than=-1)
-    with pytest.raises(TypeError, match="keep must hold"):
-        prune(keep=[3], older_than=5)
-    assert prune(older_than=7200) == []
-    assert [venv.path for venv in prune(older_than=1800)] == [folder]
+def test_notes(make_project, project_spec, root, age):
+    """A note is kept for 30 days after its last use."""
+    project_spec(make_project()).fingerprint()
+    (note,) = root.glob(".notes/[0-9a-f]*")
+    prune(older_than=0)
+    assert note.exists()
+    age(31 * 86_400)
+    prune()
+    assert not note.exists()
 
 
-@pytest.fixture
-def leftover(root):
-    """Create the folder of a build that began some seconds ago."""
-    made = []
-
-    def make(name, age_s, below="."):
-        folder = root / below / f"{name}{BUILDING}{len(made):08x}"
-        folder.mkdir(parents=True)
-        os.utime(folder, (time.time() - age_s,) * 2)
-        made.append(folder)
-        return folder
-
-    yield make
-    for folder in made:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.mark.parametrize("below", [".", ".wheels"])
-def test_long_builds_stay(leftover, root, below, monkeypatch):
-    """A build keeps its folder while it holds its lock. Where locks do not decide, it keeps it for a day."""
-    running, killed = leftover("one", 2 * 86_400, below), leftover("two", 60, below)
-    lock = KernelLock(root, lock_path(root / below / "one"))
+def test_leftovers(root, build):
+    """A build keeps its folder while it holds its lock; what a killed one has left is removed."""
+    build("alpha")
+    running, killed = (root / f"{name}-0123456789ab.building-00" for name in ("one", "two"))
+    for folder in (running, killed):
+        folder.mkdir()
+    lock = FileLock(root / ".locks" / "one-0123456789ab.lock")
     assert lock.acquire()
-    with monkeypatch.context() as patch:
-        patch.setattr(publish, "locks_decide", lambda root: False)
-        young, old = leftover("young", 3600, below), leftover("old", 2 * 86_400, below)
-        prune(older_than=0)
-        assert [path.exists() for path in (running, killed, young, old)] == [True, True, True, False]
-    prune(older_than=0)
-    assert [path.exists() for path in (running, killed, young)] == [True, False, False]
+    prune()
+    assert [path.exists() for path in (running, killed)] == [True, False]
     lock.release()
-    prune(older_than=0)
+    prune()
     assert not running.exists()
 
 
-def test_leftovers_of_wheels_are_swept(make_project, project_spec, leftover):
-    """The next build of a wheel removes the leftovers of a killed one."""
-    abandoned = leftover("0123456789ab", 60, below=".wheels")
-    project_spec(make_project()).fingerprint()
-    assert not abandoned.exists()
-
-
-def test_two_containers(spec_of, age, in_container):
+def test_two_containers(build, age, in_container):
     """An environment stays while a process of another container runs from it, whoever has requested it and when."""
-    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+    folder = build("alpha")
     code = "from fairlead_venvs import prune; print(prune(older_than=0, dry_run={}), prune(older_than=0))"
     pruning = in_container(sys.executable, "-c", code.format(False))
     looking = in_container(sys.executable, "-c", code.format(True))
-
-    def run(command):
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-    # The program that requested it has ended, and this one has no modules of the environment mapped.
-    worker = in_container(str(folder / "bin" / "python"), "-c", "print('up', flush=True); input()")
-    with subprocess.Popen(worker, stdin=-1, stdout=-1) as running:
-        assert running.stdout.readline() == b"up\n"
+    with start(folder, in_container()) as running:
         age(7200)
         assert run(pruning) == run(looking) == "[] []\n"
         assert folder.exists()
-        running.communicate(b"\n", timeout=60)
+        running.communicate("\n", timeout=60)
     assert str(folder) in run(looking)
     assert not folder.exists()
 
 
-def test_read_only(spec_of, age, root):
+def test_read_only(build, spec_of, age, root):
     """On a file system that is mounted read only, environments are found and listed, and none is removed."""
-    python = create_local_venv(spec_of("alpha"))
+    folder = build("alpha")
     age(3600)
     mount = f"mount --bind {root} {root} && mount -o remount,ro,bind {root} && exec "
     code = f"""
         from fairlead_venvs import create_local_venv, list_venvs, prune, VenvSpec
-        assert create_local_venv({spec_of("alpha")!r}) == {python!r}
-        assert [venv.python for venv in list_venvs()] == [{python!r}] == [venv.python for venv in prune(dry_run=True)]
+        python = create_local_venv({spec_of("alpha")!r})
+        assert python == {str(folder / "bin" / "python")!r}
+        assert [venv.python for venv in list_venvs()] == [python] == [venv.python for venv in prune(dry_run=True)]
         assert prune() == []
     """
     prefix = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "sh", "-c"]
@@ -272,50 +250,19 @@ def test_read_only(spec_of, age, root):
     command = [*prefix, mount + shlex.join([sys.executable, "-c", textwrap.dedent(code)])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert f"Kept {Path(python).parent.parent}" in done.stderr
-    assert os.path.exists(python)
+    assert f"Kept {folder}" in done.stderr
+    assert folder.exists()
 
 
-def test_build_in_another_container(spec_of, tmp_path, in_container):
-    """The folder of a build that has run for days in another container stays."""
-    up = tmp_path / "up"
-    setup = ["python", "-c", f"import pathlib, time; pathlib.Path({str(up)!r}).touch(); time.sleep(600)"]
-    code = "from fairlead_venvs import VenvSpec, create_local_venv; create_local_venv({!r})"
-    builder = in_container(sys.executable, "-c", code.format(spec_of("alpha", setup=setup)))
-    with subprocess.Popen(builder) as running:
-        try:
-            deadline = time.monotonic() + 60
-            while not up.exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            (aside,) = venv_root().glob(f"*{BUILDING}*")
-            os.utime(aside, (time.time() - 2 * 86_400,) * 2)
-            prune(older_than=0)
-            assert aside.exists()
-        finally:
-            running.kill()
-    prune(older_than=0)
-    assert not aside.exists()
-
-
-def test_keep_names_an_environment(spec_of, age):
-    """A name in `keep` that matches nothing is refused before anything is removed; a spec need not match."""
-    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
+def test_misuse(build, spec_of, age):
+    """What `keep` and `older_than` cannot mean is refused before anything is removed; a spec need not match."""
+    folder = build("alpha")
     age(3600)
     with pytest.raises(ValueError, match=f"keep names no environment: typo. There are: {folder.name}"):
         prune(keep=["typo", folder.name])
+    with pytest.raises(ValueError, match="older_than must be a number of seconds"):
+        prune(older_than=-1)
+    with pytest.raises(TypeError, match="keep must hold"):
+        prune(keep=[3], older_than=5)
     assert folder.exists()
     assert prune(keep=[spec_of("gamma"), f"{folder}/"]) == []
-
-
-def test_clocks_that_differ(spec_of, monkeypatch):
-    """Ages are those of the file system's clock, so a clock of this host that is ahead removes nothing in use."""
-    folder = Path(create_local_venv(spec_of("alpha"))).parent.parent
-    clock = time.time
-    monkeypatch.setattr(time, "time", lambda: clock() + 36_000)
-    assert prune(older_than=3600) == []
-    # A clock that is behind marks environments all the same.
-    mark = folder / USED / host_id()
-    os.utime(mark, (clock() - 7200,) * 2)
-    monkeypatch.setattr(time, "time", lambda: clock() - 36_000)
-    mark_used(folder)
-    assert clock() - mark.stat().st_mtime < 60

@@ -85,11 +85,14 @@ def test_nowhere(index, way, root, capfd, monkeypatch):
 
 
 def test_project(make_project, project_spec, root):
-    """A project may name its index in its pyproject: the copy that a build makes of it is gone with the build."""
+    """A project may name its index in its pyproject: only source distributions of the project contain it."""
     folder = make_project(more=f'[[tool.uv.index]]\nurl = "https://{USER}:{PASSWORD}@localhost/simple"\n', lock=True)
-    spec = project_spec(folder)
+    create_local_venv(project_spec(folder))
+    spec = project_spec(folder, install_project=False)
     python = create_local_venv(spec)
-    left = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink() and path.suffix != ".whl"]
+    left = [
+        path for path in root.rglob("*") if path.is_file() and not path.is_symlink() and not path.name.endswith(".gz")
+    ]
     assert [path for path in left if hidden_in(path.read_text(errors="replace"))] == []
     # Another password gives the same environment.
     pyproject = folder / "pyproject.toml"

@@ -12,57 +12,24 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
-from .redact import redact
+from .redact import ambient_secrets, redact
 
-# Variables that describe the environment and the Ray worker of the caller, and settings that Fairlead passes to uv in
-# another way: the project, its groups, and what of it is installed; the interpreter; and the new environment.
+# Variables that describe the environment and the Ray worker of the caller, and settings that uv gets in another way, as
+# the project, its groups and the interpreter.
 NOT_INHERITED = (
     *("CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
     *("RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV"),
     *("UV_FROZEN", "UV_ISOLATED", "UV_LOCKED", "UV_NO_PROJECT", "UV_NO_SYNC", "UV_PROJECT", "UV_WORKING_DIR"),
-    *("UV_NO_DEFAULT_GROUPS", "UV_NO_DEV", "UV_NO_GROUP"),
-    *("UV_NO_EDITABLE", "UV_NO_INSTALL_LOCAL", "UV_NO_INSTALL_PROJECT", "UV_NO_INSTALL_WORKSPACE"),
-    *("UV_PYTHON", "UV_SYSTEM_PYTHON"),
-    *("UV_PROJECT_ENVIRONMENT", "UV_VENV_RELOCATABLE", "UV_VENV_SEED"),
+    *("UV_NO_DEFAULT_GROUPS", "UV_NO_DEV", "UV_NO_EDITABLE", "UV_NO_GROUP"),
+    *("UV_NO_INSTALL_LOCAL", "UV_NO_INSTALL_PROJECT", "UV_NO_INSTALL_WORKSPACE"),
+    *("UV_PYTHON", "UV_SYSTEM_PYTHON", "UV_PROJECT_ENVIRONMENT", "UV_VENV_RELOCATABLE", "UV_VENV_SEED"),
 )
-DEFAULT_INDEXES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL")
-INDEXES = (*DEFAULT_INDEXES, "UV_EXTRA_INDEX_URL", "UV_INDEX")
-# Their values are the paths of files, separated by spaces. They are used for the resolution only, on the driver.
-FILES = ("UV_CONSTRAINT", "UV_EXCLUDE", "UV_OVERRIDE")
-# Every node would need the files that these name.
-REFUSED = ("UV_BUILD_CONSTRAINT", "UV_CONFIG_FILE")
-# Prefixes of variables that say how something is built, or that other commands of uv read. Each node has its own. Every
-# other variable of uv counts.
-NEUTRAL = (
-    *("ALL_PROXY", "HTTP", "NO_PROXY", "RUST_LOG", "SSL_"),
-    *("UV_CACHE_DIR", "UV_COMPILE_BYTECODE", "UV_CONCURRENT_", "UV_CREDENTIALS_DIR", "UV_CUSTOM_COMPILE_COMMAND"),
-    *("UV_ENV_FILE", "UV_GITHUB_TOKEN", "UV_HTTP_", "UV_INIT_", "UV_INSECURE_HOST", "UV_INSTALL", "UV_KEYRING"),
-    *("UV_LINK_MODE", "UV_LOG_", "UV_MANAGED_PYTHON", "UV_NATIVE_TLS", "UV_NO_CACHE", "UV_NO_ENV_FILE"),
-    *("UV_NO_MANAGED_PYTHON", "UV_NO_PROGRESS", "UV_OFFLINE", "UV_PUBLISH_", "UV_PYTHON_", "UV_REQUEST_", "UV_RUN_"),
-    *("UV_SHOW_", "UV_SYSTEM_CERTS", "UV_TOOL_", "UV_VENV_CLEAR"),
-)
-
-
-def is_neutral(name: str) -> bool:
-    return name.upper().startswith(NEUTRAL)
-
-
-def is_index_credential(name: str) -> bool:
-    # It gives access to an index and does not decide its content, so a new password is not a new environment.
-    return re.fullmatch(r"UV_INDEX_\w+_(USERNAME|PASSWORD)", name) is not None
-
-
-def is_deciding(name: str) -> bool:
-    """Return whether uv may install something else with another value of a variable."""
-    return name.startswith("UV_") and not (is_neutral(name) or is_index_credential(name) or name in NOT_INHERITED)
-
-
-MINIMUM = (0, 8, 0)
+# Since then, the paths in an exported lock are relative to its file.
+MINIMUM = (0, 13, 0)
 # The last lines of output that are kept, and the bytes in which they are looked for.
 LINES = 50
 TAIL_BYTES = 1 << 16
@@ -71,10 +38,11 @@ SHOW_S = 0.05
 
 
 class Deadline:
-    """A moment by which something has to be done."""
+    """A moment by which several commands have to be done, and who sees what they print meanwhile."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, show: Callable[[str], None] | None = None) -> None:
         self.timeout_s = timeout_s
+        self.show = show
         self._end = time.monotonic() + timeout_s
 
     def left(self) -> float:
@@ -82,27 +50,24 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def start_deadline(timeout_s: Any) -> Deadline:
+def start_deadline(timeout_s: Any, show: Callable[[str], None] | None = None) -> Deadline:
     """Return a deadline that begins now; a ValueError if this is not a positive, finite number of seconds."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be a number of seconds, more than 0 and finite, got {timeout_s!r}")
-    return Deadline(float(timeout_s))
+    return Deadline(float(timeout_s), show)
 
 
-@dataclass(frozen=True)
-class Session:
-    """The deadline of several commands, who sees what they print, and the caller's variables (None: this process's)."""
-
-    deadline: Deadline
-    show: Callable[[str], None] | None = None
-    variables: Mapping[str, str] | None = None
-
-
-def find_uv(deadline: Deadline) -> str:
-    """Find the uv to build with: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path."""
+def locate_uv() -> str:
+    """Return the path of uv: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path. Starts no process."""
     uv = os.environ.get("FAIRLEAD_VENV_UV") or _find_packaged_uv() or shutil.which("uv")
     if not uv:
         raise UvUnavailableError("found neither the package uv nor a program of that name")
+    return uv
+
+
+def find_uv(deadline: Deadline) -> str:
+    """Return the path of uv, after a check of its version."""
+    uv = locate_uv()
     try:
         done = subprocess.run([uv, "--version"], capture_output=True, text=True, timeout=max(1.0, deadline.left()))
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -117,50 +82,40 @@ def find_uv(deadline: Deadline) -> str:
     return uv
 
 
+# The path of the PyPI package's uv, once it was found: the search takes longer than all else that finds an environment.
+packaged: list[str] = []
+
+
 def _find_packaged_uv() -> str | None:
-    try:
-        from uv import find_uv_bin
-    except ImportError:
-        return None
-    for _ in range(100):
-        try:
-            return str(find_uv_bin())
-        except FileNotFoundError:
-            break
-        except TypeError:
-            # sysconfig answers None while another thread is the first to use it
-            # (https://github.com/python/cpython/issues/92452).
-            time.sleep(0.01)
-    return None
+    # TypeError: sysconfig answers None while another thread is the first to use it
+    # (https://github.com/python/cpython/issues/92452).
+    with contextlib.suppress(ImportError, FileNotFoundError, TypeError):
+        if not packaged:
+            from uv import find_uv_bin
+
+            packaged.append(str(find_uv_bin()))
+    return packaged[0] if packaged else None
 
 
 class Runner:
-    """Runs commands until a common deadline, and shows what they print; of uv's settings only those in `env` count."""
+    """Runs commands until a common deadline, shows what they print, and redacts secrets in it."""
 
     def __init__(
-        self,
-        session: Session,
-        *,
-        env: Mapping[str, str] | None = None,
-        secrets: Iterable[str] = (),
-        no_index: bool = False,
-        umask: int = -1,
+        self, deadline: Deadline, *, env: Mapping[str, str], secrets: Iterable[str] = (), no_index: bool = False
     ) -> None:
-        self.deadline = session.deadline
-        self._secrets = tuple(secrets)
+        self.deadline = deadline
+        self._secrets = frozenset(secrets) | ambient_secrets()
         self._no_index = ["--no-index"] if no_index else []
-        self._show = session.show
         self._uv = ""
-        self._umask = umask
-        ambient = os.environ if session.variables is None else session.variables
-        kept = [name for name in ambient if name not in NOT_INHERITED and not is_deciding(name)]
-        inherited = {name: ambient[name] for name in kept}
-        self.env = {**inherited, "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        # `uv pip sync pylock.toml` is marked as a preview.
+        ours = {"UV_NO_PROGRESS": "1", "NO_COLOR": "1", "UV_PREVIEW_FEATURES": "pylock"}
+        self.env = {**inherited, **ours, **env}
 
-    def uv(self, *arguments: str, cwd: Path, failed: str, env: Mapping[str, str] | None = None) -> None:
+    def uv(self, *arguments: str, cwd: Path, failed: str) -> None:
         """Run a command of uv, as `run` does."""
         self._uv = self._uv or find_uv(self.deadline)
-        self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed, env=env)
+        self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed)
 
     def run(self, command: Sequence[str], *, cwd: Path, failed: str, env: Mapping[str, str] | None = None) -> str:
         """Run a command and return the last lines that it printed. At the deadline, it is killed with its children."""
@@ -168,7 +123,7 @@ class Runner:
         # A file, as a process that outlives the command may hold a pipe open.
         with tempfile.TemporaryFile() as output:
             try:
-                # A group of its own, so that its children end with it.
+                # A group of its own, so that its children are killed with it.
                 process = subprocess.Popen(
                     command,
                     cwd=cwd,
@@ -177,7 +132,6 @@ class Runner:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     process_group=0,
-                    umask=self._umask,
                 )
             except OSError as error:
                 raise VenvBuildError(redact(f"{failed}: {error}", self._secrets), shown) from None
@@ -185,8 +139,8 @@ class Runner:
                 while (code := self._poll(process)) is None:
                     if not self.deadline.left():
                         raise VenvTimeoutError(shown, self.deadline.timeout_s)
-                    if self._show is not None and (lines := self._read_lines(output.fileno())):
-                        self._show(lines[-1])
+                    if self.deadline.show is not None and (lines := self._read_lines(output.fileno())):
+                        self.deadline.show(lines[-1])
             finally:
                 if process.returncode is None:  # else its id may be that of another process by now
                     with contextlib.suppress(ProcessLookupError):
@@ -194,7 +148,7 @@ class Runner:
                     process.wait()
             lines = self._read_lines(output.fileno())
         if code:
-            raise VenvBuildError(f"{failed} (exit status {code}).", shown, lines)
+            raise VenvBuildError(f"{failed} (exit status {code}).", shown, tuple(lines))
         return "\n".join(lines)
 
     def _poll(self, process: "subprocess.Popen[bytes]") -> int | None:

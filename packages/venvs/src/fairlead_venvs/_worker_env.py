@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._build import node_task
-from .._build.recipe import Outcome, this_python
-from .._build.uv import start_deadline
-from .._planning.project import read_project
-from .._planning.requirements import find_excluded_version
-from .._planning.spec import is_uv_command
-from .._registry import get_actor_python_env
-from .._spec import VenvSpec, as_spec
-from ..exceptions import VenvError, VenvMismatchError, VenvNodesError
-from .ensure import ensure_on_nodes
-from .rpc import Call, alive_nodes, run_on_nodes
+from ._lock import plan_venv
+from ._node.build import Outcome, probe_here, this_python
+from ._node.uv import start_deadline
+from ._nodes import Answers, alive_nodes, provide, run_on_nodes
+from ._progress import Status
+from ._registry import get_actor_python_env
+from ._request import is_uv_command
+from ._spec import VenvSpec, as_spec
+from .exceptions import VenvError, VenvMismatchError, VenvNodesError
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ def ensure_worker_env(
     Raises:
         TypeError, ValueError: the arguments do not describe an environment or a time limit; a class is not registered;
             Ray is not running; a node is not alive.
-        VenvMismatchError: the spec has another version of Python or Ray than the cluster. Nothing has been downloaded
-            or built.
+        VenvMismatchError: the spec has another version of Python or Ray than the cluster. Nothing has been built.
         VenvNodesError: it failed on some nodes. It has the error of each: a VenvMismatchError if Ray is missing in the
             environment, or has another version than the cluster's.
     """
@@ -60,24 +57,25 @@ def ensure_worker_env(
         what = get_actor_python_env(what)
     if what == sys.executable:
         return WorkerEnv(sys.executable, {})
-    deadline = start_deadline(timeout_s)
-    built = not isinstance(what, str) or is_uv_command(what)
-    if built:
-        spec = as_spec(what)
-        if spec.python is not None and not f"{spec.python}.".startswith(f"{this_python()}."):
-            raise VenvMismatchError("python", spec.python, this_python(), repr(spec))
-        alive = alive_nodes(nodes)
-        _check_ray(spec)
-        (outcomes,) = ensure_on_nodes([spec], None, alive, deadline, progress=progress)
-        path = next(iter(outcomes.values())).python
-        _check_answers(outcomes, alive.labels)
-    else:
-        alive, path = alive_nodes(nodes), str(what)
-        # A worker in an interpreter that does not run would only fail after minutes.
-        arguments = path, max(1.0, deadline.left())
-        calls: dict[str, Call] = {node: (node, node_task.probe_here, arguments) for node in alive.labels}
-        _check_answers(run_on_nodes(calls, alive, doing=f"asking {path}", deadline=deadline), alive.labels)
-    return WorkerEnv(path, _make_runtime_env(path, built=built))
+    is_built = not isinstance(what, str) or is_uv_command(what)
+    with Status(shown=progress) as status:
+        deadline = start_deadline(timeout_s, status.update)
+        if is_built:
+            spec = as_spec(what)
+            if spec.python is not None and not f"{spec.python}.".startswith(f"{this_python()}."):
+                raise VenvMismatchError("python", spec.python, this_python(), repr(spec))
+            labels = alive_nodes(nodes)
+            plan = plan_venv(spec, None, deadline)
+            _check_ray(spec, plan.find_version("ray"))
+            answers: Answers = {**provide([plan], labels, deadline)}
+            path = f"{plan.recipe.folder}/bin/python"
+        else:
+            labels, path = alive_nodes(nodes), str(what)
+            # A worker in an interpreter that does not run would only fail after minutes.
+            calls = {("", node): (probe_here, path, max(1.0, deadline.left())) for node in labels}
+            answers = run_on_nodes(calls, labels, f"asking {path}", deadline)
+    _check_answers(answers, labels)
+    return WorkerEnv(path, _make_runtime_env(path, is_built=is_built))
 
 
 def make_actor_runtime_env(
@@ -102,32 +100,23 @@ def make_actor_runtime_env(
     return dict(ensure_worker_env(what, nodes=nodes, timeout_s=timeout_s, progress=progress).runtime_env)
 
 
-def _check_ray(spec: VenvSpec) -> None:
-    """Check that a spec does not pin another Ray than the cluster's, before anything is downloaded or built."""
+def _check_ray(spec: VenvSpec, version: str | None) -> None:
+    """Check that a spec does not lock another Ray than the cluster's, before anything is built."""
     import ray
 
-    if spec.setup:
-        return  # the command may install another Ray
-    if (project := read_project(spec)) is None:
-        python = spec.python or this_python()
-        pin = find_excluded_version(spec.requirements or (), "ray", ray.__version__, python)
-        if pin is not None:
-            raise VenvMismatchError("ray", pin, ray.__version__, repr(spec))
-        return
-    versions = project.find_versions("ray")
-    if versions and ray.__version__ not in versions:
-        lock = f"The lock in {project.root}"
-        raise VenvMismatchError("ray", " or ".join(sorted(versions)), ray.__version__, lock)
+    # A setup command may install another Ray.
+    if version not in (None, ray.__version__) and not spec.setup:
+        raise VenvMismatchError("ray", str(version), ray.__version__, repr(spec))
 
 
-def _check_answers(answers: Mapping[str, Outcome | VenvError | None], labels: Mapping[str, str]) -> None:
+def _check_answers(answers: Answers, labels: Mapping[str, str]) -> None:
     import ray
 
     errors: list[VenvError] = []
-    for node, answer in answers.items():
+    for (_, node), answer in answers.items():
         if isinstance(answer, VenvError):
             errors.append(answer)
-        elif answer is not None:
+        elif isinstance(answer, Outcome):
             where = f"The environment of {answer.python}"
             if not answer.version.startswith(f"{this_python()}."):
                 errors.append(VenvMismatchError("python", answer.version, this_python(), where, labels[node]))
@@ -137,11 +126,11 @@ def _check_answers(answers: Mapping[str, Outcome | VenvError | None], labels: Ma
         raise VenvNodesError(f"{len(errors)} of {len(labels)} nodes cannot start the workers", errors)
 
 
-def _make_runtime_env(python: str, *, built: bool) -> dict[str, Any]:
+def _make_runtime_env(python: str, *, is_built: bool) -> dict[str, Any]:
     folder = os.path.dirname(os.path.dirname(python))
     env_vars = {"PATH": f"{os.path.dirname(python)}:${{PATH}}"}
     # /usr/bin/python has a path like that of an environment.
-    if built or os.path.exists(os.path.join(folder, "pyvenv.cfg")):
+    if is_built or os.path.exists(os.path.join(folder, "pyvenv.cfg")):
         env_vars["VIRTUAL_ENV"] = env_vars["UV_PROJECT_ENVIRONMENT"] = folder
     # Quoted, as Ray puts it into a shell command.
     return {"py_executable": shlex.quote(python), "env_vars": env_vars}
