@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the picture of the guide "Rollouts" with the code that it shows: `nox -s pictures`."""
 
+import contextlib
 import heapq
 import io
 import random
@@ -26,20 +27,21 @@ def run(steps: int) -> Ledger:
             )
         claim = ledger.claim(step, 8)
         if isinstance(claim, Claim):
-            ledger.drop([group.ordinal for group in claim.groups if group.ordinal % 20 == 0], "no_signal")
+            ledger.drop([group.prompt_id for group in claim.groups if group.prompt_id % 20 == 0], "no_signal")
             ledger.advance(step, trained=step)
             now, step = now + 4, step + 1
         else:
             now, _, lease = heapq.heappop(running)
-            ledger.seal_many([(lease, sibling, Ref(sibling)) for sibling in lease.siblings])
+            ledger.finish_many([(lease, sample, Ref(sample)) for sample in lease.samples])
     return ledger
 
 
 def main() -> None:
-    ledger = run(20)
-    ledger.check()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run(20).show()
     console = Console(record=True, width=108, file=io.StringIO(), highlight=False)
-    console.print(ledger)
+    console.print(printed.getvalue(), markup=False)
     console.save_svg(str(PICTURE), title="ledger.show()", unique_id="ledger")
     print(f"wrote {PICTURE}")
 

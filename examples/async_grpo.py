@@ -35,6 +35,7 @@ import ray
 import torch
 import torch.distributed.checkpoint as dcp
 from grpo import ANSWERS, END, GAIN, PROBLEMS, STEPS, Generation, Policy, draw, imitate, problems, rewards_of, train
+from matplotlib.figure import Figure
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fairlead_batching import BatchedDataDict
@@ -82,20 +83,20 @@ class Trainer:
             shards = Shard(prompts.shard_by_batch_size(self.options.dp, allow_uneven_shards=True), "dp")
             self.waiting.append((leases, prompts, self.generation.call("generate", shards, collect="dp")))
 
-    def seal(self, ledger: Ledger) -> None:
+    def finish(self, ledger: Ledger) -> None:
         """Wait for the call that began first, and report its answers."""
         leases, prompts, call = self.waiting.popleft()
         answers = BatchedDataDict.from_batches(call.result())
         rewards = rewards_of(prompts, answers).view(len(leases), ANSWERS)
         for number, lease in enumerate(leases):
             group = answers.slice(number * ANSWERS, (number + 1) * ANSWERS), rewards[number]
-            ledger.seal_many([(lease, sibling, Ref(group)) for sibling in lease.siblings])
+            ledger.finish_many([(lease, sample, Ref(group)) for sample in lease.samples])
 
     def claim(self, ledger: Ledger, step: int) -> Claim:
         """Return the groups of a step, and generate while they are not finished."""
         self.submit(ledger)
         while not isinstance(claim := ledger.claim(step, PROBLEMS), Claim):
-            self.seal(ledger)
+            self.finish(ledger)
             self.submit(ledger)
         return claim
 
@@ -139,7 +140,12 @@ class Trainer:
             reward = self.train(claim)
             ages = [claim.version - group.oldest_version for group in claim.groups]
             run.append(
-                {"step": step, "reward": reward, "ordinals": [one.ordinal for one in claim.groups], "ages": ages}
+                {
+                    "step": step,
+                    "reward": reward,
+                    "prompt_ids": [group.prompt_id for group in claim.groups],
+                    "ages": ages,
+                }
             )
             ledger.advance(step, trained=step)
             self.send_weights()
@@ -150,7 +156,6 @@ class Trainer:
                     f"staleness {staleness}, step {step:4}  reward {np.mean([one['reward'] for one in run[-10:]]):.3f}"
                 )
         if saves:
-            ledger.check()
             ledger.show()
         return run
 
@@ -189,14 +194,30 @@ def drive(options: argparse.Namespace) -> None:
 
 def check(run: Run, options: argparse.Namespace) -> None:
     """Print the account of all prompts, and fail unless each was trained once and none was too old."""
-    times = Counter(ordinal for one in run for ordinal in one["ordinals"])
-    missing = [ordinal for ordinal in range(options.steps * PROBLEMS) if ordinal not in times]
-    twice = [ordinal for ordinal, count in times.items() if count > 1]
+    times = Counter(prompt_id for record in run for prompt_id in record["prompt_ids"])
+    missing = [prompt_id for prompt_id in range(options.steps * PROBLEMS) if prompt_id not in times]
+    twice = [prompt_id for prompt_id, count in times.items() if count > 1]
     ages = Counter(age for one in run for age in one["ages"])
     print(f"{len(times):,} prompts were trained, {len(missing)} were skipped, {len(twice)} were trained twice")
     print(f"prompts by the age of their weights: {dict(sorted(ages.items()))}")
     if missing or twice or max(ages) > options.staleness:
         raise RuntimeError(f"skipped: {missing}; twice: {twice}; ages: {ages}, and {options.staleness} is the bound.")
+
+
+def draw_fates(run: Run, path: str) -> None:
+    """Draw each prompt at the step that trained it: one dot for each, colored by the age of its weights."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step that trained it", ylabel="prompt id", title="The fate of each prompt")
+    for age in sorted({age for record in run for age in record["ages"]}):
+        dots = [
+            (record["step"], prompt_id)
+            for record in run
+            for prompt_id, trained_age in zip(record["prompt_ids"], record["ages"], strict=True)
+            if trained_age == age
+        ]
+        axes.scatter(*zip(*dots, strict=True), s=4, label=f"weights {age} versions old")
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -208,6 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kill", action="store_true", help="kill the driver in the middle of a step, and resume")
     parser.add_argument("--plot", default="async-grpo-rewards.png", help="file for the reward curves")
     own = os.environ.get("RAY_ADDRESS") or "local"
+    parser.add_argument("--fates", default="async-grpo-fates.png", help="file for the fates of the prompts")
     parser.add_argument("--address", default=own, help="address of a Ray cluster (default: RAY_ADDRESS, or a new one)")
     parser.add_argument("--driver", help=argparse.SUPPRESS)  # the folder of the run, in the process that drives it
     options = parser.parse_args(argv)
@@ -238,6 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         names = "synchronous", "asynchronous"
         runs = {name: json.loads(Path(folder, f"{name}.json").read_text()) for name in names}
     check(runs["asynchronous"], options)
+    draw_fates(runs["asynchronous"], options.fates)
     rewards = {name: [one["reward"] for one in run] for name, run in runs.items()}
     draw(rewards, options.plot, "GRPO, synchronous and not")
     fifth, gains = max(options.steps // 5, 1), []

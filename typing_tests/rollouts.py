@@ -15,7 +15,7 @@ from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 class Last:
     def select(self, view: fr.View, count: int) -> tuple[int, ...]:
-        return tuple(group.ordinal for group in view.ready()[-count:])
+        return tuple(group.prompt_id for group in view.ready()[-count:])
 
 
 def make(event: fr.Event) -> fr.Ledger:
@@ -29,18 +29,18 @@ def make(event: fr.Event) -> fr.Ledger:
     source: fr.PromptSource = fr.IndexStream(10, seed=0)
     fr.LedgerConfig(4, 8, 1)  # type: ignore[call-arg]
     fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, on_stale="later")  # type: ignore[arg-type]
-    assert_type((event.ordinal, event.reason, fr.sample_id(1, 2)), tuple[int, str | None, str])
+    assert_type((event.prompt_id, event.reason, fr.sample_id(1, 2)), tuple[int, str | None, str])
     fr.Ledger(config, source, on_event=print)
     return fr.Ledger(config, fr.IndexStream(10, seed=0, epochs=1))
 
 
 def roll_out(ledger: fr.Ledger, lease: fr.Lease) -> None:
     assert_type(ledger.lease(4, serving_version=1, deadline=2.0), list[fr.Lease])
-    assert_type(ledger.seal(lease, 0, fr.Ref(object()), oldest_version=0, newest_version=1), bool)
+    assert_type(ledger.finish(lease, 0, fr.Ref(object()), oldest_version=0, newest_version=1), bool)
     assert_type(ledger.fail(lease, [0], reason="it broke"), bool)
-    assert_type((ledger.expire(1.0), ledger.to_abort()), tuple[list[fr.Lease], list[fr.Lease]])
-    assert_type((lease.prompt, lease.siblings), tuple[Any, tuple[int, ...]])
-    ledger.seal(lease, 0, "tokens")  # type: ignore[arg-type]
+    assert_type(ledger.expire(1.0), list[fr.Lease])
+    assert_type((lease.prompt, lease.samples), tuple[Any, tuple[int, ...]])
+    ledger.finish(lease, 0, "tokens")  # type: ignore[arg-type]
     ledger.fail(lease)  # type: ignore[call-arg]
     lease.token = 1  # type: ignore[misc]
 
@@ -55,8 +55,8 @@ def train(ledger: fr.Ledger, config: fr.LedgerConfig, folder: Path) -> None:
     ledger.advance(1, trained=1)
     assert_type(ledger.prepare(1, folder), Path)
     ledger.commit(1)
-    with fr.Journal(folder / "journal", keep_steps=2) as journal:
-        assert_type(fr.Ledger.restore(config, ["a"], step=1, version=1, journal=journal), fr.Ledger)
+    assert_type(fr.Ledger.restore(config, ["a"], step=1, version=1, file=folder / "ledger"), fr.Ledger)
+    assert_type(fr.Ledger.begin(config, ["a"], step=1, version=1, prompt_id=9), fr.Ledger)
     assert_type((ledger.statistics(), ledger.explain(0)), tuple[fr.Statistics, str])
 
 
@@ -77,15 +77,13 @@ async def adapt(args: object) -> None:
 def look(view: fr.View, error: fr.RolloutError) -> None:
     assert_type(view.groups, tuple[fr.OpenGroup, ...])
     room = fr.room_for(
-        lookahead=1, serving_lag=0, groups_per_version=4, leased=1, sealed=1, ahead=0, max_leased=None, max_open=9
+        lookahead=1, serving_lag=0, groups_per_version=4, leased=1, finished=1, ahead=0, max_leased=None, max_open=9
     )
     assert_type(room, int)
     match error:
-        case fr.SnapshotError() | fr.JournalError():
+        case fr.SnapshotError():
             assert_type((error.path, error.found, error.remedy), tuple[str, str, str])
-        case fr.JournalLockedError():
-            assert_type((error.path, error.holder), tuple[str, str])
         case fr.OldWeightsError():
             assert_type((error.serving_version, error.oldest), tuple[int, int])
-        case fr.IllegalTransitionError() | fr.InvariantError():
+        case _:
             assert_type(error.args, tuple[Any, ...])

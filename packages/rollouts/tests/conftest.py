@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class Releases(list):
@@ -27,7 +32,7 @@ def make_ledger(releases):
     from fairlead_rollouts import Ledger, LedgerConfig
 
     def make(prompts=10, **options):
-        outside = {key: options.pop(key) for key in ("on_event", "run", "checkpoints", "journal") if key in options}
+        outside = {key: options.pop(key) for key in ("on_event", "run", "checkpoints", "file") if key in options}
         options = {"group_size": 2, "groups_per_version": 2, "max_staleness": 1, **options}
         source = [f"prompt {number}" for number in range(prompts)] if isinstance(prompts, int) else prompts
         return Ledger(
@@ -39,13 +44,13 @@ def make_ledger(releases):
 
 @pytest.fixture
 def finish():
-    """Return a function that seals all siblings of leases, with a value for each."""
+    """Return a function that seals all samples of leases, with a value for each."""
     from fairlead_rollouts import Ref, sample_id
 
-    def seal_all(ledger, leases, **versions):
+    def finish_all(ledger, leases, **versions):
         for lease in leases:
-            for sibling in lease.siblings:
-                ref = Ref(f"{sample_id(lease.ordinal, sibling)} of {lease.attempt}", durable=True)
-                assert ledger.seal(lease, sibling, ref, **versions)
+            for sample in lease.samples:
+                ref = Ref(f"{sample_id(lease.prompt_id, sample)} of {lease.attempt}", durable=True)
+                assert ledger.finish(lease, sample, ref, **versions)
 
-    return seal_all
+    return finish_all

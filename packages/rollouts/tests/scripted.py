@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scripted run with checkpoints, in a process that is killed at its n-th step to the disk.
 
-`python scripted.py FOLDER N SAVER` runs until the kill. Each payload is a file, so what was released is gone. The saver
-is "directory" if the trainer's checkpoints have the ledger's snapshot, and "journal" if the journal keeps it.
+Each payload is a file, so what was released is gone. The saver is "directory" if the trainer's checkpoints have the
+ledger's snapshot, "file" if the file of the ledger has the only one, and "both".
 """
 
 import os
 import signal
-import sqlite3
-import sys
-from functools import partial
 from pathlib import Path
 
-from fairlead_rollouts import Claim, IndexStream, Journal, Ledger, LedgerConfig, Ref, sample_id
+from fairlead_rollouts import Claim, IndexStream, LedgerConfig, Ref, sample_id
 
 CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=2)
-STEPS = 10
-PROMPTS = 40
+STEPS = 6
+PROMPTS = 24
 
 
 def source():
@@ -24,7 +21,7 @@ def source():
 
 
 def kill_at(number):
-    """Kill this process before or after its n-th fsync, rename or commit: each counts twice."""
+    """Kill this process before or after its n-th fsync or rename: each counts twice."""
     left = [number]
 
     def wrap(function):
@@ -38,18 +35,12 @@ def kill_at(number):
 
         return call
 
-    class Database(sqlite3.Connection):
-        def execute(self, statement, *values):
-            execute = super().execute
-            return (wrap(execute) if statement == "commit" else execute)(statement, *values)
-
     os.fsync, os.replace = wrap(os.fsync), wrap(os.replace)
-    sqlite3.connect = partial(sqlite3.connect, factory=Database)
 
 
-def write_payload(folder, ordinal, sibling):
+def write_payload(folder, prompt_id, sample):
     """Store a payload, which a reference names by its path."""
-    path = folder / f"payload-{sample_id(ordinal, sibling)}"
+    path = folder / f"payload-{sample_id(prompt_id, sample)}"
     path.write_text("tokens")
     return Ref(str(path), durable=True)
 
@@ -58,13 +49,8 @@ def release(ref, reason):
     Path(ref.value).unlink()
 
 
-def open_journal(folder, saver):
-    # The last checkpoint may be two steps old.
-    return Journal(folder / "journal", keep_steps=3 if saver == "journal" else 0)
-
-
-def options(saver):
-    return {"on_release": release, "checkpoints": saver == "directory"}
+def options(folder, saver):
+    return {"on_release": release, "file": None if saver == "directory" else folder / "ledger"}
 
 
 def run(folder, ledger, step, saver):
@@ -73,42 +59,34 @@ def run(folder, ledger, step, saver):
     trained = trained[:step]
     while step < STEPS:
         for lease in ledger.lease(6):
-            for sibling in lease.siblings:
-                if (lease.ordinal, lease.attempt, sibling) == (3, 1, 1):
-                    ledger.fail(lease, [sibling], reason="it broke")
+            for sample in lease.samples:
+                if (lease.prompt_id, lease.attempt, sample) == (3, 1, 1):
+                    ledger.fail(lease, [sample], reason="it broke")
                 else:
-                    ledger.seal(lease, sibling, write_payload(folder, lease.ordinal, sibling))
+                    ledger.finish(lease, sample, write_payload(folder, lease.prompt_id, sample))
         claim = ledger.claim(step + 1, 2)
         assert isinstance(claim, Claim), claim
         for group in claim.groups:
             for sample in group.samples:
                 assert Path(sample.ref.value).exists(), f"{sample} was released"
-        if step == 4 and ledger.state(claim.groups[0].ordinal) == "claimed":
-            ledger.drop([claim.groups[0].ordinal], "no_signal")
+        if step == 4 and ledger.state(claim.groups[0].prompt_id) == "claimed":
+            ledger.drop([claim.groups[0].prompt_id], "no_signal")
         step += 1
         trained.append(
-            " ".join(str(group.ordinal) for group in claim.groups if ledger.state(group.ordinal) == "claimed")
+            " ".join(str(group.prompt_id) for group in claim.groups if ledger.state(group.prompt_id) == "claimed")
         )
         ledger.advance(step, trained=step)
         if step % 2 == 0:
             unfinished, directory = folder / f".step-{step}", folder / f"step-{step}"
             unfinished.mkdir(exist_ok=True)
-            if saver == "directory":
+            if saver == "file":
+                ledger.flush()
+            else:
                 ledger.prepare(step, unfinished)
             (unfinished / "trained").write_text("\n".join(trained) + "\n")
             if not directory.exists():
                 unfinished.rename(directory)
-            if saver == "directory":
-                ledger.commit(step)
+            if saver == "file":
+                ledger.prepare(step, folder)
+            ledger.commit(step)
     return trained
-
-
-def main():
-    folder, number, saver = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    kill_at(number)
-    with open_journal(folder, saver) as journal:
-        run(folder, Ledger(CONFIG, source(), journal=journal, **options(saver)), 0, saver)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,8 @@ import random
 import sys
 from dataclasses import dataclass
 
+from invariants import check
+
 from fairlead_rollouts import Claim, Ledger, LedgerConfig, OldestFirst, ReadyFirst, Ref
 
 SLOW_SHARE = 0.1
@@ -55,20 +57,22 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
     ledger = Ledger(config, range(1_000_000), run=seed)
     slow, finishing, queue = {}, [], []
     now, step, trained, outcome = 0.0, 0, 0, Outcome(0, 0, 0, 0, 0.0, 0)
-    ends, consumed = None, {}
+    ends, consumed, requested = None, {}, {}
     while trained < steps:
         while room := ledger.room():
             serving = max(0, ledger.version - draw.randint(0, lag))
             for lease in ledger.lease(min(room, 64), serving_version=serving):
-                is_slow = slow.setdefault(lease.ordinal, draw.random() < SLOW_SHARE)
+                is_slow = slow.setdefault(lease.prompt_id, draw.random() < SLOW_SHARE)
                 heapq.heappush(
                     finishing, (now + (draw.randint(20, 60) if is_slow else draw.randint(1, 3)), lease.token, lease)
                 )
         while len(queue) <= prefetch:
-            claim = ledger.claim(step + 1, min(batch, left_of(ledger)), minimum=minimum)
+            count = min(batch, left_of(ledger))
+            claim = ledger.claim(step + 1, count, minimum=minimum)
             if not isinstance(claim, Claim):
                 break
             step += 1
+            requested[step] = count  # a step that takes fewer groups uses up all its places
             queue.append(claim)
         if ends is None and queue:
             ends = now + 4
@@ -78,25 +82,25 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
             assert claim.version == ledger.version
             for group in claim.groups:
                 outcome.worst = max(outcome.worst, ledger.version - group.oldest_version)
-                outcome.slow_trained += slow[group.ordinal]
+                outcome.slow_trained += slow[group.prompt_id]
             outcome.trained += len(claim.groups)
-            consumed[claim.version] = consumed.get(claim.version, 0) + len(claim.groups)
+            consumed[claim.version] = consumed.get(claim.version, 0) + requested.pop(claim.step)
             trained = claim.step
             ledger.advance(ledger.version + (consumed[claim.version] == places), trained=trained)
         elif finishing:
             now, _, lease = heapq.heappop(finishing)
-            ledger.seal(lease, 0, Ref(lease.ordinal))
+            ledger.finish(lease, 0, Ref(lease.prompt_id))
         else:
             raise AssertionError(f"deadlock after {trained} steps: {ledger.statistics()}")
     numbers = ledger.statistics()
     outcome.lost = sum(numbers.requeued.values()) + numbers.drops.get("stale", 0)
     outcome.ticks, outcome.waits = now, numbers.waits
-    ledger.check()
+    check(ledger)
     return outcome
 
 
 def left_of(ledger):
-    return ledger._claims.next_place()[1]
+    return ledger._book.next_place[1]
 
 
 def table():

@@ -6,8 +6,8 @@
 >>> ledger.room()
 4
 >>> for lease in ledger.lease(2):
-...     for sibling in lease.siblings:
-...         accepted = ledger.seal(lease, sibling, Ref(f"rollout {sample_id(lease.ordinal, sibling)}"))
+...     for sample in lease.samples:
+...         accepted = ledger.finish(lease, sample, Ref(f"rollout {sample_id(lease.prompt_id, sample)}"))
 >>> claim = ledger.claim(step=1, count=2)
 >>> [sample.ref.value for sample in claim.groups[1].samples]
 ['rollout 1-0', 'rollout 1-1']
@@ -23,16 +23,7 @@ from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref,
 from ._policies import OldestFirst, OpenGroup, Policy, ReadyFirst, View
 from ._sources import IndexStream, PromptSource
 from ._statistics import Statistics
-from ._store.journal import Journal
-from .exceptions import (
-    IllegalTransitionError,
-    InvariantError,
-    JournalError,
-    JournalLockedError,
-    OldWeightsError,
-    RolloutError,
-    SnapshotError,
-)
+from .exceptions import OldWeightsError, RolloutError, SnapshotError
 
 __version__ = "0.1.0"
 
@@ -42,12 +33,7 @@ __all__ = [
     "Completeness",
     "Event",
     "Group",
-    "IllegalTransitionError",
     "IndexStream",
-    "InvariantError",
-    "Journal",
-    "JournalError",
-    "JournalLockedError",
     "Lease",
     "Ledger",
     "LedgerConfig",

@@ -15,7 +15,7 @@ def room_for(
     serving_lag: int,
     groups_per_version: int,
     leased: int,
-    sealed: int,
+    finished: int,
     ahead: int,
     max_leased: int | None = None,
     max_open: int | None = None,
@@ -30,24 +30,24 @@ def room_for(
         serving_lag: versions by which generators may lag behind the trainer.
         groups_per_version: groups that are trained between two updates of the weights.
         leased: groups in generation, and pending groups that hold samples.
-        sealed: finished groups that no step has claimed.
+        finished: finished groups that no step has claimed.
         ahead: groups claimed for the current version or a later one.
         max_leased: the most groups in generation; None for no limit.
-        max_open: the most groups leased or sealed; None for no limit.
+        max_open: the most groups leased or finished; None for no limit.
 
     Returns:
         The number of groups, never below 0; `sys.maxsize` without any limit.
 
-    >>> room_for(lookahead=1, serving_lag=0, groups_per_version=4, leased=3, sealed=2, ahead=0)
+    >>> room_for(lookahead=1, serving_lag=0, groups_per_version=4, leased=3, finished=2, ahead=0)
     3
     """
     room = sys.maxsize
     if max_leased is not None:
         room = min(room, max_leased - leased)
     if max_open is not None:
-        room = min(room, max_open - leased - sealed)
+        room = min(room, max_open - leased - finished)
     if lookahead is not None:
-        room = min(room, (lookahead + 1 - serving_lag) * groups_per_version - (leased + sealed + ahead))
+        room = min(room, (lookahead + 1 - serving_lag) * groups_per_version - (leased + finished + ahead))
     return max(0, room)
 
 
@@ -58,30 +58,23 @@ def find_blockers(view: View, taken: Collection[int], left: int, groups_per_vers
     view and `groups_per_version` in each later one. If more groups are due by some version than there are places up to
     it, the unfinished groups among them block the claim. If none of them is unfinished, waiting does not help, and the
     claim is not blocked.
-
-    Args:
-        view: the open groups; its `max_staleness` is not None.
-        taken: the ordinals that the claim takes.
-        left: the places in the view's version after the claim.
-        groups_per_version: the places in each later version.
-
-    Returns:
-        Ordinals in ascending order, or `()`.
     """
     bound = view.max_staleness
     assert bound is not None
     # How many versions after the claim's version a group may be trained at the latest.
-    slack = {group.ordinal: group.oldest_version + bound - view.version for group in view.groups}
+    slack = {group.prompt_id: group.oldest_version + bound - view.version for group in view.groups}
     taken = set(taken)
     due = [0] * (bound + 1)
-    for ordinal, versions in slack.items():
-        if 0 <= versions <= bound and ordinal not in taken:
+    for prompt_id, versions in slack.items():
+        if 0 <= versions <= bound and prompt_id not in taken:
             due[versions] += 1
     total = 0
     for later, count in enumerate(due):
         total += count
         if total > left + later * groups_per_version:
-            found = [group.ordinal for group in view.groups if not group.ready and 0 <= slack[group.ordinal] <= later]
+            found = [
+                group.prompt_id for group in view.groups if not group.ready and 0 <= slack[group.prompt_id] <= later
+            ]
             if found:
                 return tuple(sorted(found))
     return ()

@@ -2,24 +2,18 @@
 """Waiting for room and for groups on an event loop."""
 
 import asyncio
-import logging
 
 from ._ledger import Ledger
 from ._model import Claim, Lease, Shortage
-from .exceptions import JournalError
 
 __all__ = ["AsyncLedger"]
-
-logger = logging.getLogger(__name__)
-
-FLUSH_S = 1.0
 
 
 class AsyncLedger:
     """Wait for room and for finished groups, on the event loop that calls the ledger.
 
     A coroutine that is cancelled leaves nothing leased and nothing claimed. Call all other methods on `ledger` itself,
-    on the same event loop: each change wakes the coroutines that wait. The loop flushes the journal every second.
+    on the same event loop: each change wakes the coroutines that wait.
 
     Attributes:
         ledger: the ledger.
@@ -28,8 +22,8 @@ class AsyncLedger:
     >>> async def run(ledger):
     ...     waiting = asyncio.create_task(AsyncLedger(ledger).claim(step=1, count=1))
     ...     await asyncio.sleep(0)
-    ...     ledger.seal(ledger.lease(1)[0], 0, Ref("a"))
-    ...     return (await waiting).groups[0].ordinal
+    ...     ledger.finish(ledger.lease(1)[0], 0, Ref("a"))
+    ...     return (await waiting).groups[0].prompt_id
     >>> asyncio.run(run(Ledger(LedgerConfig(group_size=1, groups_per_version=1, max_staleness=0), ["a"])))
     0
     """
@@ -39,31 +33,11 @@ class AsyncLedger:
         self._changed = asyncio.Event()
         # Held by the one coroutine that tries again to lease: thousands may wait, and room is for a few.
         self._turn = asyncio.Lock()
-        self._flushes_on: asyncio.AbstractEventLoop | None = None
         ledger.subscribe(self._wake)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            return  # the ledger is being filled before the loop runs
-        self._flush_later(loop)
-
-    def _flush_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._flushes_on is not loop:
-            self._flushes_on = loop
-            loop.call_later(FLUSH_S, self._flush, loop)
-
-    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._flushes_on = None
-        try:
-            self.ledger.flush()
-        except JournalError as error:
-            logger.warning("%s", error)
-        if self.ledger._book.by_state["leased"]:  # noqa: SLF001  of this package; more samples come
-            self._flush_later(loop)
 
     async def lease(
         self,
@@ -134,4 +108,4 @@ class AsyncLedger:
     def _lacks(self, need: int) -> bool:
         """Return whether too few groups are finished for a claim, and others may come."""
         ledger = self.ledger
-        return not ledger._exhausted and len(ledger._book.by_state["sealed"]) < need  # noqa: SLF001  of this package
+        return not ledger._exhausted and len(ledger._book.by_state["finished"]) < need  # noqa: SLF001  of this package

@@ -20,20 +20,17 @@ __all__ = [
     "sample_id",
 ]
 
-State = Literal["unseen", "pending", "leased", "sealed", "claimed", "trained", "applied", "dropped"]
+State = Literal["unseen", "pending", "leased", "finished", "claimed", "trained", "applied", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A reference to a payload, which the ledger never opens.
+    """Refer to a payload, which the ledger never opens.
 
     Attributes:
         value: any object, such as an `ObjectRef` or a key of a store. The value of a durable reference is a string. Put
             the token of the lease into a key: if attempts shared it, the release of a late result would delete another.
         durable: whether a later process can still read the payload.
-
-    >>> Ref("s3://bucket/rollout-7.safetensors", durable=True).durable
-    True
     """
 
     value: Any
@@ -48,25 +45,22 @@ class Ref:
             )
         try:
             self.value.encode()
-        except UnicodeEncodeError as error:  # no snapshot could hold it
+        except UnicodeEncodeError as error:  # no snapshot could store it
             raise ValueError(f"The durable reference {self.value!r} is not valid UTF-8: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished rollout of one sibling.
+    """Describe a finished rollout.
 
     Attributes:
-        sibling: its number in its group.
+        index: its number in its group, from 0.
         ref: its payload.
         oldest_version: the oldest weights among its tokens that carry loss.
         newest_version: the newest weights among its tokens.
-
-    >>> Sample(0, Ref("a"), oldest_version=2, newest_version=3).oldest_version
-    2
     """
 
-    sibling: int
+    index: int
     ref: Ref
     oldest_version: int
     newest_version: int
@@ -74,11 +68,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to generate siblings of one prompt. Its token fences results of earlier leases.
+    """Hold the right to generate samples of one prompt. Its token fences results of earlier leases.
 
     Attributes:
-        ordinal: the position of the prompt in the stream, over all epochs.
-        siblings: the numbers to generate.
+        prompt_id: the position of the prompt in the stream, over all epochs.
+        samples: the numbers of the samples to generate.
         token: the id of this attempt.
         start_version: the version of the weights that the generator serves.
         prompt: the prompt's reference, a JSON value.
@@ -86,12 +80,12 @@ class Lease:
 
     >>> ledger = Ledger(LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0), ["a"])
     >>> [lease] = ledger.lease(1)
-    >>> lease.ordinal, lease.siblings, lease.prompt
+    >>> lease.prompt_id, lease.samples, lease.prompt
     (0, (0, 1), 'a')
     """
 
-    ordinal: int
-    siblings: tuple[int, ...]
+    prompt_id: int
+    samples: tuple[int, ...]
     token: int
     start_version: int
     prompt: Any
@@ -100,20 +94,17 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A finished group in a claim.
+    """Describe a finished group in a claim.
 
     Attributes:
-        ordinal: the position of its prompt.
-        samples: its samples, by sibling.
+        prompt_id: the position of its prompt.
+        samples: its samples, by index.
         oldest_version: the oldest weights in any of them.
         newest_version: the newest weights in any of them.
         attempt: 1, plus the leases of this group that failed or expired.
-
-    >>> Group(7, (Sample(0, Ref("a"), 1, 2),), oldest_version=1, newest_version=2, attempt=1).ordinal
-    7
     """
 
-    ordinal: int
+    prompt_id: int
     samples: tuple[Sample, ...]
     oldest_version: int
     newest_version: int
@@ -122,15 +113,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The groups that one step trains.
+    """List the groups that one step trains.
 
     Attributes:
         step: the step.
         version: the version of the weights that the step updates.
         groups: the groups, in the order of the policy.
-
-    >>> Claim(step=3, version=2, groups=()).step
-    3
     """
 
     step: int
@@ -140,17 +128,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The reason why a claim took nothing.
+    """Say why a claim took nothing.
 
     Attributes:
         reason: "not_enough" if too few groups are finished, "wait" if the claim waits for older groups, and
             "exhausted" if the source has ended and too few groups can ever come.
-        have: the groups that the policy would take.
+        have: the groups that the step has or could take.
         need: the groups that were requested.
         blocked_by: the unfinished groups that a claim with reason "wait" waits for.
-
-    >>> Shortage("wait", have=4, need=4, blocked_by=(17,)).blocked_by
-    (17,)
     """
 
     reason: Literal["not_enough", "wait", "exhausted"]
@@ -161,21 +146,18 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One transition of one group, given to `on_event`.
+    """Describe one transition of one group, for `on_event`.
 
     Attributes:
-        ordinal: the group.
+        prompt_id: the group.
         before: its state before.
         after: its state now.
         version: the trainer's version.
         step: the step of its claim, or None.
         reason: why it was dropped or became pending again, or None.
-
-    >>> Event(ordinal=4, before="pending", after="leased", version=0).after
-    'leased'
     """
 
-    ordinal: int
+    prompt_id: int
     before: State
     after: State
     version: int
@@ -185,34 +167,31 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completeness:
-    """When a group is complete, and what happens to its siblings when one of them fails.
+    """Say when a group is complete, and what happens to its samples when one of them fails.
 
     Attributes:
-        min_samples: the samples that suffice once no attempt is left; None for all siblings.
-        retry: "sibling" keeps finished siblings for the next attempt, "group" releases them.
+        min_samples: the samples that suffice once no attempt is left; None for all.
+        retry: "sample" keeps finished samples for the next attempt, "group" releases them.
         max_attempts: the leases that may fail before the group is dropped, or accepted with `min_samples`.
-
-    >>> Completeness(min_samples=6, max_attempts=2).retry
-    'sibling'
     """
 
     min_samples: int | None = None
-    retry: Literal["sibling", "group"] = "sibling"
+    retry: Literal["sample", "group"] = "sample"
     max_attempts: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerConfig:
-    """The rules of a ledger.
+    """Set the rules of a ledger.
 
     Attributes:
-        group_size: siblings for each prompt.
+        group_size: samples for each prompt.
         groups_per_version: groups that are trained between two updates of the weights.
         max_staleness: the bound K in versions: a claim never takes an older group. None for no bound.
         lookahead: versions that leases may run ahead of the trainer. The default is the bound; None for no limit.
         serving_lag: versions by which generators may lag behind the trainer.
         max_leased: the most groups in generation; None for no limit.
-        max_open: the most groups leased or sealed; None for no limit.
+        max_open: the most groups leased or finished; None for no limit.
         policy: which finished groups a claim takes.
         on_stale: "wait" for older groups, so that none becomes too old; or "requeue" or "drop" groups that are too old.
         completeness: when a group is complete.
@@ -246,23 +225,19 @@ class LedgerConfig:
     def most_open(self) -> int | None:
         """The most groups that can be open at a time, or None."""
         gated = None if self.gate is None else (self.gate + 1 - self.serving_lag) * self.groups_per_version
-        limits = [one for one in (self.max_open, gated) if one is not None]
-        return min(limits) if limits else None
+        return min([limit for limit in (self.max_open, gated) if limit is not None], default=None)
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "groups_per_version", "max_leased", "max_open"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        for least, names in (
+            (1, ("group_size", "groups_per_version", "max_leased", "max_open")),
+            (0, ("max_staleness", "gate", "serving_lag")),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value < least:
+                    raise ValueError(f"{name.replace('gate', 'lookahead')} is {value}; it must be at least {least}.")
         if self.completeness.max_attempts < 1:
             raise ValueError(f"max_attempts is {self.completeness.max_attempts}; it must be at least 1.")
-        for name, value in (
-            ("max_staleness", self.max_staleness),
-            ("lookahead", self.gate),
-            ("serving_lag", self.serving_lag),
-        ):
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0.")
         for name, limit in (("lookahead", self.gate), ("max_staleness", self.max_staleness)):
             if limit is not None and self.serving_lag > limit:
                 raise ValueError(f"serving_lag is {self.serving_lag}, above {name}, which is {limit}. Raise {name}.")
@@ -276,12 +251,11 @@ class LedgerConfig:
             self._check_wait()
 
     def _check_wait(self) -> None:
-        policy = type(self.policy).__name__
         if self.max_staleness is None:
             raise ValueError('on_stale="wait" needs a bound, and max_staleness is None. Set it, or another on_stale.')
         if not isinstance(self.policy, OldestFirst):
             raise ValueError(
-                f'on_stale="wait" needs the policy OldestFirst, not {policy}. '
+                f'on_stale="wait" needs the policy OldestFirst, not {type(self.policy).__name__}. '
                 'With this policy use on_stale="requeue" or "drop".'
             )
         if self.gate is None or self.gate > self.max_staleness:
@@ -291,10 +265,10 @@ class LedgerConfig:
             )
 
 
-def sample_id(ordinal: int, sibling: int) -> str:
-    """Return a key for a sample: the ordinal in hexadecimal, a dash, and the sibling.
+def sample_id(prompt_id: int, sample: int) -> str:
+    """Return a key for a sample: the prompt id in hexadecimal, a dash, and the number of the sample.
 
     >>> sample_id(42, 3)
     '2a-3'
     """
-    return f"{ordinal:x}-{sibling}"
+    return f"{prompt_id:x}-{sample}"

@@ -12,12 +12,12 @@ class OpenGroup(NamedTuple):
     """One open group, as a policy sees it.
 
     Attributes:
-        ordinal: the position of its prompt in the stream.
-        ready: whether it is sealed, so that a claim may take it.
-        oldest_version: the oldest weights in its samples; the start version while nothing is sealed.
+        prompt_id: the position of its prompt in the stream.
+        ready: whether it is finished, so that a claim may take it.
+        oldest_version: the oldest weights in its samples; the start version while nothing is finished.
     """
 
-    ordinal: int
+    prompt_id: int
     ready: bool
     oldest_version: int
 
@@ -29,7 +29,7 @@ class View:
     Attributes:
         version: the version that will train this step.
         max_staleness: the bound K, or None.
-        groups: leased and sealed groups, and pending groups that hold samples.
+        groups: leased and finished groups, and pending groups that hold samples.
     """
 
     version: int
@@ -37,11 +37,7 @@ class View:
     groups: tuple[OpenGroup, ...]
 
     def ready(self) -> list[OpenGroup]:
-        """Return the sealed groups, lowest ordinal first.
-
-        >>> View(version=0, max_staleness=1, groups=(OpenGroup(4, True, 0), OpenGroup(2, True, 0))).ready()[0]
-        OpenGroup(ordinal=2, ready=True, oldest_version=0)
-        """
+        """Return the finished groups, lowest prompt id first."""
         return sorted(group for group in self.groups if group.ready)
 
 
@@ -53,12 +49,12 @@ class Policy(Protocol):
     """
 
     def select(self, view: View, count: int) -> tuple[int, ...]:
-        """Return the ordinals of at most `count` sealed groups of the view, in the order in which they are trained."""
+        """Return the prompt ids of at most `count` finished groups, in the order of their training."""
         ...
 
 
 def _take(groups: Iterable[OpenGroup], count: int) -> tuple[int, ...]:
-    return tuple([group.ordinal for group in groups][:count])
+    return tuple([group.prompt_id for group in groups][:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +67,13 @@ class OldestFirst:
     """
 
     def select(self, view: View, count: int) -> tuple[int, ...]:
-        """Return the oldest sealed groups."""
+        """Return the oldest finished groups."""
         return _take(sorted(view.ready(), key=lambda group: group.oldest_version), count)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyFirst:
-    """Take any finished group, lowest ordinal first.
+    """Take any finished group, lowest prompt id first.
 
     >>> view = View(version=2, max_staleness=None, groups=(OpenGroup(0, False, 0), OpenGroup(1, True, 2)))
     >>> ReadyFirst().select(view, 2)
@@ -85,5 +81,5 @@ class ReadyFirst:
     """
 
     def select(self, view: View, count: int) -> tuple[int, ...]:
-        """Return sealed groups by ordinal."""
+        """Return finished groups by prompt id."""
         return _take(view.ready(), count)

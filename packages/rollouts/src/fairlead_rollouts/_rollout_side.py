@@ -2,16 +2,15 @@
 """The part of a ledger that generators use: leases and their results."""
 
 import json
-import random
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ._book import Book
-from ._claims import Claims
-from ._leases import Leases
-from ._model import Event, Lease, LedgerConfig, Ref, Sample
+from ._callbacks import changes
+from ._model import Lease, LedgerConfig, Ref, Sample
+from ._record import Record
 from ._sources import PromptSource, SequenceStream
-from ._store.restore import Salvage
 from .exceptions import OldWeightsError
 
 __all__ = ["RolloutSide"]
@@ -19,26 +18,21 @@ __all__ = ["RolloutSide"]
 PROMPT_BYTES = 4096
 
 
+def is_same(ref: Ref, other: Ref) -> bool:
+    """Return whether two references are of the same payload."""
+    return ref.value is other.value or (ref.durable and ref == other)
+
+
 class RolloutSide:
     """The records of a ledger, and the methods of its rollout side."""
 
-    def __init__(
-        self,
-        config: LedgerConfig,
-        source: PromptSource | Sequence[Any] | None,
-        run: int | None,
-        on_release: Callable[[Ref, str], object] | None,
-        on_event: Callable[[Event], object] | None,
-    ) -> None:
-        run = random.SystemRandom().getrandbits(48) if run is None else run
-        if not 0 <= run < 1 << 48:
-            raise ValueError(f"run is {run}; it must be a number of 48 bits.")
-        self._config = config
-        self._book = Book(config, on_release, on_event)
-        self._source = SequenceStream(source) if isinstance(source, Sequence) else source
+    def __init__(self, book: Book, source: PromptSource | Sequence[Any], run: int) -> None:
+        self._book, self._config, self._run = book, book.config, run
+        self._source: PromptSource = SequenceStream(source) if isinstance(source, Sequence) else source
         self._exhausted = False
-        self._leases, self._claims = Leases(self._book, run), Claims(self._book)
-        self._salvage = Salvage()
+        self._sequence = 0
+        self._samples = tuple(range(book.config.group_size))
+        self._lock = threading.RLock()
 
     @property
     def config(self) -> LedgerConfig:
@@ -51,32 +45,21 @@ class RolloutSide:
         return self._book.version
 
     @property
+    def last_trained(self) -> int | None:
+        """The last step that was trained, in this process or before the checkpoint; None without one."""
+        return self._book.last_trained
+
+    @property
     def exhausted(self) -> bool:
         """Whether the source has ended and no open group can be leased again."""
         states = self._book.by_state
-        return self._exhausted and not any(states[state] for state in ("pending", "leased", "sealed", "claimed"))
-
-    def subscribe(self, callback: Callable[[], object]) -> None:
-        """Call a function after each call that has changed the ledger."""
-        self._book.subscribers.append(callback)
+        return self._exhausted and not any(states[state] for state in ("pending", "leased", "finished", "claimed"))
 
     def room(self) -> int:
         """Return how many groups may be leased now, including pending groups that hold samples."""
         return self._book.room
 
-    def offer(self, prompts: Iterable[Any]) -> list[int]:
-        """Append prompts to the stream, if the ledger has no source.
-
-        Returns:
-            Their ordinals.
-        """
-        if self._source is not None:
-            raise ValueError("This ledger reads prompts from its source. Make it without one to offer prompts.")
-        checked = [_check_prompt(prompt) for prompt in prompts]
-        ordinals = [self._open(prompt) for prompt in checked]
-        self._book.run_callbacks()
-        return ordinals
-
+    @changes
     def lease(self, count: int, *, serving_version: int | None = None, deadline: float | None = None) -> list[Lease]:
         """Lease up to `count` groups for generation: pending ones first, then new ones from the source.
 
@@ -100,128 +83,160 @@ class RolloutSide:
             raise OldWeightsError(start, oldest, book.version)
         if start > book.version:
             raise ValueError(f"serving_version is {start}, and the trainer is at {book.version}. Call advance() first.")
-        room = book.room - book.held
-        self._pull(min(count, book.room) - len(book.by_state["pending"]))
-        leases = [self._leases.make(record, start, deadline) for record in book.take_pending(count, room)]
-        book.run_callbacks()
-        return leases
+        available = book.room
+        self._pull(min(count, available) - len(book.by_state["pending"]))
+        pending = book.choose_pending(count, available - book.held)
+        return [self._make_lease(record, start, deadline) for record in pending]
 
     def _pull(self, count: int) -> None:
         """Make prompts of the source pending. An error leaves those before it pending."""
-        while count > 0 and self._source is not None and not self._exhausted:
+        while count > 0 and not self._exhausted:
             try:
                 prompt = self._source.get(self._book.next)
             except IndexError:
-                self._exhausted = self._book.changed = True
+                self._exhausted = self._book.callbacks.changed = True
                 return
-            self._open(_check_prompt(prompt))
+            self._book.open(_check_prompt(prompt))
             count -= 1
 
-    def _open(self, prompt: Any) -> int:
-        record = self._book.open(prompt)
-        self._salvage.attach(self._book, record)
-        return record.ordinal
+    def _make_lease(self, record: Record, start_version: int, deadline: float | None) -> Lease:
+        self._sequence += 1
+        self._book.move(record, "leased")
+        owed = self._samples
+        if record.samples:
+            owed = tuple([sample for sample in owed if sample not in record.samples])
+        token = self._run << 32 | self._sequence
+        record.lease = Lease(record.prompt_id, owed, token, start_version, record.prompt, record.attempt)
+        record.deadline, record.failed = deadline, False
+        record.waiting = sum([1 << sample for sample in owed])
+        record.oldest = min(record.oldest, start_version)
+        return record.lease
 
-    def seal(
+    def _find(self, lease: Lease) -> Record | None:
+        """Return the record of a lease that has not ended."""
+        record = self._book.records.get(lease.prompt_id)
+        return record if record and record.lease and record.lease.token == lease.token else None
+
+    @changes
+    def finish(
         self,
         lease: Lease,
-        sibling: int,
+        sample: int,
         ref: Ref,
         *,
         oldest_version: int | None = None,
         newest_version: int | None = None,
     ) -> bool:
-        """Record the finished rollout of one sibling.
+        """Record one finished rollout.
 
         Args:
             lease: the lease under which it was generated.
-            sibling: its number.
+            sample: its number in the group.
             ref: its payload.
             oldest_version: the oldest weights of tokens that carry loss; by default the start version of the lease.
             newest_version: the newest weights; by default the trainer's version.
 
         Returns:
-            False if the result is late: the lease has ended, or this sibling has. Then `ref` is released.
+            False if the result is late: the lease has ended, or this sample is finished. Then `ref` is released.
         """
-        self._make_room()
-        sealed = self._leases.accept(lease, self._make_sample(lease, sibling, ref, oldest_version, newest_version))
-        self._book.run_callbacks()
-        return sealed
+        return self._accept(lease, self._make_sample(lease, sample, ref, oldest_version, newest_version))
 
-    def seal_many(
+    @changes
+    def finish_many(
         self,
         results: Iterable[tuple[Lease, int, Ref]],
         *,
         oldest_version: int | None = None,
         newest_version: int | None = None,
     ) -> list[bool]:
-        """Record finished rollouts, each as in `seal`, all with the same versions.
+        """Record finished rollouts, each as in `finish`, all with the same versions.
 
         Returns:
             For each result whether it was accepted.
         """
         samples = [
-            (lease, self._make_sample(lease, sibling, ref, oldest_version, newest_version))
-            for lease, sibling, ref in results
+            (lease, self._make_sample(lease, sample, ref, oldest_version, newest_version))
+            for lease, sample, ref in results
         ]
-        self._make_room()
-        accepted = [self._leases.accept(lease, sample) for lease, sample in samples]
-        self._book.run_callbacks()
-        return accepted
+        return [self._accept(lease, sample) for lease, sample in samples]
 
-    def _make_room(self) -> None:
-        """Let the journal write what waits, so that it refuses a sample before anything has changed."""
-        if self._book.journal is not None:
-            self._book.journal.make_room()
-
-    def _make_sample(self, lease: Lease, sibling: int, ref: Ref, oldest: int | None, newest: int | None) -> Sample:
-        if not 0 <= sibling < self._config.group_size:
-            raise ValueError(f"sibling is {sibling}; a group has {self._config.group_size} siblings, counted from 0.")
+    def _make_sample(self, lease: Lease, sample: int, ref: Ref, oldest: int | None, newest: int | None) -> Sample:
+        if not 0 <= sample < self._config.group_size:
+            raise ValueError(f"sample is {sample}; a group has {self._config.group_size} samples, counted from 0.")
         version = self._book.version
         newest = version if newest is None else newest
         oldest = lease.start_version if oldest is None else oldest
         # A late result may be of versions that a restore has erased; it is refused for its token.
-        if not 0 <= oldest <= newest <= version and self._leases.find(lease) is not None:
+        if not 0 <= oldest <= newest <= version and self._find(lease) is not None:
             raise ValueError(
                 f"oldest_version is {oldest} and newest_version is {newest}; they must be in ascending order, from 0 "
                 f"to the trainer's version, which is {version}."
             )
-        return Sample(sibling, ref, oldest, newest)
+        return Sample(sample, ref, oldest, newest)
 
-    def fail(self, lease: Lease, siblings: Iterable[int] | None = None, *, reason: str) -> bool:
-        """Give up siblings of a lease; a failure never becomes a sample.
+    def _accept(self, lease: Lease, sample: Sample) -> bool:
+        """Store a finished sample, or release its reference if the lease does not owe it any more."""
+        book, index = self._book, sample.index
+        record = self._find(lease)
+        if record is None or not record.waiting >> index & 1:
+            book.counters.fenced += 1
+            record = book.records.get(lease.prompt_id)
+            held = record and record.samples.get(index)
+            if not (held and is_same(held.ref, sample.ref)):  # otherwise it is the same call again
+                book.callbacks.release(sample.ref, "fenced")
+            return False
+        record.samples[index] = sample
+        if book.callbacks.file is not None:
+            book.callbacks.file.note_change()
+        record.oldest = min(record.oldest, sample.oldest_version)
+        record.waiting &= ~(1 << index)
+        if not record.waiting:
+            self._end(record)
+        return True
+
+    @changes
+    def fail(self, lease: Lease, samples: Iterable[int] | None = None, *, reason: str) -> bool:
+        """Give up samples of a lease; a failure never becomes a sample.
 
         Args:
             lease: the lease.
-            siblings: the siblings that failed; None for all that are not finished.
+            samples: the numbers of the samples that failed; None for all that are not finished.
             reason: what `on_event` and `explain` say of it. `statistics` counts a group that it drops as "failed".
 
         Returns:
-            False if the lease has ended, or all of these siblings have.
+            False if the lease has ended, or all of these samples are finished.
         """
-        every = self._leases.siblings
-        named = every if siblings is None else tuple(siblings)
-        if wrong := [one for one in named if one not in every]:
-            raise ValueError(f"siblings has {wrong}; a group has {len(every)} siblings, counted from 0.")
-        record = self._leases.find(lease)
-        failed = [one for one in self._leases.owed(record) if one in named] if record else []
-        if record and failed:
-            self._leases.give_up(record, failed, reason)
-        self._book.run_callbacks()
-        return bool(failed)
+        named = self._samples if samples is None else tuple(samples)
+        if wrong := [sample for sample in named if sample not in self._samples]:
+            size = self._config.group_size
+            raise ValueError(f"samples has {wrong}; a group has {size} samples, counted from 0.")
+        record = self._find(lease)
+        failed = record is not None and any(record.waiting >> sample & 1 for sample in named)
+        if record is not None and failed:
+            self._give_up(record, named, reason)
+        return failed
 
+    def _give_up(self, record: Record, samples: Iterable[int], reason: str) -> None:
+        for sample in samples:
+            record.waiting &= ~(1 << sample)
+        record.failed, record.failure = True, reason
+        if not record.waiting:
+            self._end(record)
+
+    @changes
     def cancel(self, lease: Lease) -> bool:
         """Take a lease back, for example for an update of the weights. This costs no attempt.
 
         Returns:
             False if the lease has ended.
         """
-        record = self._leases.find(lease)
+        record = self._find(lease)
         if record is not None:
-            self._leases.cancel(record)
-        self._book.run_callbacks()
+            record.waiting = 0
+            self._end(record)
         return record is not None
 
+    @changes
     def expire(self, now: float) -> list[Lease]:
         """Let all leases fail whose deadline has passed.
 
@@ -232,18 +247,27 @@ class RolloutSide:
         late = [record for record in leased if record.deadline is not None and record.deadline <= now]
         leases = [record.lease for record in late if record.lease is not None]
         for record in late:
-            self._leases.give_up(record, self._leases.owed(record), "expired")
-        self._book.run_callbacks()
+            self._give_up(record, self._samples, "expired")
         return leases
 
-    def to_abort(self) -> list[Lease]:
-        """Return the leases that no claim can accept any more, because their weights are too old."""
-        bound = self._config.max_staleness
-        if bound is None:
-            return []
-        limit = self._claims.next_place()[0] - bound
-        leased = self._book.by_state["leased"].values()
-        return [record.lease for record in leased if record.oldest < limit and record.lease is not None]
+    def _end(self, record: Record) -> None:
+        """Decide what becomes of a group whose lease owes no more results."""
+        book, completeness = self._book, self._config.completeness
+        complete = len(record.samples) == self._config.group_size
+        if not complete and record.failed:
+            if record.attempt < completeness.max_attempts:
+                record.attempt += 1
+            elif len(record.samples) < self._config.min_samples:
+                book.drop(record, "failed", record.failure)
+                return
+            else:
+                complete = True
+        if complete:
+            book.finish(record)
+            return
+        if completeness.retry == "group":
+            book.discard(record, "retried")
+        book.return_to_pending(record, record.failure if record.failed else "cancelled")
 
 
 def _check_prompt(prompt: Any) -> Any:

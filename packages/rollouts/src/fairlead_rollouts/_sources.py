@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where prompts come from: the reference of a prompt for each ordinal."""
+"""Where prompts come from: the reference of a prompt for each prompt id."""
 
-import hashlib
+import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,25 +9,25 @@ __all__ = ["IndexStream", "PromptSource", "SequenceStream"]
 
 
 class PromptSource(Protocol):
-    """A stream of prompts that can be continued at an ordinal."""
+    """A stream of prompts that can be continued at a prompt id."""
 
-    def get(self, ordinal: int) -> Any:
-        """Return the reference of the prompt at an ordinal, a JSON value of at most 4 KiB.
+    def get(self, prompt_id: int) -> Any:
+        """Return the reference of the prompt at a prompt id, a JSON value of at most 4 KiB.
 
         A ledger asks for 0, 1, 2, and so on. It repeats a request that raised an error. Leases have lists in
         place of tuples.
 
         Raises:
-            IndexError: The stream ends before this ordinal.
+            IndexError: The stream ends before this prompt id.
         """
         ...
 
     def state(self) -> bytes:
-        """Return what `restore` needs beside the ordinal, or `b""`."""
+        """Return what `restore` needs beside the prompt id, or `b""`."""
         ...
 
-    def restore(self, state: bytes, ordinal: int) -> None:
-        """Continue so that the next request is for `ordinal`."""
+    def restore(self, state: bytes, prompt_id: int) -> None:
+        """Continue so that the next request is for `prompt_id`."""
         ...
 
 
@@ -40,15 +40,15 @@ class SequenceStream:
     def state(self) -> bytes:
         return b""
 
-    def restore(self, state: bytes, ordinal: int) -> None:
+    def restore(self, state: bytes, prompt_id: int) -> None:
         pass
 
 
 class IndexStream:
     """Return the indices of a dataset in another order in each epoch.
 
-    The index is a function of the seed and the ordinal alone, so there is no state to save, and a restart with the same
-    arguments continues the same stream.
+    The index is a function of the seed and the prompt id alone, so there is no state to save, and a restart with the
+    same arguments continues the same stream.
 
     Args:
         size: the number of prompts in the dataset.
@@ -64,33 +64,22 @@ class IndexStream:
         if size < 1 or (epochs is not None and epochs < 1):
             raise ValueError(f"size is {size} and epochs is {epochs}; both must be at least 1.")
         self._size, self._seed, self._epochs = size, seed, epochs
-        # The smallest square of a power of two that holds all indices.
-        self._bits = ((size - 1).bit_length() + 1) // 2 or 1
+        self._epoch = -1  # that the order is of
+        self._order: list[int] = []
 
-    def get(self, ordinal: int) -> int:
-        """Return the index of the prompt at an ordinal."""
-        epoch, place = divmod(ordinal, self._size)
+    def get(self, prompt_id: int) -> int:
+        """Return the index of the prompt at a prompt id."""
+        epoch, place = divmod(prompt_id, self._size)
         if self._epochs is not None and epoch >= self._epochs:
             raise IndexError(f"The stream ends after {self._epochs} epochs of {self._size} prompts.")
-        # The permutation is of a range that may be larger; following it from a member returns to a member.
-        place = self._permute(epoch, place)
-        while place >= self._size:
-            place = self._permute(epoch, place)
-        return place
-
-    def _permute(self, epoch: int, place: int) -> int:
-        """Return another number of as many bits, by four Feistel rounds, which are a permutation."""
-        mask = (1 << self._bits) - 1
-        left, right = place >> self._bits, place & mask
-        for step in range(4):
-            key = f"{self._seed}:{epoch}:{step}:{right}".encode()
-            digest = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
-            left, right = right, left ^ (digest & mask)
-        return left << self._bits | right
+        if epoch != self._epoch:
+            self._order = random.Random(f"{self._seed}:{epoch}").sample(range(self._size), self._size)
+            self._epoch = epoch
+        return self._order[place]
 
     def state(self) -> bytes:
         """Return `b""`: there is no state."""
         return b""
 
-    def restore(self, state: bytes, ordinal: int) -> None:
-        """Do nothing: the ordinal suffices."""
+    def restore(self, state: bytes, prompt_id: int) -> None:
+        """Do nothing: the prompt id suffices."""

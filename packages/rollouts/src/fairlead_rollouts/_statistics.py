@@ -10,20 +10,17 @@ __all__ = ["Counters", "Statistics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The state of a ledger in numbers.
+    """Describe the state of a ledger in numbers.
 
     The groups in each state are counted over all runs of the job, and everything else since this ledger was made.
 
     Attributes:
         version: the trainer's version.
-        pending, leased, sealed, claimed, trained, applied, dropped: the groups in each state.
+        pending, leased, finished, claimed, trained, applied, dropped: the groups in each state.
         room: the groups that may be leased now.
         oldest_open: the age in versions of the oldest open group, or None.
         drops: dropped groups by reason.
         staleness: claimed groups by staleness, in versions.
-        versions_in_flight: the part of this staleness that passed during generation, summed over groups.
-        versions_in_queue: the part that passed between the last sibling and the claim.
-        attempts: the attempts of applied groups, summed.
         requeued: groups that became too old and were requeued, by the attempt that was lost.
         regenerated: finished samples that were released because they have to be generated again.
         fenced: late results that were refused.
@@ -39,7 +36,7 @@ class Statistics:
     version: int
     pending: int
     leased: int
-    sealed: int
+    finished: int
     claimed: int
     trained: int
     applied: int
@@ -48,9 +45,6 @@ class Statistics:
     oldest_open: int | None
     drops: Mapping[str, int]
     staleness: Mapping[int, int]
-    versions_in_flight: int
-    versions_in_queue: int
-    attempts: int
     requeued: Mapping[int, int]
     regenerated: int
     fenced: int
@@ -60,15 +54,10 @@ class Statistics:
 
 @dataclass
 class Counters:
-    """The part of `Statistics` that is counted as it happens, and the references accepted and released."""
+    """The part of `Statistics` that is counted as it happens."""
 
-    accepted: int = 0
-    released: int = 0
     drops: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
-    versions_in_flight: int = 0
-    versions_in_queue: int = 0
-    attempts: int = 0
     requeued: Counter[int] = field(default_factory=Counter)
     regenerated: int = 0
     fenced: int = 0

@@ -1,15 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of the ledger, one class per situation. Misuse of arguments is a `ValueError` instead."""
 
-__all__ = [
-    "IllegalTransitionError",
-    "InvariantError",
-    "JournalError",
-    "JournalLockedError",
-    "OldWeightsError",
-    "RolloutError",
-    "SnapshotError",
-]
+__all__ = ["OldWeightsError", "RolloutError", "SnapshotError"]
 
 
 class RolloutError(Exception):
@@ -19,61 +11,17 @@ class RolloutError(Exception):
     """
 
 
-class IllegalTransitionError(RolloutError):
-    """A method was called for a group whose state does not allow it. The ledger is unchanged.
+class SnapshotError(RolloutError):
+    """A snapshot cannot be read or written now. No ledger has been made, and nothing has been released for it.
 
     Attributes:
-        ordinal: the group.
-        state: its state.
-        method: the method that was called.
-        legal: the methods that change a group in this state.
+        path: the snapshot.
+        found: what is wrong.
+        remedy: what to do.
 
-    >>> print(IllegalTransitionError(5, "pending", "drop", ("lease", "sweep")))
-    Ordinal 5 is 'pending', so drop() does not apply to it. In this state these methods do: lease(), sweep().
+    >>> print(SnapshotError("ckpt/rollouts.ledger", "its step is 7, not 8", "Pass step=7."))
+    The snapshot 'ckpt/rollouts.ledger' cannot be used: its step is 7, not 8. Pass step=7.
     """
-
-    def __init__(self, ordinal: int, state: str, method: str, legal: tuple[str, ...]) -> None:
-        super().__init__(ordinal, state, method, legal)
-        self.ordinal = ordinal
-        self.state = state
-        self.method = method
-        self.legal = legal
-
-    def __str__(self) -> str:
-        calls = ", ".join(f"{name}()" for name in self.legal)
-        others = f"In this state these methods do: {calls}." if calls else "This state is final."
-        return f"Ordinal {self.ordinal} is {self.state!r}, so {self.method}() does not apply to it. {others}"
-
-
-class InvariantError(RolloutError):
-    """The records of a ledger contradict each other, which is a defect of this package.
-
-    Attributes:
-        invariant: the rule that does not hold, such as "I1".
-        found: the contradiction.
-        ordinals: the groups that break the rule.
-
-    >>> print(InvariantError("I1", "open and settled", (3, 4)))
-    Invariant I1 does not hold: open and settled (ordinals 3, 4). This is a defect of fairlead-rollouts: report it.
-    """
-
-    def __init__(self, invariant: str, found: str, ordinals: tuple[int, ...]) -> None:
-        super().__init__(invariant, found, ordinals)
-        self.invariant = invariant
-        self.found = found
-        self.ordinals = ordinals
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ordinals[:8])) + (", ..." if len(self.ordinals) > 8 else "")
-        which = f" (ordinals {shown})" if self.ordinals else ""
-        return (
-            f"Invariant {self.invariant} does not hold: {self.found}{which}. "
-            "This is a defect of fairlead-rollouts: report it."
-        )
-
-
-class _FileError(RolloutError):
-    """The base of errors about a file, which say what was found and what to do."""
 
     def __init__(self, path: str, found: str, remedy: str) -> None:
         super().__init__(path, found, remedy)
@@ -81,57 +29,8 @@ class _FileError(RolloutError):
         self.found = found
         self.remedy = remedy
 
-
-class SnapshotError(_FileError):
-    """A snapshot cannot be restored. No ledger has been made, and nothing has been released.
-
-    Attributes:
-        path: the snapshot.
-        found: why it cannot be restored.
-        remedy: what to do.
-
-    >>> print(SnapshotError("ckpt/rollouts.ledger", "its step is 7, not 8", "Pass step=7."))
-    The snapshot 'ckpt/rollouts.ledger' cannot be restored: its step is 7, not 8. Pass step=7.
-    """
-
     def __str__(self) -> str:
-        return f"The snapshot {self.path!r} cannot be restored: {self.found}. {self.remedy}"
-
-
-class JournalError(_FileError):
-    """A journal cannot be opened or written now. Rows that are not written stay in memory until the next attempt.
-
-    Attributes:
-        path: the journal.
-        found: what was tried, and what SQLite says.
-        remedy: what to do.
-
-    >>> print(JournalError("/local/journal", "opened: unable to open database file", "Make its folder."))
-    The journal '/local/journal' cannot be opened: unable to open database file. Make its folder.
-    """
-
-    def __str__(self) -> str:
-        return f"The journal {self.path!r} cannot be {self.found}. {self.remedy}"
-
-
-class JournalLockedError(RolloutError):
-    """Another process uses the journal.
-
-    Attributes:
-        path: the journal.
-        holder: the process that opened it last.
-
-    >>> print(JournalLockedError("/local/journal", "process 7 on node-3"))
-    The journal '/local/journal' is in use by process 7 on node-3. Stop that process, or use another path.
-    """
-
-    def __init__(self, path: str, holder: str) -> None:
-        super().__init__(path, holder)
-        self.path = path
-        self.holder = holder
-
-    def __str__(self) -> str:
-        return f"The journal {self.path!r} is in use by {self.holder}. Stop that process, or use another path."
+        return f"The snapshot {self.path!r} cannot be used: {self.found}. {self.remedy}"
 
 
 class OldWeightsError(RolloutError, ValueError):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ledger in a Ray actor, for generators and a trainer in different processes. It needs the extra `ray`."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from ._async import AsyncLedger
 from ._ledger import Ledger
-from ._model import Lease, Ref
 
 __all__ = ["LedgerHandle", "start_ledger"]
 
@@ -29,11 +29,11 @@ class LedgerHost:
 class LedgerHandle:
     """The ledger of an actor. It can be passed to tasks and actors.
 
-    Each method returns an `ObjectRef` of the result of the method of `AsyncLedger` or `Ledger` with the same name.
-    Give leases a deadline, such as `time.time() + 600`, and have one process call `call("expire", time.time())` now and
-    then: leases of a process that has died go to others. Bound a wait by `timeout_s`, because a request continues after
-    a timeout of `ray.get`, and takes groups that the caller does not see. Ray keeps no order of requests to this actor,
-    so fetch the result of a request before you make another one that relies on it, such as `claim` after `advance`.
+    It has the methods of `AsyncLedger` and `Ledger`, and each returns an `ObjectRef` of the result. Give leases a
+    deadline, such as `time.time() + 600`, and have one process call `expire(time.time())` now and then: leases of a
+    process that has died go to others. Bound a wait by `timeout_s`, because a request continues after a timeout of
+    `ray.get`, and takes groups that the caller does not see. Ray keeps no order of requests to this actor, so fetch the
+    result of a request before you make another one that relies on it, such as `claim` after `advance`.
 
     >>> import ray  # doctest: +SKIP
     >>> ledger = start_ledger(lambda: Ledger(config, IndexStream(1000, seed=0)))  # doctest: +SKIP
@@ -47,29 +47,10 @@ class LedgerHandle:
         """Call any method of the ledger by its name."""
         return self._actor.call.remote(method, arguments, options)
 
-    def lease(self, count: int, **options: Any) -> Any:
-        """Lease groups, and wait for room."""
-        return self.call("lease", count, **options)
-
-    def seal(self, lease: Lease, sibling: int, ref: Ref, **options: Any) -> Any:
-        """Record one finished rollout."""
-        return self.call("seal", lease, sibling, ref, **options)
-
-    def seal_many(self, results: Iterable[tuple[Lease, int, Ref]], **options: Any) -> Any:
-        """Record many finished rollouts in one request."""
-        return self.call("seal_many", list(results), **options)
-
-    def fail(self, lease: Lease, siblings: Iterable[int] | None = None, *, reason: str) -> Any:
-        """Give up siblings of a lease."""
-        return self.call("fail", lease, siblings, reason=reason)
-
-    def claim(self, step: int, count: int, **options: Any) -> Any:
-        """Claim groups for a step, and wait for them."""
-        return self.call("claim", step, count, **options)
-
-    def advance(self, version: int, *, trained: int | None = None) -> Any:
-        """Report the trainer's version and its last step."""
-        return self.call("advance", version, trained=trained)
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):  # pickle looks for some
+            raise AttributeError(method)
+        return functools.partial(self.call, method)
 
 
 def start_ledger(make: Callable[[], Ledger], *, name: str | None = None) -> LedgerHandle:

@@ -20,8 +20,8 @@ def generate(ledger: LedgerHandle):
     """Generate until the source has ended."""
     groups = 0
     while leases := ray.get(ledger.lease(2)):
-        results = [(lease, sibling, Ref(lease.prompt)) for lease in leases for sibling in lease.siblings]
-        assert all(ray.get(ledger.seal_many(results)))
+        results = [(lease, sample, Ref(lease.prompt)) for lease in leases for sample in lease.samples]
+        assert all(ray.get(ledger.finish_many(results)))
         groups += len(leases)
     return groups
 
@@ -34,7 +34,7 @@ def test_generators_and_a_trainer(local_ray):
     for step in range(1, 11):
         claim = ray.get(ledger.claim(step, 4), timeout=60)
         assert isinstance(claim, Claim)
-        trained += [group.ordinal for group in claim.groups]
+        trained += [group.prompt_id for group in claim.groups]
         ray.get(ledger.advance(step, trained=step))
     assert sorted(trained) == list(range(40))
     assert sum(ray.get(generators, timeout=60)) == 40
@@ -49,7 +49,6 @@ def test_a_cancelled_request_takes_nothing(local_ray):
     ray.cancel(waiting)
     with pytest.raises((ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError)):
         ray.get(waiting, timeout=60)
-    assert ray.get(ledger.seal(leases[0], 0, Ref("a")))
+    assert ray.get(ledger.finish(leases[0], 0, Ref("a")))
     assert ray.get(ledger.fail(leases[0], reason="it broke"))
     assert isinstance(ray.get(ledger.claim(1, 1, timeout_s=0.1)), Shortage)
-    ray.get(ledger.call("check"))

@@ -10,8 +10,10 @@ from types import ModuleType
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 # Libraries and modules that seams import and do not call.
-STUBS = ("PIL", "miles.utils.chat_template_utils", "pyarrow", "sglang", "sglang_router")
+STUBS = ("PIL", "httpx", "miles.utils.chat_template_utils", "pyarrow", "sglang", "sglang_router", "transformers")
 
 
 class Stub(ModuleType):
@@ -56,35 +58,20 @@ def import_seam(root, module):
     return importlib.import_module(module)
 
 
-@pytest.fixture(scope="session")
-def slime_source():
-    """The module of slime's data source, from the folder of `nox -s seams -- --source FOLDER`."""
-    return import_source("slime", "slime.rollout.data_source")
-
-
-@pytest.fixture(scope="session")
-def miles_buffer():
-    """The module of miles' data buffer, and that of its data source, from the same folder."""
-    import_source("miles", "miles.rollout.data_source")
-    return import_source("miles", "miles.rollout.fully_async_data_buffer")
-
-
-def import_source(checkout, module):
-    """Import a module of a checkout, or skip the test without one."""
+def find_checkouts():
+    """Return the folder of `nox -s seams -- --source FOLDER`, or skip the test without one."""
     folder = os.environ.get("FAIRLEAD_SEAM_SOURCES")
     if not folder:
         pytest.skip("needs a checkout: `nox -s seams -- --source FOLDER`")
-    return import_seam(Path(folder, checkout), module)
+    return Path(folder)
+
+
+def import_source(checkout, module):
+    """Import a module of a checkout."""
+    return import_seam(find_checkouts() / checkout, module)
 
 
 @pytest.fixture
-def put_modules(monkeypatch):
-    """Return a function that makes modules with these members importable, by their names."""
-
-    def put(parts):
-        for name, members in parts.items():
-            module = ModuleType(name)
-            vars(module).update(members)
-            monkeypatch.setitem(sys.modules, name, module)
-
-    return put
+def checkouts():
+    """The folder with checkouts of slime and miles."""
+    return find_checkouts()

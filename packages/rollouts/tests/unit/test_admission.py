@@ -16,13 +16,13 @@ LIMITS = {"lookahead": 2, "serving_lag": 0, "groups_per_version": 4}
 @pytest.mark.parametrize(
     ("options", "room"),
     [
-        ({"leased": 0, "sealed": 0, "ahead": 0}, 12),
-        ({"leased": 3, "sealed": 2, "ahead": 4}, 3),
-        ({"leased": 9, "sealed": 9, "ahead": 9}, 0),
-        ({"leased": 3, "sealed": 2, "ahead": 4, "serving_lag": 1}, 0),
-        ({"leased": 3, "sealed": 2, "ahead": 0, "max_leased": 4}, 1),
-        ({"leased": 3, "sealed": 2, "ahead": 0, "max_open": 7}, 2),
-        ({"leased": 3, "sealed": 2, "ahead": 0, "lookahead": None}, sys.maxsize),
+        ({"leased": 0, "finished": 0, "ahead": 0}, 12),
+        ({"leased": 3, "finished": 2, "ahead": 4}, 3),
+        ({"leased": 9, "finished": 9, "ahead": 9}, 0),
+        ({"leased": 3, "finished": 2, "ahead": 4, "serving_lag": 1}, 0),
+        ({"leased": 3, "finished": 2, "ahead": 0, "max_leased": 4}, 1),
+        ({"leased": 3, "finished": 2, "ahead": 0, "max_open": 7}, 2),
+        ({"leased": 3, "finished": 2, "ahead": 0, "lookahead": None}, sys.maxsize),
     ],
 )
 def test_room(options, room):
@@ -62,15 +62,17 @@ def test_blockers(groups, taken, left, blockers):
 def test_a_claim_without_blockers_can_be_scheduled(groups, places, count):
     """If nothing blocks a claim, and the rest can be finished, a schedule by deadline trains every group in time."""
     bound, version = 2, 3
-    groups = [(ordinal, ready, oldest) for ordinal, (ready, oldest) in enumerate(groups) if oldest >= version - bound]
-    ready = sorted(((oldest, ordinal) for ordinal, done, oldest in groups if done))[:count]
-    taken, left = [ordinal for _, ordinal in ready], max(0, places - len(ready))
+    groups = [
+        (prompt_id, ready, oldest) for prompt_id, (ready, oldest) in enumerate(groups) if oldest >= version - bound
+    ]
+    ready = sorted(((oldest, prompt_id) for prompt_id, done, oldest in groups if done))[:count]
+    taken, left = [prompt_id for _, prompt_id in ready], max(0, places - len(ready))
     blockers = find_blockers(view(groups, version=version, bound=bound), taken, left, places)
-    rest = sorted(oldest + bound for ordinal, _, oldest in groups if ordinal not in taken)
+    rest = sorted(oldest + bound for prompt_id, _, oldest in groups if prompt_id not in taken)
     slots = [version] * left + [version + 1 + place // places for place in range(len(rest))]
     in_time = all(slot <= due for slot, due in zip(slots, rest, strict=False))
     if in_time or all(done for _, done, _ in groups):
         assert blockers == ()
     if blockers:
         assert not in_time
-        assert all(not groups[[one[0] for one in groups].index(ordinal)][1] for ordinal in blockers)
+        assert all(not groups[[one[0] for one in groups].index(prompt_id)][1] for prompt_id in blockers)

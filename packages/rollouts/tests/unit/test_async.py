@@ -4,8 +4,9 @@
 import asyncio
 
 import pytest
+from invariants import check
 
-from fairlead_rollouts import AsyncLedger, Claim, Journal, JournalError, Ledger, LedgerConfig, OldWeightsError, Ref
+from fairlead_rollouts import AsyncLedger, Claim, OldWeightsError, Ref
 
 
 @pytest.fixture
@@ -26,12 +27,12 @@ def test_lease_waits_for_room(waiting):
         later = asyncio.create_task(waiting.lease(2))
         await settle()
         assert not later.done()
-        waiting.ledger.seal(first, 0, Ref("a"))
+        waiting.ledger.finish(first, 0, Ref("a"))
         assert isinstance(await waiting.claim(1, 1), Claim)
         await settle()
         assert not later.done()
         waiting.ledger.advance(1, trained=1)
-        assert [lease.ordinal for lease in await later] == [1]
+        assert [lease.prompt_id for lease in await later] == [1]
 
     asyncio.run(run())
 
@@ -43,7 +44,7 @@ def test_weights_that_become_too_old(waiting):
         [first] = await waiting.lease(1, serving_version=0)
         later = asyncio.create_task(waiting.lease(1, serving_version=0))
         await settle()
-        waiting.ledger.seal(first, 0, Ref("a"))
+        waiting.ledger.finish(first, 0, Ref("a"))
         await waiting.claim(1, 1)
         waiting.ledger.advance(1, trained=1)
         with pytest.raises(OldWeightsError, match="Load newer weights") as caught:
@@ -74,11 +75,11 @@ def test_a_cancelled_wait_takes_nothing(waiting):
         await settle()
         for task in tasks:
             task.cancel()
-        waiting.ledger.seal(lease, 0, Ref("a"))
+        waiting.ledger.finish(lease, 0, Ref("a"))
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(task.cancelled() for task in tasks)
-        assert waiting.ledger.state(0) == "sealed"
-        waiting.ledger.check()
+        assert waiting.ledger.state(0) == "finished"
+        check(waiting.ledger)
         assert isinstance(await waiting.claim(1, 1), Claim)
 
     asyncio.run(run())
@@ -145,7 +146,7 @@ def test_a_claim_is_tried_when_enough_is_finished(make_ledger, monkeypatch):
         calls = count_calls(waiting.ledger, "claim", monkeypatch)
         task = asyncio.create_task(waiting.claim(1, 8))
         for lease in leases[:4]:
-            waiting.ledger.seal(lease, 0, Ref(lease.ordinal))
+            waiting.ledger.finish(lease, 0, Ref(lease.prompt_id))
             await settle()
         assert len(calls) == 1
         waiting.ledger.advance(1)
@@ -153,7 +154,7 @@ def test_a_claim_is_tried_when_enough_is_finished(make_ledger, monkeypatch):
         assert waiting.ledger.statistics().requeued == {1: 4}
         assert len(calls) == 2
         for lease in [*leases[4:], *await waiting.lease(4)]:
-            waiting.ledger.seal(lease, 0, Ref(lease.ordinal), oldest_version=1)
+            waiting.ledger.finish(lease, 0, Ref(lease.prompt_id), oldest_version=1)
             await settle()
         assert len((await task).groups) == 8
         assert len(calls) == 3
@@ -172,7 +173,7 @@ def test_the_end_of_the_source(make_ledger):
         assert not later.done(), "the first group may fail and come back"
         waiting.ledger.fail(lease, reason="it broke")
         [again] = await later
-        waiting.ledger.seal(again, 0, Ref("a"))
+        waiting.ledger.finish(again, 0, Ref("a"))
         assert (await waiting.claim(1, 2)).reason == "exhausted"
         await waiting.claim(1, 1)
         waiting.ledger.advance(1, trained=1)
@@ -188,7 +189,7 @@ def test_the_end_of_the_source_wakes_a_claim(make_ledger):
         waiting = AsyncLedger(make_ledger(1, group_size=1, groups_per_version=2, max_staleness=1))
         [lease] = await waiting.lease(1)
         claim = asyncio.create_task(waiting.claim(1, 2))
-        waiting.ledger.seal(lease, 0, Ref("a"))
+        waiting.ledger.finish(lease, 0, Ref("a"))
         await settle()
         assert not claim.done()
         more = asyncio.create_task(waiting.lease(1))
@@ -211,52 +212,3 @@ def test_a_wait_does_not_use_up_the_deadline(waiting):
         assert waiting.ledger.expire(200.0) == [lease]
 
     asyncio.run(run())
-
-
-CRASH = """
-    import asyncio, os
-    from fairlead_rollouts import AsyncLedger, Journal, Ledger, LedgerConfig, Ref
-
-    async def run():
-        config = LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0)
-        ledger = Ledger(config, ["a", "b"], journal=Journal("journal"))
-        ledger.prepare(0, ".")
-        waiting = AsyncLedger(ledger)
-        [lease] = await waiting.lease(1)
-        await asyncio.sleep(1.5)
-        ledger.seal(lease, 0, Ref("tokens", durable=True))
-        await asyncio.sleep(1.5)
-        os._exit(0)
-
-    asyncio.run(run())
-"""
-
-
-def test_the_loop_flushes_the_journal(tmp_path, run_python):
-    """A sample of a group that is not finished survives a crash a second later."""
-    run_python(CRASH)
-    config = LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0)
-    with Journal(tmp_path / "journal") as journal:
-        ledger = Ledger.restore(config, ["a", "b"], step=0, version=0, directory=tmp_path, journal=journal)
-        assert ledger.lease(1)[0].siblings == (1,)
-
-
-def test_a_full_disk_is_logged(make_ledger, monkeypatch, caplog):
-    """An error of the flush is a warning, and the next second tries again."""
-    waiting = AsyncLedger(make_ledger(4))
-    outcomes = [JournalError("journal", "written: full", "Make room."), None]
-    monkeypatch.setattr(waiting.ledger, "flush", lambda: raise_first(outcomes))
-    monkeypatch.setattr("fairlead_rollouts._async.FLUSH_S", 0.01)
-
-    async def run():
-        await waiting.lease(1)
-        while outcomes:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(run())
-    assert [one.getMessage() for one in caplog.records] == ["The journal 'journal' cannot be written: full. Make room."]
-
-
-def raise_first(outcomes):
-    if error := outcomes.pop(0) if outcomes else None:
-        raise error

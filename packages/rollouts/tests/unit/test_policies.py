@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fairlead_rollouts import OldestFirst, OpenGroup, ReadyFirst, View
 
 GROUPS = [
-    # ordinal, ready, oldest version
+    # prompt_id, ready, oldest version
     OpenGroup(0, False, 1),
     OpenGroup(1, True, 3),
     OpenGroup(2, True, 2),
@@ -22,15 +22,15 @@ def choose(policy, count, groups=GROUPS):
 
 
 @pytest.mark.parametrize(
-    ("policy", "count", "ordinals"),
+    ("policy", "count", "prompt_ids"),
     [
         (OldestFirst(), 3, (3, 2, 4)),
         (ReadyFirst(), 2, (1, 2)),
     ],
 )
-def test_selection(policy, count, ordinals):
+def test_selection(policy, count, prompt_ids):
     """The choice, in the order in which the groups are trained."""
-    assert choose(policy, count) == ordinals
+    assert choose(policy, count) == prompt_ids
 
 
 @given(
@@ -41,9 +41,9 @@ def test_selection(policy, count, ordinals):
 )
 def test_choices_are_ready_and_do_not_depend_on_the_order(groups, count, policy, order):
     """A policy takes ready groups, none twice, at most as many as requested, whatever the order of the view."""
-    groups = [OpenGroup(ordinal, *one) for ordinal, one in enumerate(groups)]
+    groups = [OpenGroup(prompt_id, *one) for prompt_id, one in enumerate(groups)]
     chosen = choose(policy, count, groups)
-    assert set(chosen) <= {group.ordinal for group in groups if group.ready}
+    assert set(chosen) <= {group.prompt_id for group in groups if group.ready}
     assert len(set(chosen)) == len(chosen) <= count
     order.shuffle(groups)
     assert choose(policy, count, groups) == chosen

@@ -28,7 +28,7 @@ def test_orders_differ():
 
 
 def test_a_stream_ends_after_its_epochs():
-    """The ordinal after the last epoch is an `IndexError`; without epochs there is no end."""
+    """The prompt_id after the last epoch is an `IndexError`; without epochs there is no end."""
     assert IndexStream(3, seed=0, epochs=2).get(5) in (0, 1, 2)
     with pytest.raises(IndexError, match="ends after 2 epochs of 3 prompts"):
         IndexStream(3, seed=0, epochs=2).get(6)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated job with stragglers: the bound holds, no claim waits forever, and slow prompts are trained as often."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import simulation
 
-SPEC = importlib.util.spec_from_file_location("simulation", Path(__file__).parents[1] / "simulation.py")
-simulation = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(simulation)
 SEEDS = 40
 SETTINGS = [
     {"bound": 0, "places": 2},

@@ -7,14 +7,15 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from invariants import check
 
 from fairlead_rollouts import (
     Claim,
     Completeness,
-    Journal,
     Ledger,
     LedgerConfig,
     OldestFirst,
@@ -22,11 +23,12 @@ from fairlead_rollouts import (
     Ref,
     Shortage,
 )
+from fairlead_rollouts._store.file import SnapshotFile
+from fairlead_rollouts._store.snapshot import read_snapshot
 
 PROMPTS = 30
 # A folder in memory, where there is one: these tests do not cut the power.
 FAST = "/dev/shm" if os.path.isdir("/dev/shm") else None
-EXAMPLES = int(os.environ.get("FAIRLEAD_EXAMPLES", "150"))
 
 
 @st.composite
@@ -46,7 +48,7 @@ def configs(draw):
         on_stale=on_stale,
         completeness=Completeness(
             min_samples=draw(st.integers(min(2, size), size)),
-            retry=draw(st.sampled_from(["sibling", "group"])),
+            retry=draw(st.sampled_from(["sample", "group"])),
             max_attempts=draw(st.integers(1, 3)),
         ),
     )
@@ -57,29 +59,28 @@ class Machine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
 
-    @initialize(config=configs(), keep_steps=st.sampled_from([None, 0, 100]))
-    def begin(self, config, keep_steps):
-        self.config, self.time, self.step, self.version = config, 0, 0, 0
-        self.alive, self.fates, self.steps, self.claimed_at = {}, {}, {}, {}
-        self.saved, self.crashes = [], 0
+    @initialize(config=configs(), mode=st.sampled_from(["directory", "both", "file"]))
+    def begin(self, config, mode):
+        self.config, self.mode, self.time, self.step, self.version = config, mode, 0, 0, 0
+        self.alive, self.fates, self.steps, self.places = {}, {}, {}, {}
+        self.saved = []
         self.folder = Path(tempfile.mkdtemp(dir=FAST))
-        self.keep_steps = keep_steps
-        self.journal = None if keep_steps is None else Journal(self.folder / "journal", keep_steps=keep_steps)
-        self.ledger = Ledger(config, list(range(PROMPTS)), journal=self.journal, **self.callbacks())
+        self.file = None if mode == "directory" else self.folder / "ledger"
+        self.ledger = Ledger(config, list(range(PROMPTS)), file=self.file, **self.callbacks())
         self.save_to_disk(commit=False)
 
     def callbacks(self):
         return {"on_release": self.release, "on_event": self.record}
 
-    # The model: the references that are alive, the fate of each ordinal, the claims that are not trained.
+    # The model: the references that are alive, the fate of each prompt_id, the claims that are not trained.
 
     def release(self, ref, reason):
         assert self.alive.pop(ref.value, None) is not None, f"{ref} is released twice"
 
     def record(self, event):
-        assert self.fates.get(event.ordinal, "unseen") == event.before
+        assert self.fates.get(event.prompt_id, "unseen") == event.before
         assert event.before not in ("applied", "dropped")
-        self.fates[event.ordinal] = event.after
+        self.fates[event.prompt_id] = event.after
         if event.after == "applied":
             assert event.before == "trained"
 
@@ -101,36 +102,36 @@ class Machine(RuleBasedStateMachine):
         assert len(leases) <= min(count, room)
         return multiple(*leases)
 
-    @rule(lease=leases, sibling=st.integers(0, 2), lag=st.integers(0, 2))
-    def seal(self, lease, sibling, lag):
-        if sibling < self.config.group_size:
-            owed = self.owes(lease, sibling)
-            assert self.ledger.seal(lease, sibling, self.ref()) is owed
+    @rule(lease=leases, sample=st.integers(0, 2), lag=st.integers(0, 2))
+    def seal(self, lease, sample, lag):
+        if sample < self.config.group_size:
+            owed = self.owes(lease, sample)
+            assert self.ledger.finish(lease, sample, self.ref()) is owed
 
     @rule(lease=leases)
-    def seal_all(self, lease):
-        self.seal_all_of(lease)
+    def finish_whole(self, lease):
+        self.finish_all_of(lease)
 
-    def seal_all_of(self, lease):
-        for sibling in lease.siblings:
-            self.ledger.seal(lease, sibling, self.ref())
-        assert not any(self.owes(lease, sibling) for sibling in lease.siblings)
+    def finish_all_of(self, lease):
+        for sample in lease.samples:
+            self.ledger.finish(lease, sample, self.ref())
+        assert not any(self.owes(lease, sample) for sample in lease.samples)
 
     @rule(count=st.integers(1, 6))
     def generate(self, count):
         for lease in self.ledger.lease(count):
-            self.seal_all_of(lease)
+            self.finish_all_of(lease)
 
     @rule(data=st.data())
     def finish_leases(self, data):
         for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
             if data.draw(st.booleans()):
-                self.seal_all_of(lease)
+                self.finish_all_of(lease)
 
-    @rule(lease=leases, sibling=st.none() | st.integers(0, 2))
-    def fail(self, lease, sibling):
-        if sibling is None or sibling < self.config.group_size:
-            self.ledger.fail(lease, None if sibling is None else [sibling], reason="it broke")
+    @rule(lease=leases, sample=st.none() | st.integers(0, 2))
+    def fail(self, lease, sample):
+        if sample is None or sample < self.config.group_size:
+            self.ledger.fail(lease, None if sample is None else [sample], reason="it broke")
 
     @rule(lease=leases)
     def cancel(self, lease):
@@ -141,15 +142,10 @@ class Machine(RuleBasedStateMachine):
         self.time += after
         self.ledger.expire(self.time)
 
-    @rule()
-    def abort(self):
-        for lease in self.ledger.to_abort():
-            assert self.ledger.cancel(lease)
-
-    def owes(self, lease, sibling):
-        record = self.ledger._book.records.get(lease.ordinal)
+    def owes(self, lease, sample):
+        record = self.ledger._book.records.get(lease.prompt_id)
         current = record is not None and record.lease is not None and record.lease.token == lease.token
-        return current and bool(record.waiting >> sibling & 1)
+        return current and bool(record.waiting >> sample & 1)
 
     # The trainer side.
 
@@ -158,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         self.claim_some(count, minimum)
 
     def claim_some(self, count, minimum):
-        left = self.ledger._claims.next_place()[1]
+        left = self.ledger._book.next_place[1]
         count = min(count, left, self.config.most_open or count)
         found = self.ledger.claim(self.step + 1, count, minimum=minimum)
         if isinstance(found, Shortage):
@@ -168,9 +164,10 @@ class Machine(RuleBasedStateMachine):
         assert isinstance(found, Claim)
         assert (minimum or count) <= len(found.groups) <= count
         self.step += 1
-        self.steps[self.step] = [group.ordinal for group in found.groups]
+        self.steps[self.step] = [group.prompt_id for group in found.groups]
+        self.places[self.step] = found.version, count
+        assert self.ledger.claim(self.step, count, minimum=minimum) == found
         for group in found.groups:
-            self.claimed_at[group.ordinal] = found.version
             assert len(group.samples) >= self.config.min_samples
             assert {sample.ref.value for sample in group.samples} <= set(self.alive)
             if self.config.max_staleness is not None:
@@ -181,28 +178,20 @@ class Machine(RuleBasedStateMachine):
         for _ in range(turns):
             leases = self.ledger.lease(6)
             for lease in leases[late:]:
-                self.seal_all_of(lease)
+                self.finish_all_of(lease)
             self.claim_some(4, 1)
             self.advance_by(update)
 
-    @rule()
-    def unclaim(self):
-        if self.steps:
-            step, ordinals = self.steps.popitem()
-            self.step = step - 1
-            self.ledger.unclaim(step)
-            assert {self.ledger.state(ordinal) for ordinal in ordinals} <= {"sealed"}
-
     @rule(data=st.data())
     def drop(self, data):
-        some = [one for one in self.fates if self.fates[one] in ("sealed", "claimed")]
+        some = [one for one in self.fates if self.fates[one] in ("finished", "claimed")]
         if some:
-            ordinal = data.draw(st.sampled_from(some))
-            self.ledger.drop([ordinal], "no_signal")
-            for ordinals in self.steps.values():
-                if ordinal in ordinals:
-                    ordinals.remove(ordinal)
-            self.steps = {step: ordinals for step, ordinals in self.steps.items() if ordinals}
+            prompt_id = data.draw(st.sampled_from(some))
+            self.ledger.drop([prompt_id], "no_signal")
+            for prompt_ids in self.steps.values():
+                if prompt_id in prompt_ids:
+                    prompt_ids.remove(prompt_id)
+            self.steps = {step: prompt_ids for step, prompt_ids in self.steps.items() if prompt_ids}
 
     @rule(update=st.booleans())
     def advance(self, update):
@@ -213,14 +202,12 @@ class Machine(RuleBasedStateMachine):
         trained = min(self.steps, default=None)
         self.ledger.advance(self.version, trained=trained)
         if trained is not None:
-            assert {self.ledger.state(ordinal) for ordinal in self.steps.pop(trained)} <= {"trained"}
-            if self.keep_steps:
-                self.note_checkpoint(trained, None)
+            assert {self.ledger.state(prompt_id) for prompt_id in self.steps.pop(trained)} <= {"trained"}
 
     @rule()
     def sweep(self):
-        self.ledger.sweep()
-        assert self.ledger.sweep() == 0
+        self.ledger.evict()
+        assert self.ledger.evict() == 0
 
     # Checkpoints and crashes.
 
@@ -234,66 +221,78 @@ class Machine(RuleBasedStateMachine):
             return
         directory = Path(tempfile.mkdtemp(dir=self.folder))
         assert self.ledger.prepare(step, directory).parent == directory
-        self.note_checkpoint(step, directory)
+        done = {"applied": "applied", "trained": "applied", "dropped": "dropped"}
+        fates = {prompt_id: done[fate] for prompt_id, fate in self.fates.items() if fate in done}
+        self.saved.append({"step": step, "version": self.version, "directory": directory, "fates": fates})
         if commit:
             self.ledger.commit(step)
             assert "trained" not in self.fates.values()
 
-    def note_checkpoint(self, step, directory):
-        """Note what a restore of a step has to bring back; without a directory the journal has its snapshot."""
-        done = {"applied": "applied", "trained": "applied", "dropped": "dropped"}
-        fates = {ordinal: done[fate] for ordinal, fate in self.fates.items() if fate in done}
-        self.saved.append({"step": step, "version": self.version, "directory": directory, "fates": fates})
+    @rule()
+    def flush(self):
+        self.ledger.flush()
 
     @rule(back=st.integers(1, 2))
     def crash(self, back):
         """The process ends without a word, and another one restores one of the last checkpoints."""
         if len(self.saved) < back:
             return
+        checkpoint = self.saved[-back]
+        same_step = [saved for saved in self.saved if saved["step"] == checkpoint["step"]]
         self.saved = self.saved[: len(self.saved) - back + 1]
-        checkpoint = self.saved[-1]
-        # The journal's snapshot of this step is the restored one from now on.
-        self.saved = [one for one in self.saved if one["directory"] or one["step"] != checkpoint["step"]]
-        self.saved += [checkpoint] if checkpoint not in self.saved else []
-        if self.journal is not None:
-            self.journal._database.close()
-            self.journal = Journal(self.journal.path, keep_steps=self.keep_steps)
-        self.crashes += 1
+        covered = self.file is not None and read_snapshot(self.file).covers(checkpoint["step"])
+        if self.mode == "file" and not covered:
+            return
+        if covered:  # the file knows the last checkpoint of a step only
+            checkpoint["fates"] = same_step[-1]["fates"]
+        self.kill()
         self.fates = {}
-        # Without a journal the snapshot may list a payload that has been released since.
-        exists = None if self.journal is not None else lambda ref: ref.value in self.alive
-        places = {"step": checkpoint["step"], "version": checkpoint["version"], "directory": checkpoint["directory"]}
+        # Without a file the snapshot may list a payload that has been released since.
+        exists = None if covered else lambda ref: ref.value in self.alive
+        places = {"step": checkpoint["step"], "version": checkpoint["version"]}
+        places["directory"] = None if self.mode == "file" else checkpoint["directory"]
         self.ledger = Ledger.restore(
-            self.config, list(range(PROMPTS)), **places, journal=self.journal, exists=exists, **self.callbacks()
+            self.config, list(range(PROMPTS)), **places, file=self.file, exists=exists, **self.callbacks()
         )
         self.step, self.version, self.steps = checkpoint["step"], checkpoint["version"], {}
+        self.places = {step: place for step, place in self.places.items() if step <= self.step}
         # References that are not durable, or that only the dead process knew, are gone with it.
         records = self.ledger._book.records.values()
-        held = {one.ref.value for record in records for one in record.samples.values()}
+        held = {sample.ref.value for record in records for sample in record.samples.values()}
         assert held <= set(self.alive)
         assert all(self.alive[value].durable for value in held)
         self.alive = {value: self.alive[value] for value in held}
         # Nothing is skipped, and nothing that the checkpoint covers is open again.
         seen = range(self.ledger._book.next)
-        states = {ordinal: self.ledger.state(ordinal) for ordinal in seen}
+        states = {prompt_id: self.ledger.state(prompt_id) for prompt_id in seen}
         assert {one: state for one, state in states.items() if state in ("applied", "dropped")} == checkpoint["fates"]
-        assert set(states.values()) <= {"applied", "dropped", "pending", "sealed"}
-        newest = [one.newest_version for record in records for one in record.samples.values()]
+        assert set(states.values()) <= {"applied", "dropped", "pending", "finished"}
+        newest = [sample.newest_version for record in records for sample in record.samples.values()]
         assert max(newest, default=0) <= self.version
         # Admission counts what the steps of the checkpoint took from the current version.
-        taken = [self.claimed_at[one] for one, fate in checkpoint["fates"].items() if fate == "applied"]
-        assert self.ledger._book.consumed == Counter(one for one in taken if one >= self.version)
+        taken = Counter()
+        for version, places in self.places.values():
+            taken[version] += places if version >= self.version else 0
+        assert Counter(self.ledger._book.consumed) == +taken
         self.fates = states
+
+    def kill(self):
+        """Unlock the file without a last write."""
+        if self.file is not None:
+            self.ledger._file._changed.clear()
+            self.ledger.close()
 
     @invariant()
     def invariants_hold(self):
-        self.ledger.check()
+        check(self.ledger)
         held = self.ledger._book.records.values()
-        refs = {one.ref.value for record in held for one in record.samples.values()}
-        assert refs == set(self.alive)
-        for ordinal in range(PROMPTS):
-            assert self.ledger.state(ordinal) == self.fates.get(ordinal, "unseen")
-            assert f"Ordinal {ordinal} is {self.ledger.state(ordinal)}" in self.ledger.explain(ordinal)
+        refs = {sample.ref.value for record in held for sample in record.samples.values()}
+        waiting = {call.args[0].value for _, call in self.ledger._book.callbacks._listed}
+        assert refs | waiting == set(self.alive)
+        assert not refs & waiting
+        for prompt_id in range(PROMPTS):
+            assert self.ledger.state(prompt_id) == self.fates.get(prompt_id, "unseen")
+            assert f"Prompt {prompt_id} is {self.ledger.state(prompt_id)}" in self.ledger.explain(prompt_id)
 
     def teardown(self):
         """Every prompt is trained or dropped, in so many rounds: no claim waits for itself."""
@@ -302,20 +301,19 @@ class Machine(RuleBasedStateMachine):
         try:
             self.finish_everything()
         finally:
-            if self.journal is not None:
-                self.journal.close()
+            self.kill()
             shutil.rmtree(self.folder)
 
     def finish_everything(self):
         for _ in range(200):
             for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
-                for sibling in range(self.config.group_size):
-                    self.ledger.seal(lease, sibling, self.ref())
+                for sample in range(self.config.group_size):
+                    self.ledger.finish(lease, sample, self.ref())
             while self.ledger.room() and (leases := self.ledger.lease(min(self.ledger.room(), 10))):
                 for lease in leases:
-                    for sibling in lease.siblings:
-                        assert self.ledger.seal(lease, sibling, self.ref())
-            left = self.ledger._claims.next_place()[1]
+                    for sample in lease.samples:
+                        assert self.ledger.finish(lease, sample, self.ref())
+            left = self.ledger._book.next_place[1]
             claim = self.ledger.claim(self.step + 1, min(left, self.config.most_open or left), minimum=1)
             self.step += 1
             assert isinstance(claim, Claim) or claim.reason != "wait"
@@ -325,11 +323,25 @@ class Machine(RuleBasedStateMachine):
             self.ledger.commit(self.step)
             if self.ledger._book.settled.frontier == PROMPTS:
                 break
+        self.ledger.flush()
         self.invariants_hold()
         assert set(self.fates.values()) <= {"applied", "dropped"}
         assert len(self.fates) == PROMPTS
         assert self.alive == {}
 
 
-Machine.TestCase.settings = settings(max_examples=EXAMPLES * 4, stateful_step_count=40, deadline=None)
+class Often(Machine):
+    """The same for longer."""
+
+
+# 2,000 steps, and 20,000 each night.
+Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+Often.TestCase.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
+TestOften = pytest.mark.nightly(Often.TestCase)
+
+
+@pytest.fixture(autouse=True)
+def no_thread(monkeypatch):
+    """Let the file be written by the rules only, so that an example can be repeated."""
+    monkeypatch.setattr(SnapshotFile, "_run", lambda file: None)

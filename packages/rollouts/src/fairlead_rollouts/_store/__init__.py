@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durable state: the snapshot in the trainer's checkpoint, and the journal on a local disk."""
+"""Durable state: the snapshot in the trainer's checkpoint, and the file that is at most a second old."""

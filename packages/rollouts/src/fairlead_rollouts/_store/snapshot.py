@@ -1,173 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The snapshot of a ledger: one file in the checkpoint's directory, which exists as a whole or not at all."""
+"""The snapshot of a ledger: one file, which exists as a whole or not at all."""
 
+import base64
 import hashlib
 import json
 import os
-import sqlite3
-from collections import Counter
-from dataclasses import dataclass, replace
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .._book import Book
-from .._settled import SettledOrdinals
+from .._model import Ref, Sample
+from .._settled import SettledPrompts
 from ..exceptions import SnapshotError
-from .schema import (
-    SCHEMA,
-    TABLES,
-    StoredSample,
-    insert,
-    read_meta,
-    read_prompts,
-    read_runs,
-    read_samples,
-    store_sample,
-    write_meta,
-)
 
-__all__ = [
-    "NAME",
-    "Snapshot",
-    "pack_snapshot",
-    "read_snapshot",
-    "take_snapshot",
-    "unpack_snapshot",
-    "write_file",
-    "write_snapshot",
-]
+__all__ = ["NAME", "Snapshot", "StoredGroup", "read_snapshot", "take_snapshot", "write_snapshot"]
 
 NAME = "rollouts.ledger"
-DIGEST_BYTES = 32
+SCHEMA = 2
+# Groups in each line of the file. `json.dumps` stops all threads, so each call of it is short.
+PIECE = 64
+DIGEST_BYTES = 65  # of the last line
+# A prompt id, its attempt, its prompt, the step that has claimed it or None, and its samples.
+StoredGroup = tuple[int, int, Any, int | None, tuple[Sample, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A ledger after a step, as a later process restores it."""
+    """A ledger at some moment, as a later process restores it."""
 
     ledger: str  # the id that all runs of the job share
-    runs: tuple[int, ...]  # those that have led to this one, and its own
-    step: int  # the last step that counts as applied
+    runs: list[int]  # those that have led to this one, and its own
+    step: int | None  # the step of the checkpoint that it belongs to; None for the file beside the checkpoints
     version: int
     group_size: int
-    next: int  # the first ordinal that was unseen
-    settled: SettledOrdinals
-    consumed: dict[int, int]  # the groups that these steps took from the current version or later ones
+    next: int  # the first prompt that was unseen
+    last_applied: int | None
+    last_step: int | None  # the last step that was claimed or trained
+    steps: list[tuple[int, int, int]]  # the version and the places of each step that may still count
+    drops: list[tuple[int, int, Any, int]]  # see `Book.drops`
     source: bytes
-    prompts: dict[int, tuple[int, Any]]  # the attempt and the prompt of each open group
-    samples: list[StoredSample]
+    settled: SettledPrompts
+    groups: list[StoredGroup]
+
+    def covers(self, step: int) -> bool:
+        """Return whether the state after a step can be derived."""
+        if self.step is not None:
+            return self.step == step
+        return (-1 if self.last_applied is None else self.last_applied) <= step <= (self.last_step or 0)
 
 
-def take_snapshot(book: Book, ledger: str, runs: tuple[int, ...], step: int, source: bytes) -> Snapshot:
-    """Return the state of a ledger as of a step: later claims are open."""
-    settled = replace(
-        book.settled,
-        settled_bits=bytearray(book.settled.settled_bits),
-        dropped_bits=bytearray(book.settled.dropped_bits),
+# The members that are written as they are.
+LISTS = ("runs", "steps", "drops")
+HEADER = ("ledger", "step", "version", "group_size", "next", "last_applied", "last_step", *LISTS)
+
+
+def take_snapshot(book: Book, ledger: str, runs: list[int], step: int | None, source: bytes) -> Snapshot:
+    """Return a copy of the state of a ledger, whose lock the caller holds."""
+    last_steps = [number for number in (*book.steps, book.last_trained) if number is not None]
+    return Snapshot(
+        ledger=ledger,
+        runs=runs,
+        step=step,
+        version=book.version,
+        group_size=book.config.group_size,
+        next=book.next,
+        last_applied=book.last_applied,
+        last_step=max(last_steps, default=None),
+        steps=[(number, claim.version, claim.places) for number, claim in book.steps.items()],
+        drops=[(prompt_id, *drop) for prompt_id, drop in book.drops.items()],
+        source=source,
+        settled=book.settled.copy(),
+        groups=[
+            (record.prompt_id, record.attempt, record.prompt, record.step, tuple(record.samples.values()))
+            for record in book.records.values()
+        ],
     )
-    consumed = Counter(book.consumed)
-    records = []
-    for record in book.records.values():
-        if record.step is not None and record.step <= step:
-            settled.add(record.ordinal, dropped=False)
-            continue
-        records.append(record)
-        if record.step is not None:
-            consumed[record.version] -= 1
-    samples = [
-        store_sample(record.ordinal, sample)
-        for record in records
-        for sample in record.samples.values()
-        if sample.ref.durable
-    ]
-    prompts = {record.ordinal: (record.attempt, record.prompt) for record in records}
-    size = book.config.group_size
-    return Snapshot(ledger, runs, step, book.version, size, book.next, settled, +consumed, source, prompts, samples)
 
 
-def pack_snapshot(snapshot: Snapshot) -> bytes:
-    """Return a snapshot as a database with its checksum."""
-    database = sqlite3.connect(":memory:")
-    database.executescript(TABLES)
+def _encode(snapshot: Snapshot) -> Iterator[bytes]:
+    """Yield the lines of the file, but for the last one, which is the checksum of the others."""
     settled = snapshot.settled
-    meta = {name: getattr(snapshot, name) for name in ("ledger", "step", "version", "group_size", "next", "source")}
-    lists = {"consumed": json.dumps(list(snapshot.consumed.items())), "runs": json.dumps(snapshot.runs)}
-    write_meta(database, {**meta, **lists, "schema": SCHEMA})
-    counts = {name: getattr(settled, name) for name in ("frontier", "applied", "dropped")}
-    write_meta(database, {**counts, "settled_bits": settled.settled_bits, "dropped_bits": settled.dropped_bits})
-    prompts = ((ordinal, attempt, json.dumps(prompt)) for ordinal, (attempt, prompt) in snapshot.prompts.items())
-    insert(database, prompts, snapshot.samples)
-    database.commit()
-    content = database.serialize()
-    database.close()
-    return content + hashlib.sha256(content).digest()
+    header = {"schema": SCHEMA} | {name: getattr(snapshot, name) for name in HEADER}
+    header |= {name: getattr(settled, name) for name in ("frontier", "applied", "dropped")}
+    for name, content in (
+        ("settled_bits", zlib.compress(settled.settled_bits, 1)),
+        ("dropped_bits", zlib.compress(settled.dropped_bits, 1)),
+        ("source", snapshot.source),
+    ):
+        header[name] = base64.b64encode(content).decode()
+    yield json.dumps(header).encode() + b"\n"
+    for first in range(0, len(snapshot.groups), PIECE):
+        rows = [
+            (
+                *group,
+                [
+                    (sample.index, sample.oldest_version, sample.newest_version, sample.ref.value)
+                    for sample in samples
+                    if sample.ref.durable
+                ],
+            )
+            for *group, samples in snapshot.groups[first : first + PIECE]
+        ]
+        yield json.dumps(rows).encode() + b"\n"
 
 
-def write_snapshot(directory: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot into a directory, and return its path."""
-    path = directory / NAME
-    write_file(path, pack_snapshot(snapshot))
-    return path
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a snapshot so that a crash leaves all of it, or the file that was there before.
 
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    Raises:
+        SnapshotError: The disk is full, for example. The file that was there before is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    digest = hashlib.sha256()
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            for line in _encode(snapshot):
+                digest.update(line)
+                file.write(line)
+            file.write(digest.hexdigest().encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+        _sync_directory(path.parent)
+    except OSError as error:
+        remedy = "Make room on its disk, or use a folder that exists and that this user may write."
+        raise SnapshotError(str(path), f"it cannot be written: {error.strerror}", remedy) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     """Make the names in a directory durable. Windows has no such call and does not need it."""
     if os.name == "posix":
-        opened = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
-            os.fsync(opened)
+            os.fsync(descriptor)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
-def read_snapshot(directory: Path) -> Snapshot:
-    """Read the snapshot of a checkpoint.
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot: a file, or the one in the directory of a checkpoint.
 
     Raises:
         SnapshotError: The file is missing or damaged, or another version of this package has written it.
     """
-    path = directory / NAME if directory.is_dir() else directory
+    path = path / NAME if path.is_dir() else path
     try:
         content = path.read_bytes()
     except OSError as error:
         remedy = "Restore from a checkpoint that has one, or make a new Ledger to begin at prompt 0."
         raise SnapshotError(str(path), f"it cannot be read: {error.strerror}", remedy) from None
-    return unpack_snapshot(content, path)
-
-
-def unpack_snapshot(content: bytes, path: Path) -> Snapshot:
-    """Return the snapshot that was packed. Errors name `path`, the file that it is from."""
-    content, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() != digest:
+    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    if f"{hashlib.sha256(body).hexdigest()}\n".encode() != digest:
         raise SnapshotError(str(path), "its checksum is wrong, so it is damaged", "Restore from an older checkpoint.")
-    database = sqlite3.connect(":memory:")
-    database.deserialize(content)
-    meta = read_meta(database)
-    if meta["schema"] != SCHEMA:
-        found = f"it has schema {meta['schema']}, and this version of fairlead-rollouts reads schema {SCHEMA}"
+    try:
+        return _decode(body.splitlines(), path)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        zlib.error,
+    ) as error:
+        raise SnapshotError(
+            str(path), f"its content is not that of a snapshot: {error!r}", "Restore from an older checkpoint."
+        ) from error
+
+
+def _decode(lines: list[bytes], path: Path) -> Snapshot:
+    header = json.loads(lines[0])
+    if header["schema"] != SCHEMA:
+        found = f"it has schema {header['schema']}, and this version of fairlead-rollouts reads schema {SCHEMA}"
         raise SnapshotError(str(path), found, "Install the version that wrote it.")
-    settled = SettledOrdinals(meta["frontier"], meta["applied"], meta["dropped"])
-    settled.settled_bits, settled.dropped_bits = bytearray(meta["settled_bits"]), bytearray(meta["dropped_bits"])
+    settled = SettledPrompts(header["frontier"], header["applied"], header["dropped"])
+    settled.settled_bits = bytearray(zlib.decompress(base64.b64decode(header["settled_bits"])))
+    settled.dropped_bits = bytearray(zlib.decompress(base64.b64decode(header["dropped_bits"])))
+    values: dict[str, Any] = {name: list(header[name]) if name in LISTS else header[name] for name in HEADER}
     return Snapshot(
-        **{name: meta[name] for name in ("ledger", "step", "version", "group_size", "next", "source")},
-        runs=read_runs(meta),
+        **values,
+        source=base64.b64decode(header["source"]),
         settled=settled,
-        consumed=dict(json.loads(meta["consumed"])),
-        prompts=read_prompts(database),
-        samples=read_samples(database),
+        groups=[_load(row) for line in lines[1:] for row in json.loads(line)],
     )
+
+
+def _load(row: list[Any]) -> StoredGroup:
+    prompt_id, attempt, prompt, step, rows = row
+    samples = [Sample(index, Ref(value, durable=True), oldest, newest) for index, oldest, newest, value in rows]
+    return prompt_id, attempt, prompt, step, tuple(samples)
