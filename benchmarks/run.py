@@ -3,6 +3,7 @@
 
 import argparse
 import datetime
+import importlib.util
 import os
 import platform
 import sys
@@ -13,6 +14,7 @@ import bench_batching
 import bench_calls
 import bench_elastic
 import bench_inspect
+import bench_peers
 import bench_placement
 import bench_rollouts
 import bench_scale
@@ -37,6 +39,8 @@ MODULES = {
     "inspect": bench_inspect,
     "transfer": bench_transfer,
     "rollouts": bench_rollouts,
+    # Needs verl: `nox -s bench -- peers` installs it.
+    "peers": bench_peers,
 }
 
 
@@ -75,7 +79,8 @@ def measure() -> None:
         choices=[[], *MODULES],
         help="packages to measure (default: all); the sections of other packages are kept",
     )
-    chosen = parser.parse_args().packages or list(MODULES)
+    has_verl = importlib.util.find_spec("verl") is not None
+    chosen = parser.parse_args().packages or [name for name in MODULES if name != "peers" or has_verl]
     results = Path(__file__).with_name("RESULTS.md")
     known = sections(results.read_text()) if results.exists() else {}
     missed = []
@@ -86,7 +91,8 @@ def measure() -> None:
         ]
         text = table(rows)
         print(f"\n{name}\n{text}", flush=True)
-        known[name] = f"{machine()}\n\n{text}"
+        describe = getattr(MODULES[name], "describe", None)
+        known[name] = f"{machine()}{f', {describe()}' if describe else ''}\n\n{text}"
         parts = ["# Measured", *HEAD, *(f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known)]
         results.write_text("\n\n".join(parts) + "\n")
     if missed:

@@ -17,7 +17,7 @@ SESSIONS = {
     if isinstance(node, ast.FunctionDef) and any("nox.session" in ast.unparse(one) for one in node.decorator_list)
 }
 # Commands of other programs that the pages mention.
-FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ", ". .venv/bin/activate")
+FOREIGN = ("git ", "ray ", "uv ", "export ", "cd ", ". .venv/bin/activate", "hatchling version ")
 PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 

@@ -5,7 +5,9 @@ They read the sources, and import no package. `docs/test_prose.py` checks that e
 """
 
 import ast
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,12 @@ def test_variables():
     tools += ROOT.glob("integration-tests/**/*.py")
     code += "".join(path.read_text(encoding="utf-8") for path in tools)
     assert [name for name in sorted(listed) if name not in code] == []
+
+
+def test_hardware():
+    """The README's table of what has been tried on hardware has the rows of the program that tries it."""
+    spec = importlib.util.spec_from_file_location("hardware", ROOT / "scripts/hardware.py")
+    module = sys.modules["hardware"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = "".join(f"| {row.what} | {row.needs} | {row.passed_on} |\n" for row in module.ROWS)
+    assert f"| needs | passed on |\n|---|---|---|\n{rows}" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml"))
@@ -33,14 +34,36 @@ def test_ranges(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_changelog(name):
-    """The first section is for the current version; the sections below it are for lower, released versions."""
-    headings = re.findall(r"^## (.+)$", (ROOT / "packages" / name / "CHANGELOG.md").read_text(), re.MULTILINE)
-    found = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((unreleased|\d{4}-\d\d-\d\d)\)", heading) for heading in headings]
+    """The sections are of released versions, below each other; a section "Unreleased" may stand above them.
+
+    The version in the tree is the newest released one, or a higher one while there are unreleased changes.
+    """
+    text = (ROOT / "packages" / name / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    unreleased = headings[0] == "Unreleased"
+    found = [re.fullmatch(r"(\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)", heading) for heading in headings[unreleased:]]
     assert all(found), headings
-    assert headings[0].split()[0] == read_version(name)
-    versions = [tuple(map(int, match.groups()[:3])) for match in found]
+    versions = [Version(match[1]) for match in found]
     assert versions == sorted(set(versions), reverse=True)
-    assert "unreleased" not in [match[4] for match in found[1:]]
+    current = Version(read_version(name))
+    assert not versions or (current > versions[0] if unreleased else current == versions[0])
+
+
+def test_table_of_versions():
+    """RELEASING.md lists the versions of siblings that each package works with, as its pyproject.toml declares them."""
+    rows = []
+    for name in NAMES:
+        project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        optional = [(one, extra) for extra, ones in project.get("optional-dependencies", {}).items() for one in ones]
+        declared = [(one, "") for one in project["dependencies"]] + optional
+        ranges = [
+            f"`{one.removeprefix('fairlead-')}`" + (f" for `[{extra}]`" if extra else "")
+            for one, extra in declared
+            if one.startswith("fairlead-")
+        ]
+        rows.append(f"| `{name}` {read_version(name).rpartition('.')[0]} | {', '.join(ranges) or 'needs no sibling'} |")
+    lines = (ROOT / "RELEASING.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if re.match(r"\| `[a-z-]+` \d", line)] == rows
 
 
 def test_licence():

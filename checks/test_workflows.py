@@ -53,11 +53,15 @@ def test_sessions():
 
 
 def test_events():
-    """`ci` runs for each push and pull request, `release` for a tag, and each other workflow at a time of its own."""
+    """`ci` runs for each push and pull request, `release` for a tag, `docs` for a push to main.
+
+    Each other workflow runs at a time of its own.
+    """
     # YAML 1.1 reads the key `on` as a truth value.
     events = {name: yaml.safe_load(text)[True] for name, text in WORKFLOWS.items()}
     assert events.pop("ci.yml").keys() >= {"push", "pull_request"}
     assert events.pop("release.yml")["push"].keys() == {"tags"}
+    assert events.pop("docs.yml")["push"] == {"branches": ["main"]}
     times = [schedule["cron"] for event in events.values() for schedule in event["schedule"]]
     assert all("workflow_dispatch" in event for event in events.values())
     assert len(times) == len(set(times)) == len(events)

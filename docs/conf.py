@@ -6,8 +6,10 @@ that leads somewhere on a checkout leads there on the site.
 """
 
 import importlib
+import inspect
 import itertools
 import re
+import tomllib
 from pathlib import Path
 
 from docutils import nodes
@@ -15,6 +17,9 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
+
+ROOT = Path(__file__).parent.parent
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["fairlead"]["repository"]
 
 project = "Fairlead"
 author = "the authors of Fairlead"
@@ -36,6 +41,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.linkcode",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
@@ -77,6 +83,9 @@ html_css_files = ["site.css"]
 html_extra_path = ["_root"]
 html_copy_source = False
 html_theme_options = {
+    "source_repository": REPOSITORY,
+    "source_branch": "main",
+    "source_directory": "",
     "sidebar_hide_name": False,
     "light_css_variables": {"color-brand-primary": "#1f5f99", "color-brand-content": "#1f5f99"},
     "dark_css_variables": {"color-brand-primary": "#79b4e8", "color-brand-content": "#79b4e8"},
@@ -89,6 +98,27 @@ linkcheck_ignore = [r"https://$"]
 linkcheck_timeout = 20
 linkcheck_retries = 2
 linkcheck_workers = 4
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """Return the address of the source of a documented name; None for a name without lines of its own."""
+    target = importlib.import_module(info["module"])
+    try:
+        for part in info["fullname"].split("."):
+            target = inspect.getattr_static(target, part)
+        target = getattr(target, "fget", None) or getattr(target, "__func__", target)
+        target = inspect.unwrap(target)
+        lines, first = inspect.getsourcelines(target)
+        file = Path(inspect.getsourcefile(target) or "")
+    except (AttributeError, TypeError, OSError):
+        return None
+    package = next((name for name in file.parts if name.startswith("fairlead_")), None)
+    if package is None:
+        return None
+    path = "/".join(file.parts[file.parts.index(package) :])
+    folder = package.removeprefix("fairlead_").replace("_", "-")
+    return f"{REPOSITORY}/blob/main/packages/{folder}/src/{path}#L{first}-L{first + len(lines) - 1}"
+
 
 HANDLES = {"Call", "DeviceClass", "DeviceFunction", "DeviceInstances", "GroupView", "SlotClaim"}
 PRIVATE = re.compile(r"(fairlead_\w+)\.(?:_\w+\.(?:\w+\.)?)?(\w+)")

@@ -80,7 +80,11 @@ class Samples(UserDict[str, Any], Generic[Content]):
         # That of UserDict loses the plan, the padding and ``meta``.
         raise TypeError(f"A {type(self).__name__} has no operator |: use union(), or update() to replace leaves.")
 
-    __ror__ = __ior__ = __or__
+    def __ror__(self, other: object) -> NoReturn:
+        self.__or__(other)
+
+    def __ior__(self, other: object) -> NoReturn:
+        self.__or__(other)
 
     def __copy__(self) -> Self:
         new = super().__copy__()

@@ -57,7 +57,9 @@ def look_at_cluster(
 
     Raises:
         HeadTimeoutError: Ray's head did not answer.
+        RayVersionError: a private part of this version of Ray differs from what a look reads.
     """
+    _ray_private.check_ray()
     began, head_s = time.monotonic(), timeout_s * HEAD_PART
     notes: list[str] = []
     me = "" if own else ray.get_runtime_context().get_job_id()

@@ -55,6 +55,7 @@ def large(monkeypatch):
     actors = [actor(at, f"W{at // 500}", node_id=names[at // EACH]) for at in range(NODES * EACH)]
     rows = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{at}", "Alive": True} for at, name in enumerate(names)]
     tables = SimpleNamespace(
+        check_ray=lambda: None,
         read_jobs=lambda job_id: [Job(JOB, "train.py", 811, "n0", "driver")] * (job_id in (None, JOB)),
         read_actors=lambda job: actors,
         read_calls=lambda job: ([], frozenset(), {}),

@@ -24,6 +24,7 @@ from .exceptions import (
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
+    RayVersionError,
     ResourceInsufficientError,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "PortLease",
     "PortUnavailableError",
     "ProcessUsage",
+    "RayVersionError",
     "RayVirtualCluster",
     "ReservationReport",
     "ResourceHolder",

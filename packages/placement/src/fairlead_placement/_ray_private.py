@@ -5,12 +5,13 @@ import contextlib
 import json
 import math
 import os
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
@@ -29,10 +30,31 @@ def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
 
     Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where.
     Fallback: None. All nodes then look idle, and a request that others keep from being placed fails at its deadline.
+
+    Raises:
+        RayVersionError: Ray's answer has another shape. What fits where would be wrong.
     """
+    free: Any = None
     with contextlib.suppress(*_MISSING):
-        return dict(ray._private.state.available_resources_per_node())
-    return None
+        free = ray._private.state.available_resources_per_node()
+    if free is None:
+        return None
+    if not isinstance(free, Mapping) or not all(map(_is_amounts, free.values())):
+        _refuse("available_resources_per_node()", free)
+    return dict(free)
+
+
+def _is_amounts(row: Any) -> bool:
+    """Return whether a value gives an amount for each resource."""
+    return isinstance(row, Mapping) and all(isinstance(amount, (int, float)) for amount in row.values())
+
+
+def _refuse(part: str, answer: object) -> NoReturn:
+    """Raise the error for a private part of Ray that has another shape."""
+    from ._errors import RayVersionError  # this module is shipped by value, which the error is not
+
+    difference = f"{part} returned {reprlib.repr(answer)}"
+    raise RayVersionError("fairlead-placement", ray.__version__, (difference,))
 
 
 def drain_deadlines() -> dict[str, float]:
@@ -43,10 +65,15 @@ def drain_deadlines() -> dict[str, float]:
 
     Returns:
         The latest time of the end of each node, by `time.time()`, by id; infinity if Ray was not told of one.
+
+    Raises:
+        RayVersionError: Ray's answer has another shape. Nodes that end soon would get reservations.
     """
-    deadlines: Mapping[str, int] = {}
+    deadlines: Any = {}
     with contextlib.suppress(*_MISSING):
         deadlines = ray._private.state.state.get_draining_nodes()
+    if not _is_amounts(deadlines):
+        _refuse("get_draining_nodes()", deadlines)
     return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
 
 

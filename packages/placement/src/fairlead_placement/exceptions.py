@@ -1,36 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of this package, one class per situation."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
+from ._errors import ErrorWithFields, PlacementError, RayVersionError
 from ._show import ReservationReport
 
 __all__ = [
+    "ErrorWithFields",
     "HeadTimeoutError",
     "PlacementError",
     "PlacementTimeoutError",
     "PortUnavailableError",
+    "RayVersionError",
     "ResourceInsufficientError",
 ]
-
-
-class ErrorWithFields(Exception):
-    """Base of errors that are dataclasses: their fields are their arguments, so that a copy has all of them.
-
-    Defaults come from factories. A default that is an attribute of the class would hide the field's value in the error
-    that Ray makes of this one: it does not run `__init__`, and looks up only what the class does not have.
-    """
-
-    def __post_init__(self) -> None:
-        # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
-        Exception.__init__(self, *(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
-
-
-class PlacementError(ErrorWithFields):
-    """Base of the errors that this package raises after it has sent a request to Ray.
-
-    Misuse that can be detected before that is a ValueError or a TypeError instead.
-    """
 
 
 @dataclass(eq=False, repr=False)
