@@ -65,7 +65,7 @@ def execute(config: tpu.AcceleratorConfigType) -> None:
         assert_type(instances.step.remote(0.1), list[Any])
     tpu.RayExecutor.execute(config, train)  # type: ignore[arg-type]
     tpu.execute(config)(1)  # type: ignore[arg-type]
-    tpu.device_remote(config)  # type: ignore[call-arg]
+    tpu.device_remote(config)  # type: ignore[arg-type]
 
 
 def manage() -> None:
@@ -91,10 +91,10 @@ def read_status(status: tpu.JobStatus) -> None:
 def read_errors(error: tpu.TpuExecutorError) -> None:
     match error:
         case tpu.InsufficientSlicesError():
-            assert_type(error.missing, tuple[tpu.SliceShortage, ...])
+            assert_type(error.missing, dict[str, str])
         case tpu.PreemptionLimitError():
             assert_type((error.preemptions, error.limit), tuple[int, int])
         case tpu.SliceLostError():
             assert_type(error.slices, tuple[str, ...])
-        case tpu.HeadUnreachableError() | tpu.JaxUnavailableError() | tpu.PoolBusyError():
+        case tpu.JaxUnavailableError() | tpu.PoolBusyError():
             assert_type(error.args, tuple[Any, ...])

@@ -12,15 +12,7 @@ It also works on hosts with CPUs or GPUs:
 >>> ray.shutdown()
 """
 
-from ._accelerators.config import (
-    MEGASCALE_DEFAULT_PORT,
-    AcceleratorConfigType,
-    CpuAcceleratorConfig,
-    GpuAcceleratorConfig,
-    TpuAcceleratorConfig,
-)
-from ._accelerators.slices import SliceInfo, SliceShortage
-from ._compat import (
+from ._classic import (
     RayExecutor,
     SlicePoolManager,
     TpuRemoteManager,
@@ -30,19 +22,26 @@ from ._compat import (
     execute_resumable,
     resolve_maybe_refs,
 )
+from ._config import (
+    MEGASCALE_DEFAULT_PORT,
+    AcceleratorConfigType,
+    CpuAcceleratorConfig,
+    GpuAcceleratorConfig,
+    TpuAcceleratorConfig,
+)
 from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote, tpu_remote
-from ._jax import initialize_jax
-from ._pool import PoolStatistics, SlicePool
-from ._run.targets import (
+from ._environment import (
     ENV_CALL_INDEX,
     ENV_CALL_SLICE,
     ENV_JOB_COORDINATOR_ADDRESS,
     ENV_PROCESS_COUNT,
     ENV_PROCESS_INDEX,
 )
-from ._run.verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, handle_ray_error
+from ._jax import initialize_jax
+from ._pool import PoolStatistics, SlicePool
+from ._slices import SliceInfo
+from ._verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, handle_ray_error
 from .exceptions import (
-    HeadUnreachableError,
     InsufficientSlicesError,
     JaxUnavailableError,
     OpenInstancesError,
@@ -66,7 +65,6 @@ __all__ = [
     "ENV_PROCESS_COUNT",
     "ENV_PROCESS_INDEX",
     "GpuAcceleratorConfig",
-    "HeadUnreachableError",
     "InsufficientSlicesError",
     "JaxUnavailableError",
     "JobError",
@@ -85,7 +83,6 @@ __all__ = [
     "SliceLostError",
     "SlicePool",
     "SlicePoolManager",
-    "SliceShortage",
     "TpuAcceleratorConfig",
     "TpuExecutorError",
     "TpuRemoteManager",

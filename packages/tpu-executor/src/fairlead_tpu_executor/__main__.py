@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead_placement import Node, ResourceHolder
-from fairlead_placement.spi import Output, add_command, attach, read_holders, read_nodes, run_command
 
-from ._accelerators.slices import TOPOLOGY, TYPE, SliceShortage, assess_slices
-from ._accelerators.tpu_types import canonical_name, tpu_type
+from ._placement import extension
+from ._slices import TOPOLOGY, TYPE, SliceInfo, assess_slices
+from ._types import canonical_name, tpu_type
 
 _EPILOG = """\
 exit status:
@@ -28,16 +28,18 @@ exit status:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fairlead_tpu_executor", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    add_command(commands, "status", "show the slices of a cluster and their users", epilog=_EPILOG, json=False)
+    extension.add_command(
+        commands, "status", "show the slices of a cluster and their users", epilog=_EPILOG, json=False
+    )
     address: str = parser.parse_args(argv).address
 
     def command() -> int:
-        output = Output()
-        with attach(address):
-            output.print(make_table(slice_rows(read_nodes(), read_holders())))
+        output = extension.Output()
+        with extension.attach(address):
+            output.print(make_table(slice_rows(extension.read_nodes(), extension.read_holders())))
         return 0
 
-    return run_command(command)
+    return extension.run_command(command)
 
 
 def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list[tuple[str, ...]]:
@@ -54,11 +56,11 @@ def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list
             name = f"hosts of type {kind}"
             rows[name] = (name, kind, "", f"{len(members)}/?", "its type is unknown", _users(members, holders))
             continue
-        for one, hosts in sorted(assess_slices(nodes, wanted), key=lambda pair: isinstance(pair[0], SliceShortage)):
+        assessed = assess_slices(nodes, wanted).items()
+        for name, (place, hosts) in sorted(assessed, key=lambda row: not isinstance(row[1][0], SliceInfo)):
             topology = ", ".join(sorted({node.labels.get(TOPOLOGY, "") for node in hosts}))
-            state = one.reason if isinstance(one, SliceShortage) else "whole"
-            count = f"{len(hosts)}/{wanted.hosts}"
-            rows[one.slice_name] = (one.slice_name, kind, topology, count, state, _users(hosts, holders))
+            state = "whole" if isinstance(place, SliceInfo) else place
+            rows[name] = (name, kind, topology, f"{len(hosts)}/{wanted.hosts}", state, _users(hosts, holders))
     return list(rows.values())
 
 

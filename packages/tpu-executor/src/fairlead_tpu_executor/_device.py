@@ -4,35 +4,29 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, overload
+from typing import Any, Never, Protocol, overload
 
 import ray
 
 from fairlead_placement import ResourceInsufficientError
-from fairlead_placement.spi import SlotClaim, connection
 
-from ._accelerators.config import AcceleratorConfigType
+from ._config import AcceleratorConfigType
+from ._placement import extension
 from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
-from ._run.work import Class, Function, Work, check_method, inspect_work
+from ._work import Class, Function, check_method, inspect_work
 from .exceptions import OpenInstancesError
 
 
 class _OnDevices(ClosesOnExit):
-    """A function or a class with its slices, which are taken on first use and kept until `close()`.
-
-    Attributes:
-        target: the function or class as it was decorated.
-        work: what is known about it before anything is reserved.
-        pool: the slices, as a `SlicePool`.
-    """
+    """A function or a class with its slices (`pool`), which are taken on first use and kept until `close()`."""
 
     def __init__(self, target: Any, config: AcceleratorConfigType, *, of_class: bool) -> None:
-        self.work: Work = inspect_work(target, of_class=of_class)
+        self._plain = inspect_work(target, of_class=of_class).function
         self.target = target
         self.pool: SlicePool = SlicePool(config)
         wrapper: Any = self
-        functools.update_wrapper(wrapper, self.work.function, updated=())
+        functools.update_wrapper(wrapper, self._plain, updated=())
 
     def close(self) -> bool:
         """End what still runs and give everything back. Can be repeated; the next use reserves again."""
@@ -40,24 +34,14 @@ class _OnDevices(ClosesOnExit):
 
 
 class DeviceFunction(_OnDevices):
-    """A function that runs on every host, each time in a new process."""
+    """A function that runs on every host, each time in a new process. Both calls raise the errors of `submit`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run the function once, and return its results in the order of the hosts.
-
-        Raises:
-            InsufficientSlicesError: as `remote` raises it.
-            HeadUnreachableError: Ray's head did not answer within `head_timeout_s`.
-            Exception: the function's exception, or Ray's error for a lost host; the first in that order.
-        """
+        """Run the function once, and return its results in the order of the hosts; raise its exception or Ray's."""
         return self.pool.get(self.pool.submit(self.target, *args, **kwargs))
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start the function, and return references in the order of the hosts. Calls on one host run one by one.
-
-        Raises:
-            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
-        """
+        """Start the function, and return references in the order of the hosts. Calls on one host run one by one."""
         return arrange(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
 
 
@@ -65,26 +49,22 @@ class DeviceClass(_OnDevices):
     """A class with an instance on every host, which keeps its state until it is closed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
-        """Make the instances, like `remote`. Closing them also gives the slices back.
-
-        Raises:
-            Exception: the errors of `remote`.
-        """
+        """Make the instances, like `remote`. Closing them also gives the slices back."""
         return replace(self.remote(*args, **kwargs), _give_back=self.close)
 
     def remote(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
         """Make the instances. There is one set of them at a time: close the previous one first.
 
         Raises:
-            InsufficientSlicesError: too few slices within the scale timeout; nothing is held then.
             OpenInstancesError: there are instances already.
             TypeError: the class does not take these arguments. Nothing was started.
+            Exception: the errors of `SlicePool.reserve`.
         """
         try:
             actors, claim = self.pool.start(self.target, args, kwargs)
         except ResourceInsufficientError as error:
-            raise OpenInstancesError(self.work.name) from error
-        return DeviceInstances(self.work.function, actors, claim, self.pool)
+            raise OpenInstancesError(self.__name__) from error  # type: ignore[attr-defined]
+        return DeviceInstances(self._plain, actors, claim, self.pool)
 
 
 @dataclass(eq=False, repr=False)
@@ -97,14 +77,15 @@ class DeviceInstances(ClosesOnExit):
 
     _cls: Callable[..., Any]
     _actors: list[list[Any]]
-    _claim: SlotClaim
+    _claim: extension.SlotClaim
     _pool: SlicePool
     _give_back: Callable[[], object] | None = None
-    _made_on: object = field(default_factory=connection)
+    _made_on: object = field(default_factory=extension.connection)
 
     def __getattr__(self, method: str) -> "_Method":
+        # A copy in the making does not have its own attributes yet, and those are not methods of the user's class.
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
-            raise AttributeError(f"{getattr(self._cls, '__name__', self._cls)} has no public method {method!r}.")
+            raise AttributeError(f"The class on the devices has no public method {method!r}.")
         return _Method(self._cls, self._actors, method, self._pool)
 
     def close(self) -> None:
@@ -114,19 +95,23 @@ class DeviceInstances(ClosesOnExit):
         class until the class is closed.
         """
         # If Ray has ended, so have they, and `ray.kill` would start another Ray.
-        for actor in [actor for of_slice in self._actors for actor in of_slice if self._made_on == connection()]:
-            ray.kill(actor)
+        if self._made_on == extension.connection():
+            for actor in [actor for of_slice in self._actors for actor in of_slice]:
+                ray.kill(actor)
         self._claim.release()
         if self._give_back is not None:
             give_back, self._give_back = self._give_back, None
             give_back()
 
 
+@dataclass(frozen=True)
 class _Method:
     """A method of all instances. Arguments that it does not take are a TypeError, and nothing is called."""
 
-    def __init__(self, cls: Any, actors: list[list[Any]], method: str, pool: SlicePool) -> None:
-        self._cls, self._actors, self._method, self._pool = cls, actors, method, pool
+    _cls: Any
+    _actors: list[list[Any]]
+    _method: str
+    _pool: SlicePool
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method on every instance, and return its results in the order of the hosts."""
@@ -147,15 +132,17 @@ class DeviceDecorator(Protocol):
 
     @overload
     def __call__(self, target: Class, /) -> DeviceClass: ...  # type: ignore[overload-overlap]
-
     @overload
     def __call__(self, target: Function, /) -> DeviceFunction: ...
 
 
-def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = True) -> DeviceDecorator:
+def device_remote(
+    *misplaced: Never, accelerator_config: AcceleratorConfigType | None = None, flatten: bool = True
+) -> DeviceDecorator:
     """Decorate a function, which gives a `DeviceFunction`, or a class, which gives a `DeviceClass`.
 
     Args:
+        misplaced: nothing is passed by position.
         accelerator_config: what to run on.
         flatten: return one list of values or references instead of one list per slice.
 
@@ -163,12 +150,14 @@ def device_remote(*, accelerator_config: AcceleratorConfigType, flatten: bool = 
         TypeError, ValueError: here or by the decorator: the target cannot be run. Nothing is reserved before its use.
 
     >>> from fairlead_tpu_executor import CpuAcceleratorConfig
-    >>> @device_remote(accelerator_config=CpuAcceleratorConfig(worker_count=2))
-    ... def train(steps):
-    ...     return steps
-    >>> train.pool
+    >>> device_remote(accelerator_config=CpuAcceleratorConfig(worker_count=2))(lambda steps: steps).pool
     SlicePool(1 x cpu, 0 held)
     """
+    if misplaced or accelerator_config is None:
+        raise TypeError(
+            "The decorator needs what to run on, by keyword: "
+            "@device_remote(accelerator_config=TpuAcceleratorConfig('v4-16'))."
+        )
     config = replace(accelerator_config, flatten=flatten)
 
     def decorate(target: Any) -> Any:

@@ -5,7 +5,7 @@ import math
 import os
 from typing import Any
 
-from ._run.targets import ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX
+from ._environment import ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX
 from .exceptions import JaxUnavailableError
 
 _NEEDED = (ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX)
@@ -16,15 +16,11 @@ def initialize_jax(*, timeout_s: float = 300.0, **options: Any) -> None:
 
     It imports jax and calls `jax.distributed.initialize` with the coordinator on worker 0 of slice 0, the number of
     hosts, and the index of this host in the order of the results. Every host of the run has to call it, so it does not
-    work under `run_on_first_hosts`.
-
-    Args:
-        timeout_s: seconds to wait for all hosts, above 0.
-        options: further arguments of `jax.distributed.initialize`, such as `local_device_ids`.
+    work under `run_on_first_hosts`. `options` are further arguments of jax, such as `local_device_ids`.
 
     Raises:
         JaxUnavailableError: jax is not installed here, or this process does not run a function of a pool.
-        ValueError: the timeout is not above 0.
+        ValueError: `timeout_s`, the seconds to wait for all hosts, is not above 0.
         Exception: jax raises its own exceptions, for example when a host is missing at the end of the timeout.
 
     >>> initialize_jax()  # doctest: +ELLIPSIS

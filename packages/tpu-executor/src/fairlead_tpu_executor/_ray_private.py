@@ -3,7 +3,7 @@
 
 import contextlib
 import importlib
-import tempfile
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,37 +25,24 @@ def topology_is_valid(generation: str, topology: str) -> bool:
         return True
 
 
-def head_answers(timeout_s: float) -> bool:
-    """Return whether Ray's head answers a small request in time. The public requests have no deadline.
+def usual_topology(generation: str, chips: int) -> str:
+    """Return the most compact topology in Ray's table with so many chips, or "" if there is none.
 
-    Fallback: the head counts as answering, and a request waits as long as Ray does.
+    Ray's request for a new slice needs a topology, and nothing public lists them. Fallback: "".
     """
-    client = getattr(ray._private.worker.global_worker, "gcs_client", None)
     try:
-        client.check_alive([], timeout=timeout_s)  # type: ignore[union-attr]
-    except (AttributeError, TypeError):
-        return True
-    except ray.exceptions.RayError:
-        return False
-    return True
-
-
-def session_folder() -> str:
-    """Return the folder of this node's Ray session, which Ray mounts in the containers of its workers.
-
-    Nothing public names it. Fallback: the system's folder for temporary files.
-    """
-    node = getattr(ray._private.worker.global_worker, "node", None)
-    try:
-        return str(node.get_session_dir_path())  # type: ignore[union-attr]
-    except AttributeError:
-        return tempfile.gettempdir()
+        from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
+    except ImportError:
+        return ""
+    shapes = {text: [int(size) for size in text.split("x")] for text in VALID_TPU_TOPOLOGY.get(generation, ())}
+    matching = sorted((sum(shape), text) for text, shape in shapes.items() if math.prod(shape) == chips)
+    return matching[0][1] if matching else ""
 
 
 def process_is_fresh() -> bool:
     """Return, in a task, whether no other task ran in this process, by Ray's counters for each function.
 
-    Fallback: no process counts as fresh, and each run starts new processes.
+    Fallback: no process counts as fresh, and each task starts twice.
     """
     manager = getattr(ray._private.worker.global_worker, "function_actor_manager", None)
     counters = getattr(manager, "_num_task_executions", None)

@@ -1,28 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of runs on slices, one class per situation.
 
-The exceptions of a user's function are raised as they are.
+The exceptions of a user's function are raised as they are. If Ray's head does not answer, fairlead-placement's
+`HeadTimeoutError` is raised, and if a port is taken, its `PortUnavailableError`.
 """
 
 from dataclasses import dataclass
 
-from fairlead_placement.spi import ErrorWithFields
-
-from ._accelerators.slices import SliceShortage
-
-__all__ = [
-    "HeadUnreachableError",
-    "InsufficientSlicesError",
-    "JaxUnavailableError",
-    "OpenInstancesError",
-    "PoolBusyError",
-    "PreemptionLimitError",
-    "SliceLostError",
-    "TpuExecutorError",
-]
+from ._placement import extension
 
 
-class TpuExecutorError(ErrorWithFields, RuntimeError):
+class TpuExecutorError(extension.ErrorWithFields, RuntimeError):
     """Base of all errors that this package raises after its first request to Ray.
 
     Misuse that is found without Ray is a ValueError or a TypeError instead.
@@ -33,25 +21,23 @@ class TpuExecutorError(ErrorWithFields, RuntimeError):
 class InsufficientSlicesError(TpuExecutorError):
     """Too few whole slices were free within the scale timeout; nothing stays reserved.
 
-    A run whose accelerators did not start in its last attempt raises their own exception instead, with this as a note.
-
     Attributes:
         kind: the requested type, such as "v4-16".
         requested: the allowed numbers of slices.
         available: how many slices were available.
-        missing: why each of the other slices was not available.
+        missing: why each of the other slices was not available, by name.
         waited_s: how long the pool waited, in seconds.
     """
 
     kind: str
     requested: tuple[int, ...]
     available: int
-    missing: tuple[SliceShortage, ...]
+    missing: dict[str, str]
     waited_s: float
 
     def __str__(self) -> str:
         sizes = " or ".join(map(str, self.requested))
-        lacks = "".join(f"\n  {lack}" for lack in self.missing) or "\n  there are no others"
+        lacks = "".join(f"\n  {name}: {lack}" for name, lack in self.missing.items()) or "\n  there are no others"
         return (
             f"{sizes} whole slice(s) of {self.kind} were requested, and {self.available} were free after "
             f"{self.waited_s:.1f} s. The others:{lacks}\nFree or add slices, allow smaller numbers "
@@ -60,48 +46,17 @@ class InsufficientSlicesError(TpuExecutorError):
 
 
 @dataclass(eq=False, repr=False)
-class HeadUnreachableError(TpuExecutorError):
-    """Ray's head (its GCS) has not answered for `head_timeout_s`.
-
-    No host counts as lost because of that, and no budget is used. The pool may still hold its slices.
-
-    Attributes:
-        silent_s: how long the head has not answered, in seconds.
-    """
-
-    silent_s: float
-
-    def __str__(self) -> str:
-        return (
-            f"Ray's head (GCS) has not answered for {self.silent_s:.1f} s, so it is unknown which hosts are alive. "
-            "Slices may still be reserved and functions may still run on them. Check the head node and its "
-            "gcs_server.out. Ray ends this process when it has been without its head for "
-            "RAY_gcs_rpc_server_reconnect_timeout_s (60 s). If the head comes back by then, close the pool and run "
-            "again; to bridge longer outages raise head_timeout_s and that setting."
-        )
-
-
-@dataclass(eq=False, repr=False)
 class JaxUnavailableError(TpuExecutorError):
-    """`initialize_jax` was called outside of a run, or jax is not installed where it was called.
-
-    Attributes:
-        reason: which of the two happened, and what to do.
-    """
+    """`initialize_jax` was called outside of a run, or jax is not installed there: the `reason` says which."""
 
     reason: str
 
 
 @dataclass(eq=False, repr=False)
 class SliceLostError(TpuExecutorError):
-    """Hosts of a slice were lost, or could not start their accelerators, while something ran on it.
+    """Hosts of `slices` were lost, or could not start their accelerators, with the errors of the hosts as the `reason`.
 
-    You get this as the `error` of a `JobPreempted`. A resumable run does not raise it: it is repeated as long as its
-    budget lasts.
-
-    Attributes:
-        slices: names of the slices that were lost.
-        reason: the errors, one per host.
+    You get this as the `error` of a `JobPreempted`.
     """
 
     slices: tuple[str, ...]
@@ -113,15 +68,9 @@ class SliceLostError(TpuExecutorError):
 
 @dataclass(eq=False, repr=False)
 class PreemptionLimitError(TpuExecutorError):
-    """Slices were lost more often than `max_retries_preemption` allows.
+    """Slices were lost more often (`preemptions`) than `max_retries_preemption` allows (`limit`).
 
-    You do not get it when accelerators did not start in the last attempt: their own exception is raised.
-
-    Attributes:
-        name: the name of the function.
-        preemptions: how often slices were lost.
-        limit: how many repetitions after a loss were allowed.
-        last: the last loss.
+    `name` is the function, and `last` describes the last loss.
     """
 
     name: str
@@ -138,11 +87,7 @@ class PreemptionLimitError(TpuExecutorError):
 
 @dataclass(eq=False, repr=False)
 class OpenInstancesError(TpuExecutorError):
-    """Instances of a class under `device_remote` were to be made while others of them are open.
-
-    Attributes:
-        name: the name of the class.
-    """
+    """Instances of a class under `device_remote` were to be made while others of them, of this `name`, are open."""
 
     name: str
 
@@ -155,14 +100,7 @@ class OpenInstancesError(TpuExecutorError):
 
 @dataclass(eq=False, repr=False)
 class PoolBusyError(TpuExecutorError):
-    """Something runs in the pool, and the time to queue for it is over.
-
-    It is not raised with the default `queue_timeout_s=None`, which waits as long as the previous run takes.
-
-    Attributes:
-        running: the name of the function that runs there.
-        waited_s: how long this run waited, in seconds.
-    """
+    """The function `running` runs in the pool, and a run has waited `waited_s` seconds for it (`queue_timeout_s`)."""
 
     running: str
     waited_s: float

@@ -10,8 +10,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from fairlead_placement.spi import wait_until
-
+from ._placement import extension
 from ._pool import ClosesOnExit
 from ._ray_private import no_announcement
 
@@ -40,16 +39,9 @@ class PretendSlices(ClosesOnExit):
     """
 
     def __init__(self) -> None:
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 200_000_000}
         with no_announcement():
-            self._cluster = Cluster(
-                initialize_head=True,
-                head_node_args={
-                    "num_cpus": 0,
-                    "include_dashboard": False,
-                    "object_store_memory": 200_000_000,
-                    "_system_config": _QUICK_DEATHS,
-                },
-            )
+            self._cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": _QUICK_DEATHS})
         self._hosts: dict[tuple[str, int], Any] = {}
         self._named = 0
         ray.init(address=self._cluster.address, logging_level="error", log_to_driver=False)
@@ -74,31 +66,14 @@ class PretendSlices(ClosesOnExit):
         chips: int = 4,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Start a host and wait until it has joined.
+        """Start a host with TPU worker id `worker` in the slice `name`, wait until it has joined, and return its id.
 
-        Args:
-            name: the name of its slice.
-            worker: its TPU worker id in the slice.
-            kind: the type of the slice.
-            topology: the topology of the slice.
-            chips: the number of chips of the host.
-            env: further environment variables for its raylet.
-
-        Returns:
-            Ray's id of the host.
-
-        Raises:
-            TimeoutError: the host has not joined within 60 s.
+        Its slice has the type `kind` and a topology, it has `chips` chips, and `env` are further environment variables
+        for its raylet. Raises a TimeoutError if it has not joined within 60 s.
         """
-        detected = {
-            "TPU_NAME": name,
-            "TPU_WORKER_ID": str(worker),
-            "TPU_ACCELERATOR_TYPE": kind,
-            "TPU_TOPOLOGY": topology,
-            **(env or {}),
-        }
+        detected = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
         # `Cluster.add_node(env_vars=)` does not reach Ray's detection.
-        with _environment(detected):
+        with set_variables({**detected, "TPU_TOPOLOGY": topology, **(env or {})}):
             node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
         self._hosts[name, worker] = node
         node_id: str = node.node_id
@@ -107,18 +82,9 @@ class PretendSlices(ClosesOnExit):
         return node_id
 
     def add_slice(self, name: str = "", *, workers: Sequence[int] = (1, 0), **options: Any) -> str:
-        """Start the hosts of a slice, in the order given.
+        """Start the hosts of a slice, in the order given, and return its name, which is new if none is given.
 
-        Args:
-            name: the name of the slice; empty for a new name.
-            workers: the TPU worker ids of its hosts.
-            options: the further arguments of `add_host`.
-
-        Returns:
-            The name of the slice.
-
-        Raises:
-            TimeoutError: a host has not joined within 60 s.
+        `options` are the further arguments of `add_host`, whose error this raises.
         """
         self._named += not name
         name = name or f"slice-{self._named}"
@@ -146,10 +112,10 @@ class PretendSlices(ClosesOnExit):
 
     def remove(self, name: str) -> None:
         """Kill all hosts of a slice, and wait until Ray has noticed; TimeoutError if it has not within 60 s."""
-        gone = {self.node_id(*key) for key in self._hosts if key[0] == name}
-        for key in [key for key in self._hosts if key[0] == name]:
+        gone = {key: self.node_id(*key) for key in self._hosts if key[0] == name}
+        for key in gone:
             self.kill(*key)
-        _wait_until(lambda: not gone & {row["NodeID"] for row in ray.nodes() if row["Alive"]})
+        _wait_until(lambda: not {*gone.values()} & {row["NodeID"] for row in ray.nodes() if row["Alive"]})
 
     def names(self) -> list[str]:
         """Return the names of the slices with at least one host."""
@@ -162,13 +128,13 @@ class PretendSlices(ClosesOnExit):
             self._cluster.shutdown()
 
 
-def _wait_until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
-    if not wait_until(holds, time.monotonic() + timeout_s):
-        raise TimeoutError(f"{holds} did not hold within {timeout_s:g} s.")
+def _wait_until(holds: Callable[[], object]) -> None:
+    if not extension.wait_until(holds, time.monotonic() + 60.0):
+        raise TimeoutError(f"{holds} did not hold within 60 s.")
 
 
 @contextlib.contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
+def set_variables(env: Mapping[str, str]) -> Iterator[None]:
     """Set variables, and no others: `mock.patch.dict` would clear the environment of other threads for a moment."""
     before = {name: os.environ[name] for name in env if name in os.environ}
     os.environ.update(env)

@@ -53,14 +53,14 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         time.sleep(seconds)
 
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr("fairlead_tpu_executor._reserve.reservation.time", clock)
+    monkeypatch.setattr("fairlead_tpu_executor._reservation.time", clock)
     return made
 
 
 @pytest.fixture(autouse=True)
 def processes_end_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a cancelled process take a minute to end, on a busy machine."""
-    monkeypatch.setattr("fairlead_tpu_executor._run.attempt._CANCEL_S", 60.0)
+    monkeypatch.setattr("fairlead_tpu_executor._attempt.CANCEL_S", 60.0)
 
 
 class Record:

@@ -2,7 +2,6 @@
 """Runs lose hosts, slices stay incomplete, and other processes are not harmed."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,12 +10,9 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
@@ -28,9 +24,8 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     TpuRemoteManager,
 )
-from fairlead_tpu_executor._health import Head
-from fairlead_tpu_executor._reserve import leases, reservation, scaling
-from fairlead_tpu_executor._run import attempt
+from fairlead_tpu_executor import _groups as groups
+from fairlead_tpu_executor import _leases as leases
 
 KIND = "v5p-16"
 
@@ -99,33 +94,6 @@ def test_a_host_dies(slices, spare, record, eventually):
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
         pids = [line.split()[0] for worker in (0, 1) for line in record.of(f"{lost}.{worker}")]
         assert eventually(lambda: all(map(gone, pids)))
-
-
-@pytest.mark.nightly
-def test_a_process_dies_before_its_host(slices, spare, record, eventually):
-    """A host whose processes end seconds before the host is gone is preempted, and uses no budget of failures.
-
-    The pool sees that the host is silent before Ray says that it is dead, and does not run there again.
-    """
-    lost = spare()
-
-    def work():
-        record.meet()  # both hosts have begun before a process dies
-        if os.environ["TPU_SLICE_NAME"] != lost:
-            return os.environ["TPU_SLICE_NAME"]
-        if os.environ["EXECUTOR_CALL_INDEX"] == "1":
-            os._exit(1)
-        time.sleep(600)
-        return None
-
-    with SlicePool(KIND, max_retries_failure=0, grace_s=0.5, crash_grace_s=600) as pool:
-        run = Run(pool.run, work)
-        assert eventually(lambda: len(record.counts()) == 2, 120)
-        new = spare()  # takes longer than grace_s
-        assert run.is_alive()
-        slices.kill(lost, 1)
-        assert run.answer() == [new, new]
-        assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
 
 
 @pytest.mark.nightly
@@ -231,7 +199,7 @@ def test_incomplete_slices_are_never_used(slices, spare):
     slices.add_host("two-types", 1, kind="v5p-32", topology="2x2x4")
     with pytest.raises(InsufficientSlicesError) as caught:
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=0.5))
-    assert {lack.slice_name: lack.reason for lack in caught.value.missing} == {
+    assert caught.value.missing == {
         "no-worker-0": "1 of 2 hosts, worker 0 is missing",
         "no-worker-1": "1 of 2 hosts, worker 1 is missing",
         "two-types": "its hosts have different labels: v5p-16, v5p-32",
@@ -250,44 +218,61 @@ def test_capacity_that_arrives_late(slices, spare, pauses, eventually):
 
 
 def wanted():
+    """Return the bundles of the requests that an autoscaler sees: what Ray has not placed."""
     table = ray.util.placement_group_table().values()
-    return [row for row in table if row["name"].startswith("fairlead-wanted") and row["state"] != "REMOVED"]
+    return [[*row["bundles"].values()] for row in table if row["state"] == "PENDING"]
 
 
-def test_an_autoscaler_that_reports_its_status(slices):
-    """If an autoscaler has written its status, as Ray's own does once per round, the pool shows it what is missing."""
-    report = {"active_nodes": {"head": 1}, "idle_nodes": {}, "node_type_mapping": {"0" * 56: "head"}}
-    status = {"time": time.time(), "monitor_pid": os.getpid(), "autoscaler_report": report, "load_metrics_report": {}}
-    before = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
-    _internal_kv_put(DEBUG_AUTOSCALING_STATUS, json.dumps(status), overwrite=True)
-    try:
-        config, shown = TpuAcceleratorConfig("v6e-16"), []
-        scaling.show_missing(config, shown, 1)
-        assert len(wanted()) == 1
-        scaling.withdraw(config, shown, Head(30.0))
-    finally:
-        if before is None:
-            _internal_kv_del(DEBUG_AUTOSCALING_STATUS)
-        else:
-            _internal_kv_put(DEBUG_AUTOSCALING_STATUS, before, overwrite=True)
-
-
-def test_request_to_an_autoscaler(slices, monkeypatch, eventually):
-    """The pool requests missing slices from an autoscaler, whole ones by type, and removes the requests afterwards."""
+def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
+    """The pool requests worker 0 of each missing slice from an autoscaler, and takes the slice that comes."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
-    monkeypatch.setattr(scaling, "autoscaler_is_there", lambda: True)
-    passed_s = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0], sleep=time.sleep)
-    monkeypatch.setattr(reservation, "time", clock)
-    run = Run(RayExecutor.execute, lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=600))
-    assert eventually(wanted, 120)
-    (row,) = wanted()
-    assert row["bundles"][0] == {"CPU": 2.0, "TPU": 4.0, "TPU-v6e-16-head": 1.0}
-    assert [row["bundles"][at] for at in (1, 2, 3)] == [{"CPU": 2.0, "TPU": 4.0}] * 3
-    passed_s[0] = 600.0
-    with pytest.raises(InsufficientSlicesError, match="there are no others"):
-        run.answer()
+    monkeypatch.setattr(groups.extension, "autoscaler_is_there", lambda: True)
+    run = Run(RayExecutor.execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND))
+    assert eventually(lambda: wanted() == [[{"TPU-v5p-16-head": 1.0}]], 120), wanted()
+    name = spare()
+    assert run.answer(300).result == [name, name]
     assert wanted() == []
+
+
+def test_no_answer_of_an_autoscaler(slices, monkeypatch, eventually):
+    """When the scale timeout ends, the request ends with its round (seam: the length of a round)."""
+    monkeypatch.setattr(groups.extension, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(groups, "ROUND_S", 1.0)
+    with pytest.raises(InsufficientSlicesError, match="there are no others"):
+        RayExecutor.execute(lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=1))
+    assert eventually(lambda: wanted() == [], 60)
+
+
+OTHER_JOB = """
+    import os, ray, sys, time
+    from fairlead_tpu_executor import InsufficientSlicesError, SlicePool
+    ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+    try:
+        with SlicePool("v5p-16", 2, scale_timeout_s=float(sys.argv[2])) as pool:
+            print([place.slice_name for place in pool.slices], flush=True)
+            sys.stdin.readline()
+    except InsufficientSlicesError as error:
+        print(error.available, len(error.missing), flush=True)
+"""
+
+
+def test_two_jobs_want_the_same_slices(slices, spare):
+    """Of two jobs that want two of three slices, one gets them; the other ends at its deadline, and holds nothing."""
+    names = sorted(spare() for _ in range(3))
+    command = [sys.executable, "-c", textwrap.dedent(OTHER_JOB), slices.address, "20"]
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    jobs = [subprocess.Popen(command, **pipe) for _ in range(2)]
+    try:
+        answers = [job.stdout.readline().strip() for job in jobs]
+        assert sorted(answers) == ["1 2", str(names[:2])]
+        for job in jobs:
+            job.communicate("\n", timeout=150)
+        with SlicePool(KIND, 3) as pool:
+            assert sorted(place.slice_name for place in pool.slices) == names
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
 
 
 @pytest.mark.nightly
@@ -298,9 +283,9 @@ def test_interrupted(slices, record, eventually):
         from pathlib import Path
         from fairlead_placement.testing import assert_no_leaks
         from fairlead_tpu_executor import SlicePool
-        from fairlead_tpu_executor._run import attempt
+        from fairlead_tpu_executor import _attempt as attempt
 
-        attempt._CANCEL_S = 60.0  # on a busy machine
+        attempt.CANCEL_S = 60.0  # on a busy machine
         ray.init(address={slices.address!r}, logging_level="error", log_to_driver=False)
 
         def forever():
@@ -328,48 +313,22 @@ def test_interrupted(slices, record, eventually):
     assert eventually(lambda: all(map(gone, pids)))
 
 
-HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); {how}; print('held', flush=True); time.sleep(600)"
-
-
-@pytest.mark.parametrize("how", ["fcntl.flock(f, fcntl.LOCK_EX)", "fcntl.lockf(f, fcntl.LOCK_EX)"])
-def test_lock_of_another_process(slices, tmp_path, how):
-    """A lock file that a living process has locked stays, as does the process; a stale file is removed."""
-    path = tmp_path / "lock"
+def test_lock_of_another_process(slices, record, tmp_path_factory):
+    """A host waits for the end of a process that has libtpu's lock, and does not harm it."""
+    path = tmp_path_factory.mktemp("locked") / "lock"
     path.touch()
-    stranger = subprocess.Popen([sys.executable, "-c", HOLD.format(how=how), str(path)], stdout=subprocess.PIPE)
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2); print(flush=True); time.sleep(600)"
+    stranger = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     try:
-        assert stranger.stdout.readline() == b"held\n"
+        assert stranger.stdout.readline() == b"\n"
         with SlicePool("v4-16", lock_files=[str(path)]) as pool:
-            # One host only: on this machine hosts share their files, and would remove them together.
-            assert pool.run_on_first_hosts(path.exists) == [True]
+            run = Run(pool.run, record.write)
+            time.sleep(2.0)
+            assert record.counts() == {}
             assert stranger.poll() is None
             stranger.kill()
-            stranger.wait()
-            assert pool.run_on_first_hosts(path.exists) == [False]
+            assert run.answer() == [0, 0]
+            assert path.exists()
     finally:
         stranger.kill()
         stranger.wait()
-
-
-@pytest.mark.nightly
-def test_a_short_outage_while_processes_end(slices, spare, record, monkeypatch, stop_process):
-    """A run goes on if Ray's head is silent while the other hosts' processes end (seam: the wait for their end)."""
-    spare()
-    wait, waits = attempt.run_on_nodes, []
-
-    def wait_without_head(*args, timeout_s):
-        waits.append(args)
-        with stop_process(slices.head_pid) if len(waits) == 1 else contextlib.nullcontext():
-            return wait(*args, timeout_s=timeout_s)
-
-    def work():
-        if record.meet() == 0:
-            if os.environ["EXECUTOR_CALL_INDEX"] == "1":
-                time.sleep(600)
-            raise ValueError("the first attempt fails")
-
-    monkeypatch.setattr(attempt, "run_on_nodes", wait_without_head)
-    monkeypatch.setattr(attempt, "_CANCEL_S", 2.0)
-    with SlicePool(KIND, max_retries_failure=1, max_retries_preemption=0, grace_s=0.1, crash_grace_s=0) as pool:
-        assert pool.run(work) == [None, None]
-    assert len(waits) == 1

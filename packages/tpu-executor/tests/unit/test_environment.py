@@ -2,11 +2,14 @@
 """The variables of each host, layer by layer."""
 
 import os
+import socket
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from fairlead_placement import PortLease
+from fairlead_placement import PortLease, PortUnavailableError
 from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     JaxUnavailableError,
@@ -15,9 +18,9 @@ from fairlead_tpu_executor import (
     initialize_jax,
     testing,
 )
-from fairlead_tpu_executor._reserve import leases
-from fairlead_tpu_executor._reserve.leases import Held, Lease, megascale_port
-from fairlead_tpu_executor._run.targets import host_environment
+from fairlead_tpu_executor import _leases as leases
+from fairlead_tpu_executor._environment import host_environment
+from fairlead_tpu_executor._leases import Held, Lease, megascale_port
 
 HOSTS = ("n0", "n1"), ("10.0.0.1", "10.0.0.2")
 SLICES = [SliceInfo(name, 2, "10.0.0.1", 4, *HOSTS, "v4-16") for name in ("a", "b")]
@@ -54,17 +57,13 @@ def test_one_slice():
     }
 
 
-def test_slices_are_counted_once(monkeypatch):
-    """The hosts of the slices are counted once for all hosts, not again for each of them."""
-    counted = []
-    count = leases.itertools.accumulate
-    monkeypatch.setattr(leases.itertools, "accumulate", lambda *of, **more: counted.append(of) or count(*of, **more))
+def test_many_slices():
+    """The hosts of all slices are numbered in one sequence."""
     many = Held(hold(1).leases * 100)
     config = TpuAcceleratorConfig("v4-16", 100)
     found = [host_environment(config, many, at, worker) for at in range(100) for worker in range(2)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
     assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"200"}
-    assert len(counted) == 1
 
 
 def test_two_slices():
@@ -159,9 +158,37 @@ def test_variables_of_a_pretend_host(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "before")
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     monkeypatch.delenv("SET_MEANWHILE", raising=False)
-    with testing._environment({"TPU_NAME": "slice", "TPU_WORKER_ID": "1"}):
+    with testing.set_variables({"TPU_NAME": "slice", "TPU_WORKER_ID": "1"}):
         assert (os.environ["TPU_NAME"], os.environ["TPU_WORKER_ID"]) == ("slice", "1")
         os.environ["SET_MEANWHILE"] = "kept"
     assert os.environ["TPU_NAME"] == "before"
     assert "TPU_WORKER_ID" not in os.environ
     assert os.environ.pop("SET_MEANWHILE") == "kept"
+
+
+def test_a_port_that_is_not_free(monkeypatch):
+    """A port on which no process listens may be free within a minute, and is tried again; the error says who has it."""
+    lease = Lease(replace(SLICES[0], node_ips=("127.0.0.1", "127.0.0.1"), ip_address="127.0.0.1"), None, None)
+    answers, slept, opened = [], [], []
+
+    def lease_ports(slots, *, low, high):
+        if not (answer := answers.pop()):
+            raise PortUnavailableError("127.0.0.1", 1, low, high, 0, 1)
+        return ((answer,),)
+
+    monkeypatch.setattr(leases, "lease_ports", lease_ports)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: float(len(slept)), sleep=slept.append))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        answers[:] = [None]
+        with pytest.raises(PortUnavailableError) as caught:
+            leases.lease_megascale(lease, port, lambda: opened.append(1))
+        assert f"needs port {port} on 127.0.0.1, which was taken. Find its user" in caught.value.__notes__[-1]
+        assert slept == []
+    answers[:] = ["lease", None, None]
+    assert leases.lease_megascale(lease, port, lambda: opened.append(1)) == "lease"
+    assert (len(slept), len(opened)) == (2, 4)
+    answers[:] = [None] * 100
+    with pytest.raises(PortUnavailableError) as caught:
+        leases.lease_megascale(lease, port, lambda: None)
+    assert "although no process listens there" in caught.value.__notes__[-1]

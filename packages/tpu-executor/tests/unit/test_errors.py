@@ -11,11 +11,10 @@ from fairlead_tpu_executor import (
     PoolBusyError,
     PreemptionLimitError,
     SliceLostError,
-    SliceShortage,
     TpuExecutorError,
 )
 
-LACKS = (SliceShortage("a", "1 of 2 hosts, worker 1 is missing"), SliceShortage("b", "somebody else uses worker 0"))
+LACKS = {"a": "1 of 2 hosts, worker 1 is missing", "b": "somebody else uses worker 0"}
 ERRORS = [
     TpuExecutorError("no"),
     InsufficientSlicesError("v4-16", (1, 2), 0, LACKS, 3.14),
@@ -45,7 +44,7 @@ def test_messages():
         "Free or add slices, allow smaller numbers (pod_count=[1, 2]), or wait longer (scale_timeout_s; "
         "replace_timeout_s for the replacement of a lost one)."
     )
-    assert "there are no others" in str(InsufficientSlicesError("v4-8", (1,), 0, (), 0.0))
+    assert "there are no others" in str(InsufficientSlicesError("v4-8", (1,), 0, {}, 0.0))
     assert str(ERRORS[2]).startswith("Slice(s) a, b were lost: worker 0 of a (10.0.0.1)")
     assert "train was preempted 3 time(s), 2 were allowed" in str(ERRORS[3])
     assert "train runs in this pool" in str(ERRORS[4])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fallbacks for parts of Ray that are not public: each test removes the part."""
 
-import tempfile
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +11,11 @@ from ray.actor import ActorClass
 
 from fairlead_tpu_executor import SlicePool
 from fairlead_tpu_executor._ray_private import (
-    head_answers,
     no_announcement,
     process_is_fresh,
-    session_folder,
     topology_is_valid,
     unwrap_remote,
+    usual_topology,
 )
 
 
@@ -32,6 +31,13 @@ def test_topologies(monkeypatch):
     assert topology_is_valid("v4", "2x4")
 
 
+def test_usual_topologies(monkeypatch):
+    """The most compact topology of Ray's table is the usual one; without the table there is none."""
+    assert [usual_topology("v4", 32), usual_topology("v6e", 16), usual_topology("v4", 7)] == ["2x4x4", "4x4", ""]
+    monkeypatch.setitem(sys.modules, "ray._private.accelerators.tpu", None)
+    assert usual_topology("v4", 32) == ""
+
+
 def test_announcements(monkeypatch):
     """The functions of Ray that announce a cluster are restored, and one that is missing is left out."""
     monkeypatch.delattr(ray._common.utils, "reset_ray_address")
@@ -41,20 +47,6 @@ def test_announcements(monkeypatch):
         assert not hasattr(ray._common.utils, "reset_ray_address")
     assert ray._private.utils.write_ray_address is write
     assert not hasattr(ray._common.utils, "reset_ray_address")
-
-
-@pytest.mark.parametrize("client", [None, object()], ids=["no client", "no check_alive"])
-def test_probe_of_the_head(monkeypatch, client):
-    """Without the request with a deadline the head counts as answering."""
-    monkeypatch.setattr(ray._private.worker.global_worker, "gcs_client", client, raising=False)
-    assert head_answers(1.0)
-
-
-@pytest.mark.parametrize("node", [None, object()], ids=["no node", "no folder"])
-def test_folder_of_the_session(monkeypatch, node):
-    """Without Ray's folder of the session the system's folder for temporary files takes its place."""
-    monkeypatch.setattr(ray._private.worker.global_worker, "node", node, raising=False)
-    assert session_folder() == tempfile.gettempdir()
 
 
 def test_counters_of_functions(monkeypatch):

@@ -8,16 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
-from fairlead_tpu_executor._accelerators.slices import (
-    SLICE_NAME,
-    TOPOLOGY,
-    TYPE,
-    WORKER_ID,
-    find_room,
-    find_slices,
-    find_type,
-)
-from fairlead_tpu_executor._accelerators.tpu_types import tpu_type
+from fairlead_tpu_executor import SliceInfo
+from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, assess_slices, find_room, find_type
+from fairlead_tpu_executor._types import tpu_type
 
 V4_32 = tpu_type("v4-32")
 
@@ -36,21 +29,23 @@ def whole(name="a", hosts=4, **options):
     return [host(name, worker, **options) for worker in range(hosts)]
 
 
+def intact(nodes, wanted=V4_32):
+    """Return the slices that are whole."""
+    return [place for place, _ in assess_slices(nodes, wanted).values() if isinstance(place, SliceInfo)]
+
+
 def said(nodes, wanted=V4_32):
     """Return why each slice cannot be used, and check that none can."""
-    found = find_slices(nodes, wanted)
-    assert found.intact == ()
-    return {lack.slice_name: lack.reason for lack in found.lacking}
+    assert intact(nodes, wanted) == []
+    return {name: place for name, (place, _) in assess_slices(nodes, wanted).items()}
 
 
 @given(st.permutations(whole("slice-2") + whole("slice-10") + whole("other", 2, kind="v4-16", topology="2x2x2")))
 def test_order(nodes):
     """Slices are in the natural order of their names, and hosts in that of their worker ids, however they joined."""
-    found = find_slices(nodes, V4_32)
-    assert [one.slice_name for one in found.intact] == ["slice-2", "slice-10"]
-    assert [node_id[:9] for node_id in found.intact[0].node_ids] == [f"slice-2-{worker}" for worker in range(4)]
-    assert found.lacking == ()
-    first = found.intact[0]
+    first, second = intact(nodes)
+    assert [*assess_slices(nodes, V4_32)] == [first.slice_name, second.slice_name] == ["slice-2", "slice-10"]
+    assert [node_id[:9] for node_id in first.node_ids] == [f"slice-2-{worker}" for worker in range(4)]
     assert (first.num_hosts, first.ip_address, first.topology) == (4, "10.0.0.0", "2x2x4")
     assert (first.num_accelerators_per_host, first.head_resource) == (4, "TPU-v4-32-head")
 
@@ -59,10 +54,9 @@ def test_order(nodes):
 def test_only_whole_ones(members):
     """A slice is whole exactly if its worker ids are 0, 1, 2, 3, each once; each other slice is reported once."""
     nodes = [replace(host(name, worker), node_id=f"{at:08}") for at, (name, worker) in enumerate(members)]
-    found = find_slices(nodes, V4_32)
     expected = {n for n in "abc" if sorted(worker for name, worker in members if name == n) == [0, 1, 2, 3]}
-    assert {one.slice_name for one in found.intact} == expected
-    assert {one.slice_name for one in found.lacking} == {name for name, _ in members} - expected
+    assert {place.slice_name for place in intact(nodes)} == expected
+    assert assess_slices(nodes, V4_32).keys() == {name for name, _ in members}
 
 
 def test_a_host_is_missing():
@@ -83,9 +77,10 @@ def test_hosts_that_disagree():
 
 def test_wrong_worker_ids():
     """A slice with a duplicate id, an id that is too large, or no id is not used."""
-    assert "several of its hosts are worker 1" in said([*whole(), host("a", 1, tpus=4.0)])["a"]
-    assert "it has a worker 9" in said([*whole()[:3], host("a", 9)])["a"]
-    assert WORKER_ID in said([*whole()[:3], without(host("a", 3), WORKER_ID)])["a"]
+    said_ids = "its hosts have the worker ids {}, not 0 to 3"
+    assert said([*whole(), host("a", 1, tpus=4.0)])["a"] == said_ids.format("0, 1, 1, 2, 3")
+    assert said([*whole()[:3], host("a", 9)])["a"] == said_ids.format("0, 1, 2, 9")
+    assert said([*whole()[:3], without(host("a", 3), WORKER_ID)])["a"] == said_ids.format("0, 1, 2, ?")
     nameless = f"hosts without the label {SLICE_NAME}"
     assert said([without(one, SLICE_NAME) for one in whole()]) == {
         nameless: "no label tells which of them form a slice"
@@ -99,19 +94,19 @@ def test_chips():
     }
     assert "chips_per_vm" in said([host("a", 0, kind="v6e-8", topology="2x4")], tpu_type("v6e-8"))["a"]
     two = [host("a", worker, kind="v6e-8", topology="2x4") for worker in range(2)]
-    assert len(find_slices(two, tpu_type("v6e-8", chips_per_vm=4)).intact) == 1
+    assert len(intact(two, tpu_type("v6e-8", chips_per_vm=4))) == 1
 
 
 def test_two_resources_per_chip():
     """Where Ray counts both cores of a chip, the pool holds that number."""
-    found = find_slices(whole(hosts=2, kind="tpu7x-16", topology="2x2x2", tpus=8.0), tpu_type("v7x-16"))
-    assert [one.num_accelerators_per_host for one in found.intact] == [8]
+    found = intact(whole(hosts=2, kind="tpu7x-16", topology="2x2x2", tpus=8.0), tpu_type("v7x-16"))
+    assert [place.num_accelerators_per_host for place in found] == [8]
 
 
 def test_topology():
     """A slice must have the requested topology."""
     assert "not 2x2x4" in said(whole(topology="4x4x1"), tpu_type("v4-32", topology="2x2x4"))["a"]
-    assert len(find_slices(whole(), tpu_type("v4-32", topology="2x2x4")).intact) == 1
+    assert len(intact(whole(), tpu_type("v4-32", topology="2x2x4"))) == 1
 
 
 def test_single_hosts():
@@ -120,9 +115,9 @@ def test_single_hosts():
     nodes = [replace(host("pool", 0, kind="v4-8", topology="2x2x1"), node_id=f"{at}" * 16) for at in range(2)]
     nodes += [replace(without(host("x", 0, kind="v4-8", topology="2x2x1"), SLICE_NAME, WORKER_ID), node_id="9" * 16)]
     nodes += [host("alone", 0, kind="v4-8", topology="2x2x1")]
-    found = find_slices(nodes, single)
-    assert [one.slice_name for one in found.intact] == ["99999999", "alone", "pool/00000000", "pool/11111111"]
-    assert found.lacking == ()
+    names = ["99999999", "alone", "pool/00000000", "pool/11111111"]
+    assert [place.slice_name for place in intact(nodes, single)] == names
+    assert [*assess_slices(nodes, single)] == names
 
 
 def test_type_of_a_generation():
@@ -142,11 +137,10 @@ def test_workers_without_tpus(count, places):
     """Without TPUs the workers fill the nodes in order, as far as these have room."""
     nodes = [Node(name, name, {"CPU": 8.0}, {"CPU": 4.5, "GPU": 2.0}, {}) for name in "ab"]
     found = find_room(nodes, {"CPU": 2.0, "GPU": 1.0}, count, "gpu")
-    assert "".join(found.intact[0].node_ids) == places
+    assert "".join(found.node_ids) == places
 
 
 def test_no_room_for_workers():
     """The message gives the missing room in numbers."""
     nodes = [Node("a", "a", {"CPU": 8.0}, {"CPU": 4.0}, {})]
-    (lack,) = find_room(nodes, {"CPU": 3.0}, 2, "cpu").lacking
-    assert str(lack) == "cpu: room for 1 of 2 workers of 3 CPU each"
+    assert find_room(nodes, {"CPU": 3.0}, 2, "cpu") == "room for 1 of 2 workers of 3 CPU each"

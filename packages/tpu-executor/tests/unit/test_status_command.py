@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fairlead_placement import Node, ResourceHolder
 from fairlead_tpu_executor.__main__ import make_table, slice_rows
-from fairlead_tpu_executor._accelerators.slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
+from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
 
 
 def host(name, worker, kind, topology, tpus=4.0, used=0.0):

@@ -5,7 +5,7 @@ import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
 from ray.util.tpu import get_tpu_worker_resources
 
-from fairlead_tpu_executor._accelerators.tpu_types import GENERATIONS, canonical_name, tpu_type
+from fairlead_tpu_executor._types import GENERATIONS, canonical_name, tpu_type
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_agreement_with_ray():
     for generation, topologies in VALID_TPU_TOPOLOGY.items():
         for topology in topologies:
             chips = eval(topology.replace("x", "*"))
-            name = f"{generation}-{chips * GENERATIONS[generation].cores_per_chip}"
+            name = f"{generation}-{chips * GENERATIONS[generation][0]}"
             workers, each = get_tpu_worker_resources(topology, f"TPU-{generation.upper()}")
             found = tpu_type(name, topology=topology)
             assert (found.hosts, found.chips_per_host) == (workers, each["TPU"]), (name, topology)

@@ -26,11 +26,10 @@ from fairlead_tpu_executor import (
     SliceLostError,
     handle_ray_error,
 )
-from fairlead_tpu_executor._run.verdicts import (
+from fairlead_tpu_executor._verdicts import (
     STARTUP_FAILURES,
     HostError,
-    NodeSilentError,
-    StartFailures,
+    NodeLostError,
     judge,
     judge_one,
 )
@@ -70,12 +69,12 @@ class InitFailed(ActorDiedError):
         (Preempted(), "preempted"),
         (raised(Preempted()), "preempted"),
         (NodeDiedError("x"), "preempted"),
-        (NodeSilentError("x"), "preempted"),
+        (NodeLostError("x"), "preempted"),
         (TaskPlacementGroupRemoved(), "preempted"),
         (OwnerDiedError("0" * 56, b"", ""), "error"),
         (ObjectLostError("0" * 56, b"", ""), "error"),
         (TaskCancelledError(), "error"),
-        *((raised(RuntimeError(f"UNKNOWN: {text} /dev/vfio/0")), "preempted") for text in STARTUP_FAILURES),
+        *((raised(RuntimeError(f"UNKNOWN: {text} /dev/vfio/0")), "not started") for text in STARTUP_FAILURES),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -107,67 +106,24 @@ ERRORS = {
 def test_a_loss_explains_the_rest(kinds, gone):
     """A lost host outweighs the errors of the others, in any order; then comes the function, then the system."""
     errors = [HostError(SLICE, worker, ERRORS[kind]) for kind, worker in kinds]
-    status, avoided = judge(INFO, errors, gone)
+    status, dead = judge(INFO, errors, gone)
     lost = any(kind == "preempted" or SLICE.node_ids[worker] in gone for kind, worker in kinds)
     user = any(kind == "failed" for kind, _ in kinds)
     assert status.info.state == ("preempted" if lost else "failed" if user else "error")
     assert type(status) is {"preempted": JobPreempted, "failed": JobFailed, "error": JobError}[status.info.state]
-    blamed = {SLICE.node_ids[worker] for kind, worker in kinds if kind == "preempted"}
-    assert avoided.keys() == blamed - gone
+    assert dead == {SLICE.node_ids[worker] for kind, worker in kinds if kind == "preempted"}
 
 
-def test_quarantine():
-    """A host is not used for a while if its accelerators did not start, if it is silent, or if a task reports its death
-    before Ray does. A host that is gone, or that only lost its placement group, is not quarantined."""
+def test_an_accelerator_that_did_not_start():
+    """It explains the errors of the other hosts, and a lost host explains it; its exception is the cause."""
     stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
     other = HostError(SLICE, 0, raised(ValueError("no peer")))
-    assert judge(INFO, [other, stuck], set())[1] == {"n1": stuck.summary}
-    assert judge(INFO, [other, stuck], {"n1"})[1] == {}
-    for error in (NodeSilentError("x"), NodeDiedError("x")):
-        assert judge(INFO, [HostError(SLICE, 0, error)], set())[1].keys() == {"n0"}
-    assert judge(INFO, [HostError(SLICE, 0, TaskPlacementGroupRemoved())], set())[1] == {}
-
-
-def test_a_failure_to_start_of_several_hosts():
-    """A failure to start that two hosts show, in one attempt or in two, or that one shows again, is the function's."""
-
-    def failed(worker, text):
-        return HostError(SLICE, worker, raised(RuntimeError(f"TPU initialization failed: {text}\nmore")))
-
-    first, again, other = failed(0, "no libtpu"), failed(1, "no libtpu"), failed(1, "no chip")
-    for attempts in ([[first], [again]], [[first], [first]], [[first, again]], [[first], [other, again]]):
-        failures = StartFailures()
-        for errors in attempts[:-1]:
-            assert failures.add(errors, (), 1.0) == frozenset()
-        shared = failures.add(attempts[-1], (), 1.0)
-        assert shared == {"RuntimeError: TPU initialization failed: no libtpu"}
-        status, avoided = judge(INFO, [again], (), shared=shared)
-        assert (status.info.state, avoided) == ("failed", {})
-        assert judge(INFO, [other], (), shared=shared)[1] == {"n1": other.summary}
-
-
-def test_a_failure_to_start_of_one_host():
-    """Failures with another text or type, on hosts that are gone, or before the function started, are a host's."""
-    first = HostError(SLICE, 0, raised(RuntimeError("TPU initialization failed")))
-    again = HostError(SLICE, 1, raised(RuntimeError("TPU initialization failed")))
-    for others, gone, ran_s in (
-        ([HostError(SLICE, 1, raised(RuntimeError("TPU initialization failed: no chip")))], (), 1.0),
-        ([HostError(SLICE, 1, raised(OSError("TPU initialization failed")))], (), 1.0),
-        ([again], {"n1"}, 1.0),
-    ):
-        failures = StartFailures()
-        failures.add([first], (), 1.0)
-        assert failures.add(others, gone, ran_s) == frozenset()
-    # An attempt that succeeded, or that ran for long, had its accelerators.
-    for errors, ran_s in (([], 1.0), ([HostError(SLICE, 0, NodeDiedError("x"))], 1000.0)):
-        failures = StartFailures()
-        failures.add([first], (), 1.0)
-        failures.add(errors, (), ran_s)
-        assert failures.add([again], (), 1.0) == frozenset()
-    failures = StartFailures()
-    failures.add([first], (), 1.0)
-    failures.add([HostError(SLICE, 0, NodeDiedError("x"))], (), 1.0)
-    assert failures.add([again], (), 1.0) == {first.summary}
+    status, dead = judge(INFO, [other, stuck], set())
+    assert (type(status), dead) == (JobPreempted, frozenset())
+    assert status.error.__cause__ is stuck.error
+    status, _ = judge(INFO, [stuck, other], {"n0"})
+    assert status.error.__cause__ is other.error
+    assert isinstance(judge(INFO, [stuck], set(), accelerators=False)[0], JobFailed)
 
 
 def test_statuses():

@@ -1,40 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin layers with the classic names: `RayExecutor` and its decorators, `TpuRemoteManager` and `SlicePoolManager`."""
+"""The names of the original executor, over pools: `RayExecutor`, its decorators, and the two managers."""
 
 import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import ray
 
-from fairlead_placement.spi import read_nodes
-
 from . import _host
-from ._accelerators.config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._accelerators.slices import SliceInfo, find_type
-from ._accelerators.tpu_types import GENERATIONS, canonical_name
-from ._health import Head
+from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
+from ._placement import extension
 from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
-from ._run.verdicts import JobStatus
-from ._run.work import Function, check_call, check_method, take_options
+from ._slices import SliceInfo, find_type
+from ._types import GENERATIONS, canonical_name
+from ._verdicts import JobStatus
+from ._work import Function, check_call, check_method, take_options
 
 _Once = Callable[[Function], Callable[..., JobStatus]]
 _UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
 _BUDGETS = ("max_retries_preemption", "max_retries_failure")
-# The managers run a function once unless their options say otherwise, so nothing is gained by waiting for a verdict.
-_ONCE = {"max_retries_preemption": 0, "max_retries_failure": 0, "crash_grace_s": 0.0}
+# The managers run a function once unless their options say otherwise.
+_ONCE = dict.fromkeys(_BUDGETS, 0)
 
 
 class RayExecutor:
     """Calls a function on every host of slices that are reserved for the call.
 
-    A keyword argument with the name of an option belongs to the function if its signature names such a parameter. The
-    option can then be set in the configuration, as all options can. Arguments that the function cannot take are a
-    TypeError before anything is reserved. All four methods raise the errors of `SlicePool.run`.
+    A keyword with the name of an option belongs to the function if its signature names such a parameter; the
+    configuration can set the option then. Arguments that the function cannot take are a TypeError before anything is
+    reserved. All four methods raise the errors of `SlicePool.run`.
     """
 
     @staticmethod
@@ -72,8 +70,7 @@ class RayExecutor:
     ) -> list[Any]:
         """Run a function on as many slices as are free until it succeeds; return its results in the hosts' order."""
         given = _given(max_retries_preemption=max_retries_preemption, max_retries_failure=max_retries_failure)
-        given |= _given(flatten=flatten)
-        return autoscale_execute_resumable(accelerator_config)(remote_fn)(**given, **kwargs)
+        return autoscale_execute_resumable(accelerator_config)(remote_fn)(**given, **_given(flatten=flatten), **kwargs)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -82,58 +79,36 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
-    """Decorate a function to run as by `RayExecutor.execute`.
+    """Decorate a function to run as by `RayExecutor.execute`. Options replace those of the configuration.
 
     A call of a decorated function may contain the options of its method of `RayExecutor`, by keyword:
-    `train(x=1, max_retries_failure=3)` under `execute_resumable`. A keyword that the function's signature names belongs
-    to the function; give that option to the decorator then.
-
-    Args:
-        accelerator_config: the configuration.
-        options: options of the configuration to replace, such as `flatten=False`.
-
-    Raises:
-        ValueError: the configuration allows more than one slice.
-        TypeError, ValueError: the configuration does not have an option, or refuses its value.
-
-    >>> from fairlead_tpu_executor import TpuAcceleratorConfig
-    >>> execute(TpuAcceleratorConfig("v4-16", pod_count=2))
-    Traceback (most recent call last):
-    ValueError: pod_count is 2, and execute runs on one slice. Use autoscale_execute or autoscale_execute_resumable.
+    `train(x=1, max_retries_failure=3)` under `execute_resumable`. Raises a TypeError or a ValueError if the
+    configuration lacks an option or refuses its value, or allows more than one slice.
     """
     return _decorate(accelerator_config, options, SlicePool.attempt, one_slice=True)
 
 
 def autoscale_execute(accelerator_config: AcceleratorConfigType, **options: Any) -> _Once:
-    """Decorate a function to run as by `RayExecutor.autoscale_execute`.
-
-    Options and their errors are as for `execute`.
-    """
-    return _decorate(accelerator_config, options, SlicePool.attempt, of_call=("flatten",))
+    """Decorate a function to run as by `RayExecutor.autoscale_execute`; the rest is as for `execute`."""
+    return _decorate(accelerator_config, options, SlicePool.attempt, ("flatten",))
 
 
 def execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
-    """Decorate a function to run as by `RayExecutor.execute_resumable`.
-
-    Options, such as `max_retries_failure=3`, and their errors are as for `execute`.
-    """
-    return _decorate(accelerator_config, options, SlicePool.run, of_call=_BUDGETS, one_slice=True)
+    """Decorate a function to run as by `RayExecutor.execute_resumable`; the rest is as for `execute`."""
+    return _decorate(accelerator_config, options, SlicePool.run, _BUDGETS, one_slice=True)
 
 
 def autoscale_execute_resumable(accelerator_config: AcceleratorConfigType, **options: Any) -> _UntilItSucceeds:
-    """Decorate a function to run as by `RayExecutor.autoscale_execute_resumable`.
-
-    Options and their errors are as for `execute`.
-    """
-    return _decorate(accelerator_config, options, SlicePool.run, of_call=(*_BUDGETS, "flatten"))
+    """Decorate a function to run as by `RayExecutor.autoscale_execute_resumable`; the rest is as for `execute`."""
+    return _decorate(accelerator_config, options, SlicePool.run, (*_BUDGETS, "flatten"))
 
 
 def _decorate(
     config: AcceleratorConfigType,
     options: dict[str, Any],
     method: Callable[..., Any],
-    *,
     of_call: Sequence[str] = (),
+    *,
     one_slice: bool = False,
 ) -> Callable[[Any], Any]:
     config = replace(config, **options)
@@ -164,7 +139,7 @@ def resolve_maybe_refs(items: Any) -> Any:
     """
     if isinstance(items, ray.ObjectRef):
         return ray.get(items)
-    if isinstance(items, list | tuple) and items and all(isinstance(one, ray.ObjectRef) for one in items):
+    if isinstance(items, list | tuple) and items and all(isinstance(item, ray.ObjectRef) for item in items):
         return ray.get(list(items))
     return items
 
@@ -179,7 +154,8 @@ def _as_texts(env: Mapping[str, Any] | None) -> dict[str, str]:
 class TpuRemoteManager(ClosesOnExit):
     """Calls functions and methods on every host of slices that are kept from call to call.
 
-    Each call runs in a new process, so that no handle of an accelerator outlives it.
+    Each call runs in a new process, so that no handle of an accelerator outlives it. It runs once, and the next call
+    replaces slices that were lost.
 
     Args:
         tpu_version: the type of the slices; or a generation such as "v4", if the cluster has slices of only one type of
@@ -188,14 +164,10 @@ class TpuRemoteManager(ClosesOnExit):
         base_env: environment variables for every call. Their values become text.
         runtime_env: a Ray runtime_env for every call.
         coord_port: the port of the coordinator of several slices, also as text; None for `COORD_PORT`, or 8081.
-        options: the further arguments of `TpuAcceleratorConfig`. `max_retries_failure`, `max_retries_preemption` and
-            `crash_grace_s` are 0 by default.
+        options: the further arguments of `TpuAcceleratorConfig`, such as `max_retries_failure`, which is 0 here.
 
     Raises:
         TypeError, ValueError: the configuration raises them.
-
-    Attributes:
-        pool: the slices, as a `SlicePool`. All arguments but `options` are attributes too.
     """
 
     def __init__(
@@ -211,57 +183,44 @@ class TpuRemoteManager(ClosesOnExit):
         pod_count = int(pod_count) if isinstance(pod_count, str) else pod_count
         coord_port = None if coord_port is None else int(coord_port)
         # A topology or a number of chips cannot be checked without a size.
-        sized = {"topology", "chips_per_vm"} & options.keys() or canonical_name(str(tpu_version)) not in GENERATIONS
-        config = TpuAcceleratorConfig(
-            tpu_version if sized else f"{tpu_version}-8",
+        self._has_type = bool({"topology", "chips_per_vm"} & options.keys())
+        self._has_type |= canonical_name(str(tpu_version)) not in GENERATIONS
+        self._config = TpuAcceleratorConfig(
+            tpu_version if self._has_type else f"{tpu_version}-8",
             pod_count,
             execution_env=runtime_env or {},
             megascale_port=coord_port,
-            **{**_ONCE, **options, "flatten": False},
-        )
+            **{**_ONCE, **options},
+        ).with_environment_variables(_as_texts(base_env))
         self.tpu_version: str = tpu_version
         self.pod_count: int | Sequence[int] = pod_count
         self.base_env: dict[str, Any] = dict(base_env or {})
         self.runtime_env: dict[str, Any] = dict(runtime_env or {})
         self.coord_port: int | None = coord_port
-        self._config = config.with_environment_variables(_as_texts(base_env))
-        self._has_type = bool(sized)
 
     @functools.cached_property
     def pool(self) -> SlicePool:
         """The slices. ValueError if `tpu_version` is a generation and the cluster has not just one type of it."""
-        if self._has_type:
-            return SlicePool(self._config)
-        nodes = Head(self._config.head_timeout_s).call(read_nodes)
-        return SlicePool(replace(self._config, tpu_version=find_type(nodes, self.tpu_version)))
+        config = replace(self._config, flatten=False)  # The calls arrange the results.
+        if not self._has_type:
+            with extension.head_deadline():
+                config = replace(config, tpu_version=find_type(extension.read_nodes(), self.tpu_version))
+        return SlicePool(config)
 
-    def ensure(self) -> "TpuRemoteManager":
-        """Reserve healthy slices, and replace lost ones.
-
-        Raises:
-            ValueError: `tpu_version` is a generation, and the cluster does not have slices of just one type of it.
-            Exception: the errors of `SlicePool.reserve`.
-        """
+    def ensure(self) -> Self:
+        """Reserve healthy slices, and replace lost ones. Raises the errors of `pool` and of `SlicePool.reserve`."""
         self.pool.reserve()
         return self
 
     def run_function(self, fn: Function, *args: Any, flatten: bool | None = None, **kwargs: Any) -> list[Any]:
-        """Call a function on every host, once. The next call replaces slices that were lost.
+        """Call a function, plain or `@ray.remote`, on every host, and return its results.
 
-        Args:
-            fn: the function, plain or `@ray.remote`.
-            args: its arguments. References to objects are replaced by their values.
-            flatten: return one list of results (the default) instead of one list per slice. It belongs to the function
-                if its signature names such a parameter.
-            kwargs: its arguments by name.
-
-        Raises:
-            TypeError, ValueError: the function cannot be run, or not with these arguments. Nothing was started.
-            PreemptionLimitError: a slice was lost.
-            BaseException: the function's exception, or the other errors of `SlicePool.run`.
+        They are one list, or with `flatten=False` one list per slice; None stands for the manager's option. The keyword
+        belongs to the function if its signature names such a parameter. Raises the errors of `SlicePool.run`; with the
+        default options a `PreemptionLimitError` if a slice was lost.
         """
         options = take_options(fn, _given(flatten=flatten), kwargs)
-        return arrange(self.pool.run(fn, *args, **kwargs), options.get("flatten", True))
+        return arrange(self.pool.run(fn, *args, **kwargs), options.get("flatten", self._config.flatten))
 
     def run_class_method(
         self,
@@ -273,35 +232,32 @@ class TpuRemoteManager(ClosesOnExit):
         flatten: bool | None = None,
         **call_kwargs: Any,
     ) -> list[Any]:
-        """Make an instance on every host and call one of its methods, once.
-
-        Results and errors are those of `run_function`, also for the arguments of the constructor.
-        """
+        """Make an instance on every host, call one of its methods, and return the results as `run_function` does."""
         options = take_options(getattr(cls_obj, method_name, None), _given(flatten=flatten), call_kwargs)
         check_call(cls_obj.__name__, cls_obj, init_args, init_kwargs)
         check_method(cls_obj, method_name, call_args, call_kwargs)
         function = functools.partial(_host.call_method, cls_obj, tuple(init_args), dict(init_kwargs), method_name)
         function.__name__ = f"{cls_obj.__name__}.{method_name}"  # type: ignore[attr-defined]
-        return arrange(self.pool.run(function, *call_args, **call_kwargs), options.get("flatten", True))
+        return arrange(self.pool.run(function, *call_args, **call_kwargs), options.get("flatten", self._config.flatten))
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next call reserves again."""
         return "pool" not in vars(self) or self.pool.close()
 
-    def __enter__(self) -> "TpuRemoteManager":
+    def __enter__(self) -> Self:
         return self.ensure()
 
 
-class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
+class SlicePoolManager(ClosesOnExit):
     """A pool of slices whose number of slices is set after it is made.
 
     Each call of a function runs once and may have more environment variables (`env`) and a Ray `runtime_env`. A keyword
     `env` or `runtime_env` belongs to the function if its signature names such a parameter. The errors are those of
-    `TpuRemoteManager.run_function`.
+    `TpuRemoteManager.run_function`, and those of `SlicePool.reserve`.
 
     Args:
         tpu_type: the type of the slices.
-        options: the further arguments of `TpuAcceleratorConfig`, with the defaults of `TpuRemoteManager`.
+        options: the further arguments of `TpuAcceleratorConfig`, except `flatten`.
 
     Raises:
         TypeError, ValueError: the configuration raises them.
@@ -311,17 +267,19 @@ class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
     """
 
     def __init__(self, tpu_type: str, **options: Any) -> None:
-        self.pool: SlicePool = SlicePool(tpu_type, **{**_ONCE, **options, "flatten": False})
+        if "flatten" in options:
+            raise TypeError(
+                "SlicePoolManager has no flatten: execute_on_each_host returns one list per slice, and "
+                "execute_on_each_host_flat one list of all."
+            )
+        self.pool: SlicePool = SlicePool(tpu_type, **{**_ONCE, **options}, flatten=False)
 
     def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
-        """Reserve `num_slices` slices; a list means its largest number that is free.
-
-        Raises the errors of `SlicePool.reserve`.
-        """
+        """Reserve `num_slices` slices; a list means its largest number that is free."""
         self.pool.scale(num_slices)
 
     def prepare_all_slices(self) -> None:
-        """Check all hosts, and replace lost slices. Raises the errors of `SlicePool.reserve`."""
+        """Check all hosts, and replace lost slices."""
         self.pool.reserve()
 
     def get_all_pool_members(self) -> list[SliceInfo]:
@@ -353,9 +311,8 @@ class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
         **kwargs: Any,
     ) -> list[Any]:
         """Call a function on every host; return one list of results."""
-        return arrange(
-            self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env).run(remote_fn, **kwargs), True
-        )
+        pool = self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env)
+        return arrange(pool.run(remote_fn, **kwargs), True)
 
     def schedule_on_each_host(
         self,
@@ -382,5 +339,4 @@ class SlicePoolManager(contextlib.AbstractContextManager["SlicePoolManager"]):
         """Give all slices back. Can be repeated; the next use reserves again."""
         self.pool.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.drain_actor_pool()
+    close = drain_actor_pool

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -11,12 +11,10 @@ import ray.util.accelerators
 
 from fairlead_placement import Node
 
-from .slices import SliceInfo, Survey, find_room, find_slices
-from .tpu_types import TpuType, tpu_type
+from ._slices import SliceInfo, assess_slices, find_room
+from ._types import TpuType, tpu_type
 
 MEGASCALE_DEFAULT_PORT: int = 8081
-# libtpu locks this file while its process lives.
-_LOCK_FILE = "/tmp/libtpu_lockfile"
 # Ray's names of accelerators, by their names in lower case.
 _MODELS = {name.lower(): name for name in vars(ray.util.accelerators).values() if isinstance(name, str)}
 
@@ -27,22 +25,19 @@ class _RunOptions:
 
     execution_env: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scale_timeout_s: float = 600.0
+    replace_timeout_s: float = 86_400.0
     queue_timeout_s: float | None = None
     grace_s: float = 2.0
     flatten: bool = True
     max_retries_preemption: int = 1_000_000
     max_retries_failure: int = 10
-    replace_timeout_s: float = 86_400.0
-    crash_grace_s: float = 60.0
-    healthy_after_s: float | None = 3600.0
-    head_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         _check_int("max_retries_preemption", self.max_retries_preemption, 0)
         _check_int("max_retries_failure", self.max_retries_failure, 0)
-        for name in (one.name for one in dataclasses.fields(self) if one.name.endswith("_s")):
+        for name in ("scale_timeout_s", "replace_timeout_s", "queue_timeout_s", "grace_s"):
             value = getattr(self, name)
-            if value is None and name in ("queue_timeout_s", "healthy_after_s"):
+            if value is None and name == "queue_timeout_s":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number of seconds, got {value!r}.")
@@ -74,10 +69,7 @@ class _RunOptions:
         return {name: value for name, value in self.execution_env.items() if name != "env_vars"}
 
     def with_environment_variables(self, env_vars: Mapping[str, str] | None = None, /, **more: str) -> Self:
-        """Return a copy with further variables, which override the present ones.
-
-        Raises:
-            TypeError, ValueError: a name or a value cannot be that of an environment variable.
+        """Return a copy with further variables, which override the present ones. Raises like the class.
 
         >>> CpuAcceleratorConfig().with_environment_variables({"A": "1"}, B="2").env_vars
         {'A': '1', 'B': '2'}
@@ -100,22 +92,15 @@ class TpuAcceleratorConfig(_RunOptions):
         resources: further resources to reserve on each host, such as `{"memory": 2e9}` (bytes).
         scale_timeout_s: seconds to wait for the first slices, and for the largest allowed number of them.
         replace_timeout_s: seconds to wait for the replacement of a lost slice, while the healthy slices stay reserved.
-        crash_grace_s: seconds after a failure within which the loss of one of its hosts makes it a preemption. After
-            the death of a process, `run` waits this long for such a loss.
-        healthy_after_s: seconds of running without a failure after which `max_retries_failure` is available in full
-            again; None for never.
-        head_timeout_s: seconds for which Ray's head may not answer before `HeadUnreachableError` ends a run or a call.
-            Without its head Ray ends the process after 60 s (`RAY_gcs_rpc_server_reconnect_timeout_s`).
         queue_timeout_s: seconds that a run waits for the previous run in its pool; None for no limit, 0 for no wait.
-        grace_s: seconds to wait after a first error for a preemption that explains it, or for the same failure to start
-            on another host.
+        grace_s: seconds to wait after a first error for a preemption that explains it.
         flatten: return one list of results instead of one list per slice.
         max_retries_preemption: how often to repeat a run after slices were lost.
-        max_retries_failure: how often to repeat a run after the function failed.
+        max_retries_failure: how often to repeat a run after the function failed, or an accelerator did not start.
         megascale_port: the port of the coordinator of several slices; None for `COORD_PORT`, or 8081.
-        lock_files: files to remove on each host before a run, if no living process holds them.
+        lock_files: lock files of libtpu. A host waits up to a minute for the process that has locked one.
         type: another name of `tpu_version`.
-        preemptible: accepted and ignored: it reserves the same slices, and a preemption is noticed on any of them.
+        preemptible: has no effect, because a preemption is noticed on any slice.
 
     Attributes:
         slice_type: the type of each slice, with its numbers of hosts and chips.
@@ -135,7 +120,7 @@ class TpuAcceleratorConfig(_RunOptions):
     cpu_count: int = field(default=2, kw_only=True)
     resources: Mapping[str, float] | None = field(default=None, kw_only=True, hash=False)
     megascale_port: int | None = field(default=None, kw_only=True)
-    lock_files: tuple[str, ...] = field(default=(_LOCK_FILE,), kw_only=True)
+    lock_files: tuple[str, ...] = field(default=("/tmp/libtpu_lockfile",), kw_only=True)
     slice_type: TpuType = field(init=False, repr=False, compare=False)
     type: InitVar[str | None] = field(default=None, kw_only=True)
     preemptible: InitVar[bool] = field(default=False, kw_only=True)
@@ -146,13 +131,13 @@ class TpuAcceleratorConfig(_RunOptions):
         kind = tpu_type(self.tpu_version, topology=self.topology, chips_per_vm=self.chips_per_vm)
         object.__setattr__(self, "slice_type", kind)
         object.__setattr__(self, "pod_count", _normalize_sizes(self.pod_count))
+        object.__setattr__(self, "lock_files", tuple(self.lock_files))
         _check_int("cpu_count", self.cpu_count, 1)
         for name, amount in (self.resources or {}).items():
             if name in ("CPU", "TPU", "GPU") or name.endswith("-head"):
                 raise ValueError(f"resources cannot contain {name!r}: cpu_count and the type of the slice set it.")
             if not amount > 0:
                 raise ValueError(f"resources must be above 0, got {name!r}: {amount!r}.")
-        object.__setattr__(self, "lock_files", tuple(self.lock_files))
         if self.megascale_port is not None and not 1 <= self.megascale_port <= 65535:
             raise ValueError(f"megascale_port must be a port, 1 to 65535, got {self.megascale_port!r}.")
 
@@ -171,40 +156,30 @@ class TpuAcceleratorConfig(_RunOptions):
         """The allowed numbers of slices, ascending."""
         return (self.pod_count,) if isinstance(self.pod_count, int) else tuple(self.pod_count)
 
-    def find(self, nodes: Sequence[Node], quarantined: Collection[str] = ()) -> Survey:
-        """Return the slices among nodes. Quarantined hosts are included: a slice needs all of its hosts."""
-        return find_slices(nodes, self.slice_type)
+    def find(self, nodes: Sequence[Node]) -> dict[str, SliceInfo | str]:
+        """Return the slices among nodes, or what is wrong with them, in the order of their names."""
+        return {name: place for name, (place, _) in assess_slices(nodes, self.slice_type).items()}
 
-    def template(self) -> SliceInfo:
-        """Return a slice without hosts, for decisions before any slice is known."""
-        kind = self.slice_type
-        head = f"TPU-{kind.name}-head"
-        return SliceInfo("", 0, "", kind.chips_per_host, kind=kind.name, head_resource=head)
-
-    def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
+    def bundle(self, place: SliceInfo | None, worker: int) -> dict[str, float]:
         """Return what to reserve on a host of a slice: all its chips and, on worker 0, the lock of the slice.
 
-        >>> config = TpuAcceleratorConfig("v4-16")
-        >>> config.bundle(config.template(), worker=0)
-        {'CPU': 2.0, 'TPU': 4.0, 'TPU-v4-16-head': 1.0}
+        None stands for any slice of this type.
         """
-        head = {one.head_resource: 1.0} if worker == 0 and one.head_resource else {}
-        return {**self.request(one), **(self.resources or {}), **head}
+        head = f"TPU-{self.kind}-head" if place is None else place.head_resource
+        return {**self.request(place), **(self.resources or {}), **({head: 1.0} if worker == 0 and head else {})}
 
-    def request(self, one: SliceInfo) -> dict[str, float]:
+    def request(self, place: SliceInfo | None) -> dict[str, float]:
         """Return what a process requests of its bundle."""
-        return {"CPU": float(self.cpu_count), "TPU": float(one.num_accelerators_per_host)}
+        chips = self.slice_type.chips_per_host if place is None else place.num_accelerators_per_host
+        return {"CPU": float(self.cpu_count), "TPU": float(chips)}
 
 
 class _WorkersConfig(_RunOptions):
-    """Equal workers on any hosts of the cluster, which together stand for one slice.
-
-    Attributes:
-        kind: the name of the slice and of its type: "gpu" or "cpu".
-    """
+    """Equal workers on any hosts of the cluster, which together stand for one slice."""
 
     worker_count: int
     kind: ClassVar[str]
+    sizes: ClassVar[tuple[int, ...]] = (1,)
     # The field that has the amount of each requested resource.
     _requested: ClassVar[Mapping[str, str]]
 
@@ -218,25 +193,15 @@ class _WorkersConfig(_RunOptions):
         """The number of workers."""
         return self.worker_count
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Always one: all workers together."""
-        return (1,)
+    def find(self, nodes: Sequence[Node]) -> dict[str, SliceInfo | str]:
+        """Return room for all workers on nodes, or what is lacking."""
+        return {self.kind: find_room(nodes, self.bundle(None, 0), self.worker_count, self.kind)}
 
-    def find(self, nodes: Sequence[Node], quarantined: Collection[str] = ()) -> Survey:
-        """Return room for all workers on nodes that are not quarantined."""
-        nodes = [node for node in nodes if node.node_id not in quarantined]
-        return find_room(nodes, self.bundle(self.template(), 0), self.worker_count, self.kind)
-
-    def template(self) -> SliceInfo:
-        """Return a slice without hosts, for decisions before any slice is known."""
-        return SliceInfo("", 0, "", 0, kind=self.kind)
-
-    def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
+    def bundle(self, place: SliceInfo | None, worker: int) -> dict[str, float]:
         """Return what to reserve for a worker."""
-        return self.request(one)
+        return self.request(place)
 
-    def request(self, one: SliceInfo) -> dict[str, float]:
+    def request(self, place: SliceInfo | None) -> dict[str, float]:
         """Return what a process requests of its bundle."""
         return {name: float(getattr(self, amount)) for name, amount in self._requested.items()}
 
@@ -274,14 +239,13 @@ class GpuAcceleratorConfig(_WorkersConfig):
         super().__post_init__()
         if not isinstance(self.gpu_model, str | None):
             raise TypeError(f"gpu_model must be a string such as 'H100', or None, got {self.gpu_model!r}.")
-        model = _MODELS.get((self.gpu_model or "").lower(), self.gpu_model)
-        object.__setattr__(self, "gpu_model", model)
+        object.__setattr__(self, "gpu_model", _MODELS.get((self.gpu_model or "").lower(), self.gpu_model))
 
-    def bundle(self, one: SliceInfo, worker: int) -> dict[str, float]:
+    def bundle(self, place: SliceInfo | None, worker: int) -> dict[str, float]:
         """Return what to reserve for a worker."""
         # A node has 1 of its model. The small amount only restricts the worker to nodes of that model.
         model = {f"accelerator_type:{self.gpu_model}": 0.001} if self.gpu_model else {}
-        return {**self.request(one), **model}
+        return {**self.request(place), **model}
 
 
 @dataclass(frozen=True)
@@ -328,6 +292,6 @@ def _normalize_sizes(pod_count: int | Sequence[int]) -> int | tuple[int, ...]:
     sizes = pod_count if isinstance(pod_count, (list, tuple, range, set, frozenset)) else (pod_count,)
     if not sizes:
         raise ValueError("pod_count is an empty list, which allows no number of slices.")
-    for one in sizes:
-        _check_int("pod_count, or each entry of its list,", one, 1)
+    for size in sizes:
+        _check_int("pod_count, or each entry of its list,", size, 1)
     return pod_count if isinstance(pod_count, int) else tuple(sorted(set(sizes)))

@@ -9,31 +9,28 @@ from typing import Any, Protocol
 
 import ray
 
-from .._accelerators.config import AcceleratorConfigType
-from .._accelerators.slices import SliceInfo
-from .._ray_private import unwrap_remote
+from ._config import AcceleratorConfigType
+from ._environment import split_startup_variables
+from ._ray_private import unwrap_remote
+from ._slices import SliceInfo
 
 # The pool sets these, so a user's @ray.remote may not.
 _REFUSED = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # These are taken over from a user's @ray.remote without a change.
 _KEPT = ("memory", "name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
-# The loader and the interpreter read these before any of our code runs, so they need a new process.
-_STARTUP_PREFIXES = ("LD_", "PYTHON")
 
 
 class Remote(Protocol):
     """A function or a class under `@ray.remote`."""
 
     @property
-    def remote(self) -> Callable[..., Any]:
-        """The function that starts it, as a task or an actor."""
+    def remote(self) -> Callable[..., Any]: ...
 
 
 class RemoteClass(Remote, Protocol):
     """A class under `@ray.remote`. For a type checker it can be called, and a function under `@ray.remote` cannot."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a TypeError."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 Function = Callable[..., Any] | Remote
@@ -51,10 +48,9 @@ class Work:
     def put(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return ray.put((self.function, args, dict(kwargs)))
 
-    def remote_options(self, config: AcceleratorConfigType, one: SliceInfo) -> dict[str, Any]:
+    def remote_options(self, config: AcceleratorConfigType, place: SliceInfo | None) -> dict[str, Any]:
         """Return the Ray options of its task on a host; ValueError if it requests more than is reserved there."""
-        asked = config.request(one)
-        reserved = config.bundle(one, worker=-1)
+        asked, reserved = config.request(place), config.bundle(place, worker=-1)
         mine = {"CPU": self.options.get("num_cpus"), "GPU": self.options.get("num_gpus")}
         asked |= {name: float(amount) for name, amount in mine.items() if amount is not None}
         asked |= self.options.get("resources") or {}
@@ -81,8 +77,7 @@ def inspect_work(function: Any, *, of_class: bool = False) -> Work:
     """Check a function or a class, plain or `@ray.remote`, and return what is known about it."""
     plain, options = unwrap_remote(function)
     if of_class != isinstance(plain, type) or not callable(plain):
-        expected = "class" if of_class else "function"
-        raise TypeError(f"Expected a {expected}, plain or @ray.remote, got {function!r}.")
+        raise TypeError(f"Expected a {'class' if of_class else 'function'}, plain or @ray.remote, got {function!r}.")
     innermost = plain
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
@@ -92,7 +87,7 @@ def inspect_work(function: Any, *, of_class: bool = False) -> Work:
         kind = "a generator" if yields else "a coroutine"
         raise TypeError(f"{name} returns {kind}, which cannot be sent back. Return a value.")
     # Tasks may share a name, actors may not.
-    refused = [one for one in (*_REFUSED, *["name"] * of_class) if options.get(one) not in (None, 1)]
+    refused = [key for key in (*_REFUSED, *["name"] * of_class) if options.get(key) not in (None, 1)]
     if refused:
         raise ValueError(f"{name} sets {', '.join(refused)} in @ray.remote, which the pool sets. Remove it.")
     return Work(name, plain, options)
@@ -123,14 +118,8 @@ def check_call(name: str, function: Any, args: Sequence[Any], kwargs: Mapping[st
 
 def check_method(cls: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise a TypeError if a method of a class cannot take these arguments, as `check_call` does."""
-    found = inspect.getattr_static(cls, method, None)
-    if inspect.isfunction(found):
-        check_call(f"{cls.__name__}.{method}", found, (None, *args), kwargs)  # None stands for `self`.
-    elif isinstance(found, staticmethod | classmethod):
+    defined = inspect.getattr_static(cls, method, None)
+    if inspect.isfunction(defined):
+        check_call(f"{cls.__name__}.{method}", defined, (None, *args), kwargs)  # None stands for `self`.
+    elif isinstance(defined, staticmethod | classmethod):
         check_call(f"{cls.__name__}.{method}", getattr(cls, method), args, kwargs)
-
-
-def split_startup_variables(env_vars: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that a running process can set, and those that take effect only in a new process."""
-    startup = {name: value for name, value in env_vars.items() if name.startswith(_STARTUP_PREFIXES)}
-    return {name: value for name, value in env_vars.items() if name not in startup}, startup

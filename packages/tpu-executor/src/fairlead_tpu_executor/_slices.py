@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole slices, recognized by the labels and resources of nodes. Pure.
+
+Ray places a group of bundles on a whole slice or not at all, but it does not say which slices there are, which host of
+a slice is missing, or which slice it would choose. This module does.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fairlead_placement import Node
+
+from ._placement import extension
+from ._types import GENERATIONS, TpuType, canonical_name
+
+SLICE_NAME = "ray.io/tpu-slice-name"
+WORKER_ID = "ray.io/tpu-worker-id"
+TOPOLOGY = "ray.io/tpu-topology"
+TYPE = "ray.io/tpu-pod-type"
+_ZONE = "ray.io/availability-zone"
+
+
+@dataclass(frozen=True)
+class SliceInfo:
+    """A whole slice: its hosts, in the order of their TPU worker ids.
+
+    Attributes:
+        slice_name: the name of the slice; for a single host without a name, the first characters of the node's id.
+        num_hosts: the number of hosts.
+        ip_address: the address of worker 0.
+        num_accelerators_per_host: the amount of the resource TPU (or GPU) on each host.
+        node_ids: Ray's ids of the hosts.
+        node_ips: the addresses of the hosts.
+        kind: the type of the slice, such as "v4-16".
+        topology: the topology, such as "2x2x2"; empty, like the zone, if the hosts have no label for it.
+        head_resource: the resource that only worker 0 has, and that the user of the slice reserves; empty for none.
+        zone: the availability zone.
+    """
+
+    slice_name: str
+    num_hosts: int
+    ip_address: str
+    num_accelerators_per_host: int
+    node_ids: tuple[str, ...] = ()
+    node_ips: tuple[str, ...] = ()
+    kind: str = ""
+    topology: str = ""
+    head_resource: str = ""
+    zone: str = ""
+
+
+def find_type(nodes: Sequence[Node], generation: str) -> str:
+    """Return the type of the slices of a generation, if they have only one; ValueError with all types otherwise."""
+    types = sorted({canonical_name(node.labels[TYPE]) for node in nodes if TYPE in node.labels})
+    matching = [kind for kind in types if kind.startswith(f"{canonical_name(generation)}-")]
+    if len(matching) != 1:
+        raise ValueError(
+            f"{generation!r} is a generation of TPUs without a size, which works if the cluster has slices of only one "
+            f"type of it. The cluster has {', '.join(types) or 'no slices'}. Give the type, such as 'v4-16'."
+        )
+    return matching[0]
+
+
+def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> dict[str, tuple[SliceInfo | str, list[Node]]]:
+    """Return each slice with at least one host of the type, or what is wrong with it, and its hosts, by name."""
+    named = extension.group_pairs((node.labels.get(SLICE_NAME, ""), node) for node in nodes if TYPE in node.labels)
+    chosen: dict[str, list[Node]] = {}
+    for name, hosts in named.items():
+        if not any(canonical_name(node.labels[TYPE]) == wanted.name for node in hosts):
+            continue
+        if wanted.hosts == 1 and (not name or len(hosts) > 1):
+            # Each single host is a slice, and several hosts may share one name or have none.
+            for node in hosts:
+                chosen[f"{name}/{node.node_id[:8]}" if name else node.node_id[:8]] = [node]
+        else:
+            chosen[name or f"hosts without the label {SLICE_NAME}"] = hosts
+    return {name: (_assess(name, chosen[name], wanted), chosen[name]) for name in sorted(chosen, key=_natural_key)}
+
+
+def _natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a sort key that puts slice-2 before slice-10."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | str:
+    """Return the slice if these hosts are all of it and match the type; otherwise what is wrong."""
+    ids = [node.labels.get(WORKER_ID, "0" if wanted.hosts == 1 else "") for node in hosts]
+    topologies = sorted({node.labels.get(TOPOLOGY, "") for node in hosts})
+    if problem := _find_problem(hosts, wanted, ids, topologies):
+        return problem
+    ordered = [node for _, node in sorted(zip(map(int, ids), hosts, strict=True), key=lambda pair: pair[0])]
+    first = ordered[0]
+    return SliceInfo(
+        slice_name=name,
+        num_hosts=len(ordered),
+        ip_address=first.ip,
+        num_accelerators_per_host=int(first.total["TPU"]),
+        node_ids=tuple(node.node_id for node in ordered),
+        node_ips=tuple(node.ip for node in ordered),
+        kind=wanted.name,
+        topology=topologies[0],
+        head_resource=next((name for name in sorted(first.total) if re.fullmatch("TPU-.*-head", name)), ""),
+        zone=first.labels.get(_ZONE, ""),
+    )
+
+
+def _find_problem(hosts: Sequence[Node], wanted: TpuType, ids: Sequence[str], topologies: Sequence[str]) -> str:
+    """Return why these hosts are not a whole slice of a type; empty if they are."""
+    types = sorted({canonical_name(node.labels.get(TYPE, "")) for node in hosts})
+    amounts = sorted({int(node.total.get("TPU", 0)) for node in hosts})
+    per_host, (units, _) = wanted.chips_per_host, GENERATIONS[wanted.generation]
+    missing = sorted(set(range(wanted.hosts)) - {int(text) for text in ids if text.isdigit()})
+    if wanted.hosts > 1 and not all(node.labels.get(SLICE_NAME) for node in hosts):
+        return "no label tells which of them form a slice"
+    if len(types) > 1 or len(topologies) > 1:
+        return f"its hosts have different labels: {', '.join(types if len(types) > 1 else topologies)}"
+    if wanted.topology not in ("", topologies[0]):
+        return f"its topology is {topologies[0] or 'unknown'}, not {wanted.topology}"
+    if missing and len(set(ids)) == len(ids) == wanted.hosts - len(missing):
+        return f"{len(ids)} of {wanted.hosts} hosts, worker {', '.join(map(str, missing))} is missing"
+    if missing or len(ids) > wanted.hosts:
+        known = ", ".join(sorted(text or "?" for text in ids))
+        return f"its hosts have the worker ids {known}, not 0 to {wanted.hosts - 1}"
+    if len(amounts) > 1 or amounts[0] not in (per_host, per_host * units):
+        have = ", ".join(map(str, amounts))
+        return f"its hosts have {have} TPU, {wanted.name} has {per_host} on each (chips_per_vm)"
+    return ""
+
+
+def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, kind: str) -> SliceInfo | str:
+    """Return what stands for a slice where there are no TPUs: `count` bundles on the first nodes with room for them."""
+    chosen: list[Node] = []
+    for node in nodes:
+        chosen += [node] * min(extension.count_bundles(bundle, node.free), count - len(chosen))
+    if len(chosen) < count:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+        return f"room for {len(chosen)} of {count} workers of {each} each"
+    ids, ips = tuple(node.node_id for node in chosen), tuple(node.ip for node in chosen)
+    return SliceInfo(kind, count, ips[0], int(bundle.get("GPU", 0)), ids, ips, kind)
