@@ -341,7 +341,7 @@ def nightly(session: nox.Session) -> None:
     if unknown := names - SIBLINGS.keys():
         session.error(f"there is no package {', '.join(sorted(unknown))}; there are {', '.join(SIBLINGS)}")
     files = [path.relative_to(ROOT) for path in sorted(ROOT.glob(f"{MULTIHOST}/test_*.py"))]
-    hosts = [str(file) for file in files if FIRST_WORDS.get(file.stem.removeprefix("test_"), "workergroup") in names]
+    hosts = [str(file) for file in files if FIRST_WORDS.get(file.stem.split("_")[1], "workergroup") in names]
     options = ["-m", "nightly and not smoke", "--timeout=1800"]
     if hosts:
         session.notify("multihost", posargs=[*options, *hosts])

@@ -128,7 +128,7 @@ def _large_rows(slots: Any) -> Iterator[Row]:
             full = source.workers[0].gather.remote(*shards)
             ray.get([worker.take.remote(full) for worker in target.workers])
 
-        store, shared = made = _links(links, source, target, "object_store", "shared_memory")
+        store, shared = made = _links(links, source, target, "object_store", "auto")
         sent = [link.send(next(version)) for link in made]
         by_hand()
         hand, stored, mapped, copied = interleaved(

@@ -51,7 +51,7 @@ def test_link_over_two_nodes(two_nodes):
                 source.call("fill", step).result()
                 report = link.send(step, timeout=60)
                 assert target.call("rows").result() == [[step + row for row in range(8)]] * 4
-            assert report.transports == {"shared_memory": 2, "object_store": 6}
+            assert report.transports == {"shared_memory": 2, "tcp": 6}
             assert report.bytes_moved == 4 * 8 * 1000 * 8
             assert report.bytes_between_nodes == 8 * 1000 * 8
             assert "different nodes" in str(link.explain())

@@ -27,7 +27,7 @@ def send(policy: RayWorkerGroup, generation: RayWorkerGroup) -> None:
     with ft.Link(policy, generation, source="weights", target="weights", check_replicas="always") as link:
         assert_type(link.send(1, timeout=60), ft.TransferReport)
         assert_type(link.sync([0, 1], timeout=60), ft.TransferReport | None)
-        assert_type(link.versions(), dict[int, int | Literal["torn", "committing"] | None])
+        assert_type(link.versions(), dict[int, int | Literal["inconsistent", "committing"] | None])
         assert_type(link.guard("generate"), Callable[[], None])
         assert_type(link.explain(timeout=60), ft.TransferExplanation)
     ft.Link(policy, generation, source="weights", apply="load", rename=str.lower)

@@ -83,7 +83,7 @@ def test_faults_across_hosts(hosts, how):
                 Link(source, target, source="weights", target="weights") as link,
             ):
                 took = [check_fault(source, target, link, *case, how, version, TIMEOUT_S) for case in cases]
-                assert set(link.explain().transports.values()) == {"object_store"}
+                assert set(link.explain().transports.values()) == {"tcp"}
         return took
 
     with hosts.driver(driver, how, faults.check_fault, faults.CASES * faults.REPEATS) as driving:

@@ -6,11 +6,11 @@ import sys
 import types
 
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
-from fairlead_transfer._orders import make_orders
 from fairlead_transfer._plan import reshard
 from fairlead_transfer._remote.end import End
 from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._routes import whole_tensors
+from fairlead_transfer._tasks import make_tasks
 
 
 class Ends:
@@ -44,8 +44,24 @@ class Ends:
         self.selection = Selection(**given)
         self.epoch = 0
 
+    def choose(self, source, target):
+        """Return the transport of a pair of ranks; within a node, TCP is not needed."""
+        near = self.nodes[0][source] == self.nodes[1][target]
+        return "shared_memory" if near and self.transport == "tcp" else self.transport
+
+    def close(self):
+        """Drop everything that the ends hold."""
+        for side, rank in self.ends:
+            self.ask(side, rank, "close")
+
+    def restart(self, side, rank):
+        """Take a new end for a rank, as a worker that has been started again has."""
+        self.ask(side, rank, "close")
+        self.ends[side, rank] = self.shared.ends[f"link{rank}", side] = End((f"link{rank}", side))
+
     def ask(self, side, rank, operation, *args):
-        return asyncio.run(self.ends[side, rank].serve(self.workers[side][rank], operation, args))
+        result = self.ends[side, rank].serve(self.workers[side][rank], operation, args)
+        return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
     def describe(self):
         """Return the replies of all ranks of both sides."""
@@ -61,7 +77,7 @@ class Ends:
         return sources, targets
 
     def plan(self):
-        """Describe, and make the orders."""
+        """Describe, and make the tasks."""
         self.numbers, targets = self.describe()
         refused = [reply["refused"] for reply in [*self.numbers, *targets] if "refused" in reply]
         assert not refused, refused
@@ -79,7 +95,7 @@ class Ends:
             same_processes=self.same,
         )
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-        self.orders = make_orders(self.epoch, plan, held, wanted, dtypes, lambda *pair: self.transport)
+        self.tasks = make_tasks(self.epoch, plan, held, wanted, dtypes, self.choose)
         return plan
 
     def stage(self, compares=True, fresh=False):
@@ -92,20 +108,26 @@ class Ends:
                 self.epoch,
                 None,
                 self.numbers[rank]["number"],
-                orders,
-                self.orders.number,
+                tasks,
+                self.tasks.number,
                 compares,
                 fresh,
             )
-            for rank, orders in self.orders.source.items()
+            for rank, tasks in self.tasks.source.items()
         }
 
     def fetch(self, staged, version):
         """Return the replies of the target ranks."""
-        return [
-            self.ask("target", rank, "fetch", self.epoch, version, orders, self.orders.number, staged, 10.0)
-            for rank, orders in self.orders.target.items()
-        ]
+        reads = self.tasks.find_reads(self.tasks.target, self.nodes[1])
+        replies = {}
+        for rank in sorted(self.tasks.target, key=lambda rank: rank not in reads):
+            relay = {"reads": sorted(reads[rank]), "fresh": False} if rank in reads else None
+            reader = None if rank in reads else self.tasks.find_reader(rank, reads, self.nodes[1])
+            if reader is not None:
+                relay = {"reply": replies[reader]}
+            options = self.epoch, version, self.tasks.target[rank], self.tasks.number, staged, relay, 10.0
+            replies[rank] = self.ask("target", rank, "fetch", *options)
+        return [replies[rank] for rank in self.tasks.target]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
         """Return the replies of the target ranks."""

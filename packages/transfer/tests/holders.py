@@ -47,7 +47,9 @@ class Holder:
 
     def odd(self):
         """Return tensors that fit those of `weights` in no way."""
-        return {"w": np.zeros((3, 3)), "norm": self.norm.astype("int64"), "more": self.norm}
+        if not hasattr(self, "unfit"):
+            self.unfit = {"w": np.zeros((3, 3)), "norm": self.norm.astype("int64"), "more": self.norm}
+        return self.unfit
 
     def with_table(self):
         """Return the tensors of `weights`, and one that cannot be written."""

@@ -10,12 +10,12 @@ from typing import Any, Literal, NoReturn
 from fairlead_workergroup.spi import wait_for_turn
 
 from ._descriptions import compare_replicas, one_sided
-from ._orders import CommitOptions
 from ._remote.transport import explain_failure
 from ._report import Costs, TransferReport
 from ._routes import Route, Router, Staged
 from ._side import Requests, Side, describe_reply, first_error
 from ._states import States
+from ._tasks import CommitOptions
 from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
@@ -191,7 +191,7 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self._route is not None
-        return self._costs.report(self.version, self._route.plan, self._route.orders, total_s, compared=self._compares)
+        return self._costs.report(self.version, self._route.plan, self._route.tasks, total_s, compared=self._compares)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -224,11 +224,11 @@ class Attempt:
     def _describe(self, lost: Collection[int], *, stage: bool) -> None:
         """Have all ranks describe their tensors; stage them at once where the last route still holds."""
         kept = self.router.kept if not lost else None
-        if kept is not None and any(self.source.ends[rank].order_id != kept.orders.number for rank in kept.sources):
+        if kept is not None and any(self.source.ends[rank].tasks_id != kept.tasks.number for rank in kept.sources):
             kept = None
-        number = kept.orders.number if kept is not None and stage else 0
+        number = kept.tasks.number if kept is not None and stage else 0
         self._compares = self.router.needs_digests(kept, self.check_replicas)
-        sources = [one.rank for one in self.source.members if one.rank not in lost]
+        sources = [member.rank for member in self.source.members if member.rank not in lost]
         arguments = self.source.method, number, self._compares, self.states.unconfirmed
         requests = self.source.ask(
             sources,
@@ -288,18 +288,18 @@ class Attempt:
 
     def _ask_to_stage(self, route: Route) -> Requests:
         """Have source ranks stage a version."""
-        orders, ends, fresh = route.orders, self.source.ends, self.states.unconfirmed
+        tasks, ends, fresh = route.tasks, self.source.ends, self.states.unconfirmed
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            known = ends[rank].order_id == orders.number
-            mine = None if known else orders.source[rank]
-            return self.epoch, None, ends[rank].number, mine, orders.number, self._compares, fresh
+            known = ends[rank].tasks_id == tasks.number
+            mine = None if known else tasks.source[rank]
+            return self.epoch, None, ends[rank].number, mine, tasks.number, self._compares, fresh
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
 
     def _note_staged(self, route: Route, rank: int, value: Mapping[str, Any]) -> None:
-        self.source.ends[rank].order_id = route.orders.number
+        self.source.ends[rank].tasks_id = route.tasks.number
         self._costs.note(rank, value, "stage")
 
     def _fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> dict[int, Any]:
@@ -307,13 +307,25 @@ class Attempt:
         return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
 
     def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
-        def arguments(rank: int) -> tuple[Any, ...]:
-            mine, number = route.orders.target[rank], route.orders.number
-            replies = {source: staged[source] for source in mine["sources"]}
-            sent = None if self.target.ends[rank].order_id == number else mine
-            return self.epoch, self.version, sent, number, replies, self._left_alone()
+        reads = route.tasks.find_reads(ranks, self.target.nodes)
+        relays: dict[int, Any] = {
+            reader: {"reads": sorted(places), "fresh": self.states.unconfirmed} for reader, places in reads.items()
+        }
 
-        return self.target.ask(sorted(ranks), "fetch", arguments)
+        def arguments(rank: int) -> tuple[Any, ...]:
+            mine, number = route.tasks.target[rank], route.tasks.number
+            sources = {*mine["sources"], *(source for source, _ in reads.get(rank, ()))}
+            replies = {source: staged[source] for source in sorted(sources)}
+            sent = None if self.target.ends[rank].tasks_id == number else mine
+            return self.epoch, self.version, sent, number, replies, relays.get(rank), self._left_alone()
+
+        # The ranks that read over the network for their nodes first: the others wait for their replies.
+        requests = self.target.ask(sorted(reads), "fetch", arguments)
+        others = sorted(set(ranks).difference(reads))
+        for rank in others:
+            if (reader := route.tasks.find_reader(rank, reads, self.target.nodes)) is not None:
+                relays[rank] = {"reply": requests[reader][1]}
+        return requests | self.target.ask(others, "fetch", arguments)
 
     def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
         values = self._values("move", self.target, fetches)
@@ -322,17 +334,13 @@ class Attempt:
             (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
         ]
         if blocked:
-            if not all(self.router.block(self.source, *one) for one in blocked):
-                reasons = {
-                    rank: f"it cannot read from source rank {source} by {kind}: {why}"
-                    for source, rank, kind, why in blocked
-                }
-                raise self._error("move", "target", reasons, "Use transport='auto' or 'object_store'.")
-            raise _Repeat({one[0]: f"it could not be read by {one[2]}: {one[3]}" for one in blocked}, lost=False)
+            for pair in blocked:
+                self.router.block(self.source, *pair)
+            raise _Repeat({pair[0]: f"it could not be read by {pair[2]}: {pair[3]}" for pair in blocked}, lost=False)
         for rank, value in values.items():
             if "bytes" not in value:
                 self._fail_for_source(rank, value)
-            self.target.ends[rank].order_id = route.orders.number
+            self.target.ends[rank].tasks_id = route.tasks.number
             self._costs.note(rank, value, "move")
         return values
 

@@ -88,8 +88,8 @@ def read_side(
     wrong: list[Mismatch] = []
     libraries: set[str] = set()
     for rank, tensors in enumerate(described):
-        for one in tensors or ():
-            tensor = Described(*one)
+        for entry in tensors or ():
+            tensor = Described(*entry)
             name = selection.rename(tensor.name) if renamed else tensor.name
             if selection.excludes(tensor.name) or selection.excludes(name):
                 continue
@@ -104,14 +104,14 @@ def read_side(
     layouts: dict[str, Layout] = {}
     known: dict[tuple[Any, ...], Layout] = {}
     for name, by_rank in found.items():
-        kinds = {(one.dtype, one.shape) for one in by_rank.values()}
+        kinds = {(tensor.dtype, tensor.shape) for tensor in by_rank.values()}
         if len(kinds) > 1:
             held = "; ".join(sorted(f"{dtype} {shape}" for dtype, shape in kinds))
             wrong.append(one_sided(side, name, held, f"the ranks of the {side} disagree about its dtype or shape"))
             continue
         (dtype, shape) = next(iter(kinds))
         itemsize = TRAVELLING.get(selection.travelling(dtype), next(iter(by_rank.values())).itemsize)
-        key = (shape, itemsize, *((rank, one.offsets, one.sizes) for rank, one in by_rank.items()))
+        key = (shape, itemsize, *((rank, tensor.offsets, tensor.sizes) for rank, tensor in by_rank.items()))
         if key not in known:
             known[key] = _make_layout(shape, by_rank, len(described), itemsize)
         layouts[name] = known[key]
@@ -124,9 +124,9 @@ def read_side(
 def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:
     offsets = np.zeros((ranks, len(shape) or 1), np.int64)
     sizes = np.zeros_like(offsets)
-    for rank, one in by_rank.items():
-        offsets[rank] = one.offsets or (0,)
-        sizes[rank] = one.sizes or (1,)
+    for rank, tensor in by_rank.items():
+        offsets[rank] = tensor.offsets or (0,)
+        sizes[rank] = tensor.sizes or (1,)
     return Layout(shape, offsets, sizes, itemsize)
 
 

@@ -47,7 +47,7 @@ class Layout:
     itemsize: int = 1
 
     def __post_init__(self) -> None:
-        shape = tuple(_whole_number("shape", one) for one in self.shape)
+        shape = tuple(_whole_number("shape", length) for length in self.shape)
         offsets, sizes = _as_boxes("offsets", self.offsets, shape), _as_boxes("sizes", self.sizes, shape)
         if offsets.shape != sizes.shape:
             raise ValueError(f"offsets are for {len(offsets)} ranks and sizes for {len(sizes)}: give one box per rank")

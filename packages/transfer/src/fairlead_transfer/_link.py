@@ -19,12 +19,12 @@ from fairlead_workergroup.spi import Need, add_state, check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
-from ._orders import CommitOptions
 from ._remote.entry import check_version
 from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Staged, Transport
 from ._side import Side, pickled
 from ._states import States
+from ._tasks import CommitOptions
 from .exceptions import StaleWeightsError, State, TransferError
 
 CheckReplicas = Literal["first", "always", "never"]
@@ -49,8 +49,9 @@ class Link:
         rename: the names in the target by the names in the source, or a function; other names stay.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
         exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
-        transport: "shared_memory" or "object_store"; "auto" takes for each pair of ranks the first of them that works
-            between these two.
+        transport: "auto" takes shared memory between ranks of one node, and TCP between nodes: one target rank of a
+            node reads for all of it, and source ranks listen on the address of their node. "object_store" takes Ray's
+            object store for all ranks, if no port can be opened.
         check_replicas: when source ranks that hold the same box compare digests (crc32) of it: at the "first" transfer
             after a worker or a layout has changed, "always" or "never".
         before_commit: a method of the target workers without arguments that runs before the tensors are overwritten.
@@ -165,7 +166,7 @@ class Link:
             return attempt.report(time.monotonic() - began)
 
     def sync(self, ranks: Iterable[int] | None = None, timeout: float = 600.0) -> TransferReport | None:
-        """Bring target ranks to the last version: those that were late or torn, or have been restarted.
+        """Bring target ranks to the last version: those that were late or inconsistent, or have been restarted.
 
         The tensors come from what the source workers have kept of this version, or from target ranks that hold it. The
         other ranks are not disturbed.
@@ -212,8 +213,8 @@ class Link:
 
         Returns:
             By rank: the version. None if the rank holds nothing that this link has sent: after a restart, or after
-            another link of this process has sent into the same tensors. "torn" if some tensors are of another version
-            than others, and "committing" if the rank has not confirmed a decided version.
+            another link of this process has sent into the same tensors. "inconsistent" if some tensors are of another
+            version than others, and "committing" if the rank has not confirmed a decided version.
 
         Raises:
             WorkerGroupError: the target group has been shut down.

@@ -217,7 +217,9 @@ def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Set
     for at in np.flatnonzero(counts > 1):
         boxes = tuple(box[first[at] : first[at] + counts[at]].tolist())
         if boxes not in numbers:
-            together = np.concatenate([sources.ranks[sources.begins[one] : sources.begins[one + 1]] for one in boxes])
+            together = np.concatenate(
+                [sources.ranks[sources.begins[number] : sources.begins[number + 1]] for number in boxes]
+            )
             numbers[boxes] = len(begins) - 1
             ranks.append(np.sort(together))
             begins.append(begins[-1] + len(together))
@@ -264,7 +266,7 @@ def _spread(sets: Sets, of_row: Ints, weights: Ints, load: npt.NDArray[np.float6
             heap = heaps.get(number)
             if heap is None:
                 ranks = sets.ranks[sets.begins[number] : sets.begins[number + 1]]
-                heap = heaps[number] = [(one, at) for at, one in enumerate(load[ranks].tolist())]
+                heap = heaps[number] = [(sent, at) for at, sent in enumerate(load[ranks].tolist())]
             sent, role[row] = heap[0]
             heapq.heapreplace(heap, (sent + weight, int(role[row])))
     turns = (role + np.arange(tensors)[:, None]) % lengths

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._display import as_bytes, table_text
-from ._orders import Orders
 from ._plan import TransferPlan
+from ._tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Costs:
         self.bytes_moved += reply.get("bytes", 0)
 
     def report(
-        self, version: int, plan: TransferPlan, orders: Orders, total_s: float, *, compared: bool
+        self, version: int, plan: TransferPlan, tasks: Tasks, total_s: float, *, compared: bool
     ) -> TransferReport:
         """Return the report of a transfer."""
         seconds: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Costs:
             seconds,
             slowest,
             total_s,
-            dict(Counter(orders.transports.values())),
+            dict(Counter(tasks.transports.values())),
             self.rounds,
             compared,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way tensors go: layouts, plan, orders and transports, made again only when something has changed."""
+"""Which way tensors go: layouts, plan, tasks and transports, made again only when something has changed."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,26 +7,27 @@ from typing import Any, Literal
 
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
-from ._orders import Orders, make_orders
 from ._plan import TransferPlan, find_mismatches, reshard
 from ._report import TransferExplanation
 from ._side import EndState, Side
+from ._tasks import Tasks, make_tasks
 from .exceptions import LayoutMismatchError
 
-Transport = Literal["auto", "shared_memory", "object_store"]
+Transport = Literal["auto", "object_store"]
 
 FITS = {
     "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
-    "object_store": "the ranks are on different nodes, or cannot share memory",
+    "tcp": "the ranks are on different nodes, or cannot share memory",
+    "object_store": "the link uses nothing else, or the ranks cannot connect",
 }
 
 
 @dataclass(frozen=True)
 class Route:
-    """A plan and the orders that carry it out."""
+    """A plan and the tasks that carry it out."""
 
     plan: TransferPlan  # who sends which piece to whom
-    orders: Orders  # for the workers
+    tasks: Tasks  # for the workers
     sources: frozenset[int]  # the source ranks that take part
     targets: frozenset[int]  # the target ranks that take part
 
@@ -43,12 +44,12 @@ class Staged:
 
     def is_kept(self, source: Side, ranks: Collection[int]) -> bool:
         """Return whether the source ranks still have what some target ranks need."""
-        orders = self.route.orders.target
+        tasks = self.route.tasks.target
         if not self.route.targets.issuperset(ranks):
             return False
-        needed = {one for rank in ranks for one in orders[rank]["sources"]}
+        needed = {source for rank in ranks for source in tasks[rank]["sources"]}
         same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
-        return same and not any(orders[rank]["local"] for rank in ranks)
+        return same and not any(tasks[rank]["local"] for rank in ranks)
 
 
 class Router:
@@ -95,8 +96,8 @@ class Router:
         if route is self.kept:
             self._compared = route
 
-    def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> bool:
-        """Note that two processes cannot use a transport; return whether another one may be taken.
+    def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> None:
+        """Note that two processes cannot use a transport, so that the next route takes another one.
 
         Args:
             side: the side that sends.
@@ -107,7 +108,6 @@ class Router:
         """
         self._blocked[side.ends[source].process, self._target.ends[target].process, transport] = reason
         self._kept = None
-        return self.transport == "auto"
 
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""
@@ -130,34 +130,36 @@ class Router:
 
     def explain(self, route: Route) -> TransferExplanation:
         """Describe a route for people."""
-        used = sorted(set(route.orders.transports.values()))
+        used = sorted(set(route.tasks.transports.values()))
         if self.transport != "auto":
             return TransferExplanation(
-                route.plan, route.orders.transports, {self.transport: f"transport={self.transport!r}"}
+                route.plan, route.tasks.transports, {self.transport: f"transport={self.transport!r}"}
             )
         passed: dict[str, dict[str, None]] = {kind: {} for kind in used}
-        for pair, kind in route.orders.transports.items():
+        for pair, kind in route.tasks.transports.items():
             passed[kind].update(dict.fromkeys(self._choose(self._source, *pair)[1]))
         reasons = {}
         for kind in used:
             refused = list(passed[kind])
             more = [f"and {len(refused) - 3} more"] if len(refused) > 3 else []
             reasons[kind] = "; ".join([FITS[kind], *refused[:3], *more])
-        return TransferExplanation(route.plan, route.orders.transports, reasons)
+        return TransferExplanation(route.plan, route.tasks.transports, reasons)
 
     def _choose(self, side: Side, source: int, target: int) -> tuple[str, list[str]]:
         """Return the transport of a pair of ranks, and why those before it in the order cannot be taken."""
-        if self.transport != "auto":
+        if self.transport == "object_store":
             return self.transport, []
-        if side.nodes[source] != self._target.nodes[target]:
-            return "object_store", []
-        processes = side.ends[source].process, self._target.ends[target].process
-        if reason := self._blocked.get((*processes, "shared_memory")):
-            return "object_store", [f"shared_memory cannot be taken: {reason}"]
-        return "shared_memory", []
+        processes, passed = (side.ends[source].process, self._target.ends[target].process), list[str]()
+        kinds = ("shared_memory", "tcp") if side.nodes[source] == self._target.nodes[target] else ("tcp",)
+        for kind in kinds:
+            reason = self._blocked.get((*processes, kind))
+            if reason is None:
+                return kind, passed
+            passed.append(f"{kind} cannot be taken: {reason}")
+        return "object_store", passed
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
-        described = [side.ends[one.rank].described if one.rank in ranks else None for one in side.members]
+        described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]
         name = "source" if side.name == "source" else "target"
         return read_side(name, described, self.selection, renamed=renamed)
 
@@ -169,7 +171,7 @@ class Router:
         def choose(*pair: int) -> str:
             return self._choose(source, *pair)[0]
 
-        plan, orders = plan_orders(
+        plan, tasks = plan_tasks(
             self._numbers,
             held,
             wanted,
@@ -178,10 +180,10 @@ class Router:
             choose,
             same_processes=source.name == "source" and source.group is self._target.group,
         )
-        return Route(plan, orders, frozenset(sources), frozenset(targets))
+        return Route(plan, tasks, frozenset(sources), frozenset(targets))
 
 
-def plan_orders(
+def plan_tasks(
     number: int,
     held: Tensors,
     wanted: Tensors,
@@ -190,23 +192,26 @@ def plan_orders(
     choose: Callable[[int, int], str],
     *,
     same_processes: bool = False,
-) -> tuple[TransferPlan, Orders]:
-    """Return the plan from the nodes of the source to those of the target, and the orders with this number.
+) -> tuple[TransferPlan, Tasks]:
+    """Return the plan from the nodes of the source to those of the target, and the tasks with this number.
 
     `choose` returns the transport of a pair of ranks.
     """
     if wrong := check_dtypes(held, wanted, selection):
-        others = [one for one in find_mismatches(held.layouts, wanted.layouts) if one.name not in wrong]
+        others = [mismatch for mismatch in find_mismatches(held.layouts, wanted.layouts) if mismatch.name not in wrong]
         raise LayoutMismatchError((*wrong.values(), *others))
     plan = reshard(
         held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
     )
     dtypes = {name: selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-    return plan, make_orders(number, plan, held, wanted, dtypes, choose)
+    return plan, make_tasks(number, plan, held, wanted, dtypes, choose)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:
     """Return the same tensors, each as a whole on each rank."""
-    made = {one: Layout.replicated(one.shape, ranks, itemsize=one.itemsize) for one in set(held.layouts.values())}
+    made = {
+        layout: Layout.replicated(layout.shape, ranks, itemsize=layout.itemsize)
+        for layout in set(held.layouts.values())
+    }
     layouts = {name: made[layout] for name, layout in held.layouts.items()}
     return Tensors(layouts, held.dtypes, {name: name for name in layouts}, held.library)

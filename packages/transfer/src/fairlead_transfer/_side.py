@@ -34,7 +34,7 @@ class EndState:
         process: the worker's process; a restarted rank has another one.
         number: of the last description; 0 if there is none.
         described: the tensors.
-        order_id: of the orders that the end has.
+        tasks_id: of the tasks that the end has.
         installed: whether the worker has the code.
         held: the version of a target.
         unconfirmed: the commit that a target may still be at.
@@ -43,7 +43,7 @@ class EndState:
     process: tuple[int, int]
     number: int = 0
     described: list[Any] | None = None
-    order_id: int = 0
+    tasks_id: int = 0
     installed: bool = False
     held: State = None
     unconfirmed: Any = None
@@ -71,10 +71,10 @@ class Side:
             if now.version != self.version:
                 known, self.members = self.ends, now.members
                 self.ends = {
-                    one.rank: known[one.rank]
-                    if one.rank in known and known[one.rank].process == one.process.key
-                    else EndState(one.process.key)
-                    for one in now.members
+                    member.rank: known[member.rank]
+                    if member.rank in known and known[member.rank].process == member.process.key
+                    else EndState(member.process.key)
+                    for member in now.members
                 }
                 self.version = now.version
 
@@ -82,15 +82,16 @@ class Side:
     def lost(self) -> dict[int, str]:
         """Why the lost members were lost."""
         return {
-            one.rank: f"{one.failure.kind}: {one.failure.cause}" + "; it is being restarted" * one.restarting
-            for one in self.members
-            if one.failure is not None
+            member.rank: f"{member.failure.kind}: {member.failure.cause}"
+            + "; it is being restarted" * member.restarting
+            for member in self.members
+            if member.failure is not None
         }
 
     @property
     def live(self) -> list[int]:
         """The ranks that are not lost."""
-        return [one.rank for one in self.members if one.failure is None]
+        return [member.rank for member in self.members if member.failure is None]
 
     @property
     def nodes(self) -> list[str]:
@@ -146,7 +147,13 @@ class Side:
 
     def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
         """Keep the requests without a reply from starting."""
-        cancel({rank: one for rank, one in requests.items() if rank not in replies or replies[rank].late is not None})
+        cancel(
+            {
+                rank: request
+                for rank, request in requests.items()
+                if rank not in replies or replies[rank].late is not None
+            }
+        )
 
     def note_description(self, rank: int, value: Mapping[str, Any]) -> None:
         """Note what an end has said of its tensors."""

@@ -35,8 +35,8 @@ class States:
             if end.unconfirmed is ref:  # no other thread has noted it
                 end.unconfirmed = None
                 self.note(rank, end, reply)
-        there = {one.rank for one in members if one.failure is None and one.rank in ends}
-        return {one.rank: ends[one.rank].held if one.rank in there else None for one in members}
+        there = {member.rank for member in members if member.failure is None and member.rank in ends}
+        return {member.rank: ends[member.rank].held if member.rank in there else None for member in members}
 
     @property
     def unconfirmed(self) -> bool:
@@ -59,8 +59,8 @@ class States:
         if "committed" in reply:
             end.held = reply["committed"]
             return None
-        if reply.get("torn"):
-            end.held = "torn"
+        if reply.get("inconsistent"):
+            end.held = "inconsistent"
         if "error" in reply:
             return f"{reply['error']}\n{reply['traceback']}".rstrip()
         return "another attempt has superseded this one" if "superseded" in reply else "it has lost what it had staged"

@@ -11,7 +11,7 @@ __all__ = ["LayoutMismatchError", "Mismatch", "RankFailure", "StaleWeightsError"
 
 Phase = Literal["collect", "stage", "move", "commit"]
 # What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
-State = int | Literal["torn", "committing"] | None
+State = int | Literal["inconsistent", "committing"] | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayoutMismatchError(ValueError):
         self.mismatches = mismatches
 
     def __str__(self) -> str:
-        rows = [(one.name, one.source, one.target, one.reason) for one in self.mismatches]
+        rows = [(mismatch.name, mismatch.source, mismatch.target, mismatch.reason) for mismatch in self.mismatches]
         caption = f"{len(rows)} tensors do not fit between the source and the target; nothing has been applied:"
         return table_text(caption, ("tensor", "source", "target", "reason"), rows)
 

@@ -108,7 +108,10 @@ def test_killed_receiver(members, call_in_time):
     for error in call_in_time(waits, 15).values():  # the deadline of an engine is 600 s
         with pytest.raises(TransferError, match=r"target rank 2 on node .*its process has exited") as caught:
             raise error
-        assert (caught.value.phase, caught.value.versions) == ("commit", dict.fromkeys(range(RECEIVERS), "torn"))
+        assert (caught.value.phase, caught.value.versions) == (
+            "commit",
+            dict.fromkeys(range(RECEIVERS), "inconsistent"),
+        )
     assert find_left([one for rank, one in enumerate(members) if rank != SENDERS + 2]) == []
     members[SENDERS + 2] = ray.remote(num_cpus=0)(Member).remote()
     connect(members, "verl", 256 << 10)

@@ -28,7 +28,7 @@ def check_sends(there, here, other, packages):
     assert there.call("packages").result() == [packages] * 2
     version = 0
     for source, target in ((here, there), (there, other), (other, here)):
-        for transport in ("shared_memory", "object_store"):
+        for transport in ("auto", "object_store"):
             with Link(
                 source, target, source="weights", target="weights", transport=transport, check_replicas="always"
             ) as link:

@@ -77,7 +77,7 @@ def test_sync_from_a_replica(groups):
         assert link.versions() == {0: 0, 1: 0}
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("object_store", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("object_store", marks=pytest.mark.nightly)])
 def test_sync_after_a_send_that_failed(groups, transport):
     """A failed send may have overwritten what the sources kept of the last version: other target ranks have it."""
     source, target = groups

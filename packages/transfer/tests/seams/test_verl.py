@@ -3,6 +3,7 @@
 
 import asyncio
 import inspect
+import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fairlead_transfer import TransferError
+from fairlead_transfer.adapters import _members
 
 from ..engines import digest, find_left, make_weights
 
@@ -97,9 +99,14 @@ def test_base_class(verl_base):
         assert list(ours.parameters) == list(theirs.parameters), name
 
 
-def test_manager(manager):
-    """verl's manager brings every tensor to every rollout worker, again and again, and nothing is left."""
-    found = {}
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_manager(manager, monkeypatch, nodes):
+    """verl's manager brings every tensor to every rollout worker, again and again, and nothing is left.
+
+    With two nodes the engines believe that they cannot share memory with half of the others.
+    """
+    found, names = {}, itertools.cycle(nodes)
+    monkeypatch.setattr(_members, "find_node", lambda: next(names))
 
     async def send(rank, engine, step):
         await engine.send_weights(iter(make_weights(step, scale=5003)), global_steps=step)

@@ -10,11 +10,12 @@ import time
 
 import pytest
 
-from fairlead_transfer import RankFailure, TransferError
-from fairlead_transfer._endpoint import Endpoint
+from fairlead_transfer import TransferError
+from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, reserve
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
-from fairlead_transfer.adapters._channel import Gone, Late, accept, connect, reserve
-from fairlead_transfer.adapters._stream import WeightStream, make_memberships
+from fairlead_transfer.adapters._channel import Channel, send_all
+from fairlead_transfer.adapters._members import make_memberships
+from fairlead_transfer.adapters._shares import Intake, Offer
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from ..engines import digest, leave_nothing, make_weights
@@ -30,10 +31,15 @@ def nothing_left():
         yield
 
 
-def make_engines(senders, receivers, bucket=4096, timeout=10.0, exited=None):
-    """Return engines that have joined a transfer; the process of one of them has exited, as the others know it."""
-    engines = [FairleadCheckpointEngine(bucket, at == 0, timeout) for at in range(senders + receivers)]
-    metadata = [one.prepare() for one in engines]
+def make_engines(senders, receivers, bucket=4096, timeout=10.0, exited=None, nodes=None, dtype=None):
+    """Return engines that have joined a transfer; the process of one of them has exited, as the others know it.
+
+    With `nodes`, the engines believe that they are on different hosts, and cannot share memory.
+    """
+    engines = [FairleadCheckpointEngine(bucket, rank == 0, timeout, dtype) for rank in range(senders + receivers)]
+    metadata = [engine.prepare() for engine in engines]
+    for member, node in zip(metadata, nodes or (), strict=nodes is not None):
+        member["node"] = node
     if exited is not None:
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
             metadata[exited]["pid"] = process.pid
@@ -51,10 +57,11 @@ async def run_all(*coroutines):
     return await asyncio.gather(*coroutines, return_exceptions=True)
 
 
+@pytest.mark.parametrize("nodes", [None, "abbba", "abcca", "aaaab"])
 @pytest.mark.parametrize(("senders", "receivers", "bucket"), [(1, 1, 64), (2, 3, 4096), (3, 1, 1000), (2, 2, 1 << 24)])
-def test_buckets(senders, receivers, bucket):
-    """Every tensor arrives bit for bit, for any number of processes and size of a bucket."""
-    engines = make_engines(senders, receivers, bucket)
+def test_buckets(senders, receivers, bucket, nodes):
+    """Every tensor arrives bit for bit, for any number of processes and size of a bucket, within and between hosts."""
+    engines = make_engines(senders, receivers, bucket, nodes=nodes and nodes[: senders + receivers])
     weights = make_weights(1, count=14, scale=67)
     sent = [one.send_weights(iter(weights), 5) for one in engines[:senders]]
     results = asyncio.run(run_all(*sent, *map(receive, engines[senders:])))
@@ -68,20 +75,27 @@ def test_memory_of_a_bucket_is_used_again():
     """The memory of a bucket is used again as soon as no tensor is in it, and never before."""
     shape = BucketShape.fit(4096, 2)
     unpacker = Unpacker(shape)
-    first = unpacker.make(1)
-    address, tensor = first.data_ptr(), first.view(-1)[3:5]
+
+    def make():
+        return torch.frombuffer(unpacker.make(), dtype=torch.uint8)
+
+    first = make()
+    address, tensor = first.data_ptr(), first[3:5]
     del first
-    second = unpacker.make(1)
+    second = make()
     assert second.data_ptr() != address
     del tensor
-    assert unpacker.make(1).data_ptr() == address
+    assert make().data_ptr() == address
 
 
 def test_shapes():
-    """A bucket fits into its bytes, senders hold equal shares, and a bucket that is not full has fewer rows."""
+    """A bucket fits into its bytes, senders hold equal shares, and only the bytes that are filled travel."""
     shape = BucketShape.fit(10 << 20, 3)
-    assert (shape.stripe, shape.rows, shape.capacity) == (1 << 20, 3, 9 << 20)
-    assert [shape.count_rows(length) for length in (0, 3 << 20, (3 << 20) + 1, 9 << 20)] == [1, 1, 2, 3]
+    mib = 1 << 20
+    assert (shape.stripe, shape.rows, shape.capacity, shape.share) == (mib, 3, 9 * mib, 3 * mib)
+    assert shape.find_stripes(1, 9 * mib) == [(mib, mib), (4 * mib, mib), (7 * mib, mib)]
+    assert shape.find_stripes(1, 4 * mib + 5) == [(mib, mib), (4 * mib, 5)]
+    assert shape.find_stripes(2, 2 * mib) == []
     with pytest.raises(ValueError, match="A bucket of 100 bytes is too small for 2 senders: give at least 128 bytes"):
         BucketShape.fit(100, 2)
     with pytest.raises(TypeError, match="'w' is a list: yield whole, dense torch tensors"):
@@ -125,6 +139,13 @@ def test_sender_that_fails():
     results = asyncio.run(run_all(*sent, receive(engines[2])))
     assert str(results[1]) == "no weights"
     assert all("source rank 1 on node" in str(one) and "RuntimeError: no weights" in str(one) for one in results[::2])
+    # Everything connects again: NeMo RL prepares its engines once.
+    results = asyncio.run(
+        run_all(*(one.send_weights(iter(make_weights(2)), 6) for one in engines[:2]), receive(engines[2]))
+    )
+    assert results == [None, None, [(name, digest(tensor)) for name, tensor in make_weights(2)]]
+    for one in engines:
+        one.finalize()
     with pytest.raises(ValueError, match="This engine takes part in no transfer"):
         asyncio.run(receive(engines[2]))
 
@@ -220,86 +241,154 @@ def test_cancelled_before_it_connects():
     engines[0].finalize()
 
 
-def test_error_after_some_have_the_bucket(monkeypatch):
-    """An engine may have loaded a bucket that the next receiver did not get: the error says so."""
-    engines = make_engines(1, 2)
-    tell = WeightStream._tell
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_error_of_a_later_bucket(monkeypatch, side):
+    """What a process cannot do in a later bucket is its error, with the version, and says that engines have a part."""
+    engines = make_engines(2, 1)
+    chosen = engines[1 if side == "source" else 2]._stream
 
-    def fail(self, number, kind, content):
-        if (number, kind) == (2, "bucket"):
-            raise self._lost([2], Gone("the connection was closed"))
-        tell(self, number, kind, content)
+    def fail(part, bucket, *args, **options):
+        if part in (chosen._offer, chosen._intake) and bucket:
+            raise OSError("too many open files")
+        return done(part, bucket, *args, **options)
 
-    monkeypatch.setattr(WeightStream, "_tell", fail)
-    sent = engines[0].send_weights(iter(make_weights(1, count=1)), 5)
-    error = asyncio.run(run_all(sent, *map(receive, engines[1:])))[0]
-    assert isinstance(error, TransferError)
-    assert (error.phase, error.versions) == ("commit", {0: "torn", 1: "torn"})
-    for one in engines:  # the first receiver may have all that it wants
+    changed, name = (Offer, "end") if side == "source" else (Intake, "read")
+    done = getattr(changed, name)
+    monkeypatch.setattr(changed, name, fail)
+    sent = [one.send_weights(iter(make_weights(1)), 5) for one in engines[:2]]
+    results = asyncio.run(run_all(*sent, receive(engines[2])))
+    for error in results[:1] if side == "source" else results:
+        assert isinstance(error, TransferError)
+        assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "inconsistent"})
+        assert f"{side} rank {int(side == 'source')} on node" in str(error)
+        assert "too many open files" in str(error)
+    for one in engines:
         one.finalize()
 
 
-@pytest.mark.parametrize("side", ["source", "target"])
-def test_error_of_the_endpoint(monkeypatch, side):
-    """What a process cannot do in a later bucket is its error, with the version, and says that engines have a part."""
-    engines = make_engines(2, 1)
-
-    def fail(endpoint, orders, *args, **options):
-        seen.append(orders.rank)
-        if not orders.rank and seen.count(0) > 1:
-            failure = RankFailure(side, orders.rank, "host", "too many open files")
-            raise TransferError("move", 2, (failure,), {}, "Plan with transport='object_store'.")
-        return done(endpoint, orders, *args, **options)
-
-    name, seen = {"source": "stage", "target": "fetch"}[side], []
-    done = getattr(Endpoint, name)
-    monkeypatch.setattr(Endpoint, name, fail)
-    sent = [one.send_weights(iter(make_weights(1)), 5) for one in engines[:2]]
-    for error in asyncio.run(run_all(*sent, receive(engines[2]))):
-        assert isinstance(error, TransferError)
-        assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "torn"})
-        assert f"{side} rank 0 on node" in str(error)
-        assert "too many open files" in str(error)
-        assert "object_store" not in str(error)
-
-
-def test_other_hosts():
-    """Processes that cannot share memory, or have other buckets, are refused before they connect."""
+def test_places():
+    """Processes that have other buckets are refused; only those listen to which others connect."""
     engines = [FairleadCheckpointEngine(size) for size in (4096, 8192)]
     metadata = [one.prepare() for one in engines]
     with pytest.raises(ValueError, match=r"buckets of \[4096, 8192\] bytes: configure one size"):
-        make_memberships(metadata, 1)
-    metadata[1] |= {"bucket_bytes": 4096}
-    object.__setattr__(metadata[1]["description"], "node", "another host")
-    with pytest.raises(ValueError, match="processes that can share memory, and these are on another host, "):
         make_memberships(metadata, 1)
     with pytest.raises(ValueError, match="a sender and a receiver, got 2 of 2 that send"):
         make_memberships(metadata, 2)
     for one in engines:
         one.finalize()
+    member = {"bucket_bytes": 1, "token": b"t", "pid": 1, "address": ("10.0.0.1", 7), "local_address": ("127.0.0.1", 8)}
+    for nodes, listening, address in (("aaaa", 1, "127.0.0.1"), ("abbb", 1, "10.0.0.1"), ("aabb", 2, "10.0.0.1")):
+        places = make_memberships([{**member, "node": node} for node in nodes], 2)
+        assert [place.number for place in places if place.listens] == list(range(listening))
+        assert {place.addresses[0][0] for place in places} == {address}
+        assert "secret" not in repr(places[0])
+    assert make_memberships([{**member, "node": node} for node in "aabbabb"], 2)[0].find_readers() == {
+        2: [3, 5, 6],
+        4: [],
+    }
+
+
+def test_dtype():
+    """With dtype=, floating-point tensors travel in it, and others as they are."""
+    engines = make_engines(1, 1, dtype="bfloat16")
+    weights = make_weights(1)
+    _, received = asyncio.run(run_all(engines[0].send_weights(iter(weights), 5), receive(engines[1])))
+    cast = [(name, one.to(torch.bfloat16) if one.is_floating_point() else one) for name, one in weights]
+    assert received == [(name, digest(tensor)) for name, tensor in cast]
+    with pytest.raises(ValueError, match="dtype must be one of float64, float32,"):
+        FairleadCheckpointEngine(4096, dtype="int8")
+    for one in engines:
+        one.finalize()
+
+
+def count_sent(sizes, bucket=1 << 16):
+    """Return the bytes of float64 tensors of these sizes, and those that their buckets offer to receivers."""
+    packer, buckets = Packer(BucketShape.fit(bucket, 1), 0), []
+    packer.begin(memoryview(bytearray(bucket)))
+    for size in sizes:
+        for _ in packer.add("w", torch.zeros(size, dtype=torch.float64)):
+            buckets.append(packer.take()[1])
+    return 8 * sum(sizes), sum([*buckets, packer.take()[1]])
+
+
+@pytest.mark.parametrize("size", [4097, 8191, 12000, 1000, 100])
+def test_no_padding_travels(size):
+    """What travels is hardly more than the tensors, even if only one of them fits in a bucket."""
+    length, sent = count_sent([size] * 20)
+    assert length <= sent <= 1.05 * length + 64
+
+
+def test_failure_that_every_process_survives():
+    """After a failed transfer the next one works, with no other call: NeMo RL prepares and connects once."""
+    engines = make_engines(2, 2, nodes="aabb")
+    weights = make_weights(1)
+
+    async def fail(engine):
+        async for name, _ in engine.receive_weights(5):
+            if name == "layer3":
+                raise MemoryError("in the engine")
+
+    for broken in (False, True, False, True, False):
+        takes = [fail(engines[2]) if broken else receive(engines[2]), receive(engines[3])]
+        sent = [one.send_weights(iter(weights), 5) for one in engines[:2]]
+        results = asyncio.run(run_all(*sent, *takes))
+        if broken:
+            assert isinstance(results.pop(2), MemoryError)
+            assert all("target rank 0 on node" in str(error) for error in results), list(map(str, results))
+        else:
+            assert results == [None, None, *[[(name, digest(tensor)) for name, tensor in weights]] * 2]
+    for one in engines:
+        one.finalize()
+
+
+def test_members_that_do_not_read():
+    """A message to all reaches those that read, although others do not; it takes one deadline for all."""
+    pairs = [socket.socketpair() for _ in range(20)]
+    channels = {number: Channel(ours) for number, (ours, _) in enumerate(pairs)}
+    message = b"x" * (8 << 20)  # more than a connection holds
+    deadline = time.monotonic() + 60
+
+    def read_all():
+        received = [Channel(theirs).receive(deadline) for _, theirs in pairs[10:]]
+        for _, theirs in pairs[:10]:
+            theirs.close()
+        return received
+
+    async def run():
+        return await asyncio.gather(
+            asyncio.to_thread(send_all, channels, range(20), message, deadline), asyncio.to_thread(read_all)
+        )
+
+    (late, gone), received = asyncio.run(run())
+    assert (late, gone.keys(), received) == (set(), set(range(10)), [message] * 10)
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
 
 
 def test_strangers():
-    """A port refuses connections until it is needed; a stranger is turned away unread; a wrong address is noticed."""
-    listener = reserve()
-    address = listener.getsockname()
+    """A port refuses connections until it is needed; strangers are turned away unread, and hold up no member."""
+    reserved = reserve("127.0.0.1")
+    address = reserved.getsockname()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 1).close()
     with pytest.raises(Late):
         connect(address, SECRET, 1, time.monotonic() + 0.2, lambda: False)
-    listener.listen(4)
-    deadline = time.monotonic() + 10
+    members = []
+    listener = Listener(reserved, SECRET, lambda number, connection: members.append((number, connection)))
+    deadline = time.monotonic() + 30
+    silent = [socket.create_connection(address, 5) for _ in range(2 * MOST_UNPROVEN)]
+    member = connect(address, SECRET, 7, deadline, lambda: False)
+    while not members and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [number for number, _ in members] == [7]
     with socket.create_connection(address, 1) as stranger:
         stranger.sendall(b"x" * 200)
-        assert accept(listener, SECRET, deadline) is None
         stranger.settimeout(5)
         assert len(stranger.recv(100)) <= 32  # the question, and no answer
-    results = asyncio.run(
-        run_all(
-            asyncio.to_thread(connect, address, b"w" * 32, 1, deadline, lambda: False),
-            asyncio.to_thread(accept, listener, SECRET, deadline),
-        )
-    )
-    assert isinstance(results[0], Gone)
-    assert results[1] is None
+    with pytest.raises(Gone):
+        connect(address, b"w" * 32, 1, deadline, lambda: False)
+    assert len(members) == 1
     listener.close()
+    for connection in (*silent, member, members[0][1]):
+        connection.close()

@@ -20,7 +20,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LayoutMismatchError, LocalTensor
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._remote import segment
-from fairlead_transfer._remote.entry import note_weights
+from fairlead_transfer._remote.entry import SHARED, note_weights
 from fairlead_transfer._remote.segment import NAME, Mapping, Segment
 from fairlead_transfer._remote.tensors import SLAB_BYTES, digest, library
 from fairlead_transfer._remote.transport import fetch_value
@@ -121,6 +121,77 @@ def test_random_meshes(seed):
         worker.tensors["norm"].tensor[...] = 7
     ends.send(2)
     assert same(ends.workers["target"], expected)
+
+
+def make_random_ends(rng):
+    """Return ends with random layouts and nodes: uneven, replicated, strided and empty ones; and what is expected."""
+
+    def mesh_and_dims():
+        axes = {name: rng.choice([1, 1, 2, 3]) for name in "abc"}
+        dims = {}
+        for name, shape in MODEL.items():
+            for axis in axes:
+                if shape and rng.random() < 0.7:
+                    dims.setdefault(name, {}).setdefault(rng.randrange(len(shape)), []).append(axis)
+        return NamedSharding.from_shape(**axes), dims
+
+    values = model(rng.choice(["float32", "int8", "float64"]))
+    sources, expected = shard(values, *mesh_and_dims()), shard(values, *mesh_and_dims())
+    targets = zeros(expected)
+    for worker in targets:
+        for name, held in list(worker.tensors.items()):
+            if held.tensor.ndim and rng.random() < 0.3:
+                room = np.zeros([2 * size for size in held.tensor.shape], held.tensor.dtype)
+                strided = room[tuple(slice(None, None, 2) for _ in held.tensor.shape)]
+                worker.tensors[name] = LocalTensor(strided, held.global_shape, held.offsets)
+    names = "abc"[: rng.choice([1, 2, 3])]
+    nodes = [rng.choice(names) for _ in sources], [rng.choice(names) for _ in targets]
+    return Ends(sources, targets, nodes=nodes, transport="tcp"), expected
+
+
+def break_down(rng, ends):
+    """Let version 1 fail in a random phase."""
+    phase = rng.choice(["stage", "overwritten", "closed", "move", "superseded", "hook"])
+    ends.plan()
+    staged = ends.stage()
+    if phase == "stage":
+        return
+    if phase == "overwritten":
+        ends.stage()
+    if phase == "closed":
+        for rank in range(len(ends.workers["source"])):
+            ends.restart("source", rank)
+    replies = ends.fetch(staged, 1)
+    if phase in ("overwritten", "closed"):
+        needed = [bool(tasks["sources"]) for tasks in ends.tasks.target.values()]
+        assert ["bytes" not in reply for reply in replies] == needed
+        committed = ends.commit(1)
+        assert all("missing" in reply for reply, needs in zip(committed, needed, strict=True) if needs)
+    if phase == "superseded":
+        late = ends.epoch
+        ends.describe()
+        ends.epoch = late
+        assert all("superseded" in reply for reply in ends.commit(1))
+        ends.epoch = late + 1
+    if phase == "hook":
+        assert all("error" in reply and not reply["inconsistent"] for reply in ends.commit(1, before="fail"))
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_random_layouts_and_faults(first):
+    """After a fault in any phase all targets hold what they held, and the next transfer brings every byte."""
+    with leave_nothing():
+        for seed in range(first, first + 20):
+            rng = random.Random(seed)
+            ends, expected = make_random_ends(rng)
+            break_down(rng, ends)
+            held = [local.tensor for worker in ends.workers["target"] for local in worker.tensors.values()]
+            assert not any(tensor.any() for tensor in held)
+            ends.send(2)
+            assert same(ends.workers["target"], expected)
+            ends.close()
+            del ends
+            sys.modules.pop(SHARED)
 
 
 def test_nothing_travels_within_a_process():
@@ -226,8 +297,10 @@ def test_commit_runs_the_hooks():
     assert ends.workers["target"][0].events == ["noted"] * 2
 
 
-@pytest.mark.parametrize(("hook", "torn", "done", "value"), [("before", False, False, 0), ("after", False, True, 1)])
-def test_hooks_that_fail(hook, torn, done, value):
+@pytest.mark.parametrize(
+    ("hook", "inconsistent", "done", "value"), [("before", False, False, 0), ("after", False, True, 1)]
+)
+def test_hooks_that_fail(hook, inconsistent, done, value):
     """A hook that fails is reported with its traceback, and whether the tensors are in place."""
     ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
     ends.plan()
@@ -235,12 +308,12 @@ def test_hooks_that_fail(hook, torn, done, value):
     (reply,) = ends.commit(1, **{hook: "fail"})
     assert reply["error"] == "ArithmeticError: broken"
     assert "in fail" in reply["traceback"]
-    assert (reply["torn"], reply["done"]) == (torn, done)
+    assert (reply["inconsistent"], reply["done"]) == (inconsistent, done)
     assert ends.workers["target"][0].tensors["a"].tolist() == [value] * 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError])
-def test_interrupted_commit_is_torn(error):
+def test_interrupted_commit_is_inconsistent(error):
     """An end whose commit was interrupted or cancelled midway says that it holds a mixture."""
     ends = Ends([Worker({"a": np.ones(4), "b": np.ones(4)})], [Worker({})], apply="load")
     ends.send(1, chunk_bytes=8)
@@ -253,7 +326,7 @@ def test_interrupted_commit_is_torn(error):
     ends.workers["target"][0].load = load
     with pytest.raises(error):
         ends.commit(2, chunk_bytes=8)
-    assert ends.ends["target", 0].held == "torn"
+    assert ends.ends["target", 0].held == "inconsistent"
 
 
 def test_apply_takes_chunks():
@@ -271,13 +344,13 @@ def test_apply_takes_chunks():
         assert all(np.array_equal(worker.tensors[name], value) for name, value in values.items())
 
 
-def test_apply_that_fails_midway_is_torn():
+def test_apply_that_fails_midway_is_inconsistent():
     """An engine that has loaded some chunks and failed holds a mixture."""
     ends = Ends([Worker({"a": np.ones(4), "b": np.ones(4)})], [Worker({})], apply="load_half")
     ends.plan()
     ends.fetch(ends.stage(), 1)
     (reply,) = ends.commit(1, chunk_bytes=1)
-    assert reply["torn"]
+    assert reply["inconsistent"]
     ends.apply = "load"
     ends.send(2)
     assert ends.workers["target"][0].tensors["b"].tolist() == [1] * 4
@@ -388,8 +461,8 @@ def test_unused_memory_is_given_back():
     assert count_segments() == mapped_before + 2  # of the source, and of the target
     ends.transport = "object_store"
     ends.plan()
-    # Orders that stage nothing yet.
-    ends.ask("source", 0, "source", ends.epoch, None, 0, ends.orders.source[0], 0, False, False)
+    # Tasks that stage nothing yet.
+    ends.ask("source", 0, "source", ends.epoch, None, 0, ends.tasks.source[0], 0, False, False)
     assert count_segments() == mapped_before + 1
     (reply,) = ends.fetch({0: {"staged": {"channels": [{"kind": "object_store", "blocked": "not here"}]}}}, 3)
     assert "blocked" in reply
@@ -424,6 +497,7 @@ def test_memory_that_cannot_be_opened_is_reported():
         ({1: np.ones(2)}, "1", "must be a str"),
         ({"a": "text"}, "a", "builtins.str cannot be transferred"),
         ({"a": np.array(["x"], object)}, "a", "dtype object cannot"),
+        ({"a": np.ma.array([1.0], mask=[True])}, "a", "masked array"),
         ({"a": LocalTensor(np.ones(2), (4,), (3,))}, "a", "outside of the global shape"),
         ({"a": LocalTensor(np.ones(2), (4, 4), (3,))}, "a", "has global_shape"),
     ],
@@ -548,7 +622,7 @@ def test_tensors_that_change_before_the_commit():
     ends.fetch(ends.stage(), 1)
     (reply,) = ends.commit(1, before="grow")
     assert "'a': 'another box or dtype'" in reply["error"]
-    assert (reply["torn"], reply["done"]) == (False, False)
+    assert (reply["inconsistent"], reply["done"]) == (False, False)
     assert not target.tensors["a"].any()
 
 
@@ -564,6 +638,78 @@ def test_targets_that_cannot_be_written(kind):
     }[kind]
     _, (reply,) = Ends([Worker({"a": np.ones(value.shape)})], [Worker({"a": value})]).describe()
     assert [name for name, _ in reply.get("refused", [])] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["copies", "some copies"])
+def test_targets_that_return_copies(kind):
+    """A target method that returns copies is refused by name: the new values would be lost with them."""
+
+    class Copying(Worker):
+        def weights(self):
+            copied = self.tensors if kind == "copies" else ("a",)
+            return {name: value.copy() if name in copied else value for name, value in self.tensors.items()}
+
+    names = ["a", "b"] if kind == "copies" else ["a"]
+    for _ in range(2):
+        tensors = {name: np.zeros(4) for name in "ab"}
+        _, (reply,) = Ends([Worker({name: np.ones(4) for name in "ab"})], [Copying(tensors)]).describe()
+        assert [name for name, _ in reply.get("refused", [])] == names
+        assert "copy" in reply["refused"][0][1]
+
+
+def test_target_that_returns_copies_after_a_wake_up():
+    """Copies that the target returns at the commit are refused too, and nothing is written."""
+
+    class Copying(Worker):
+        asleep = True
+
+        def wake_up(self):
+            self.asleep = False
+
+        def weights(self):
+            return self.tensors if self.asleep else {name: value.copy() for name, value in self.tensors.items()}
+
+    ends = Ends([Worker({"a": np.ones(4)})], [Copying({"a": np.zeros(4)})])
+    ends.plan()
+    ends.fetch(ends.stage(), 1)
+    (reply,) = ends.commit(1, before="wake_up")
+    assert "returns a copy" in reply["error"]
+    assert (reply["inconsistent"], reply["done"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.s_[:], np.s_[:2]),  # a fused tensor and a part of it
+        (np.s_[:2], np.s_[1:3]),
+        (np.s_[:, :3], np.s_[:, 2:]),
+        (np.s_[::2], np.s_[2:]),
+        (np.s_[::-1], np.s_[3]),
+    ],
+)
+def test_targets_that_overlap(first, second):
+    """Two target tensors that share some elements are refused by name: the last one would win."""
+    fused = np.zeros((4, 6))
+    values = {"a": fused[first], "b": fused[second]}
+    source = Worker({name: np.ones(value.shape) for name, value in values.items()})
+    ends = Ends([source], [Worker(values)])
+    ends.plan()
+    (reply,) = ends.fetch(ends.stage(), 1)
+    ((name, why),) = reply["refused"]
+    assert f"shares some of its memory with {'b' if name == 'a' else 'a'!r}" in why
+    assert not fused.any()
+    Ends([source], [Worker(values)], exclude=("a",)).send(1)
+
+
+def test_targets_that_only_interleave():
+    """Parts of one tensor that share no element are written, although their memory interleaves."""
+    fused = np.zeros((4, 6))
+    values = {"a": fused[::2, :3], "b": fused[:, 3:], "c": fused[1::2, :3].T}
+    sources = Worker(
+        {name: np.full(value.shape, float(number)) for number, (name, value) in enumerate(values.items(), 1)}
+    )
+    Ends([sources], [Worker(values)]).send(1)
+    assert fused.tolist() == [[1.0] * 3 + [2.0] * 3, [3.0] * 3 + [2.0] * 3] * 2
 
 
 def test_segment_that_cannot_be_made(monkeypatch):

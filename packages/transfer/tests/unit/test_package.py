@@ -17,7 +17,7 @@ FAILURES = tuple(RankFailure("target", rank, "abcdef0123", "it was killed") for 
 
 def test_errors_travel():
     """An error pickles with all it says."""
-    error = TransferError("commit", 3, FAILURES, {0: 3, 1: "torn", 2: None, 3: "committing"}, "Do this.")
+    error = TransferError("commit", 3, FAILURES, {0: 3, 1: "inconsistent", 2: None, 3: "committing"}, "Do this.")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
     assert (copy.phase, copy.version, copy.failures, copy.versions) == ("commit", 3, FAILURES, error.versions)
@@ -31,8 +31,8 @@ def test_errors_say_what_holds():
     assert "target rank 0 on node abcdef01: it was killed" in str(error)
     assert "and 4 others" in str(error)
     assert str(error).endswith("Do this.")
-    decided = TransferError("commit", 3, FAILURES[:1], {0: 3, 1: "torn", 2: None}, "Do this.")
-    assert "hold 3: ranks 0; torn: ranks 1; nothing: ranks 2" in str(decided)
+    decided = TransferError("commit", 3, FAILURES[:1], {0: 3, 1: "inconsistent", 2: None}, "Do this.")
+    assert "hold 3: ranks 0; inconsistent: ranks 1; nothing: ranks 2" in str(decided)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_errors_say_what_holds():
     [
         (None, None, "Send a version first."),
         (2, 1, "Bring them up with `sync()` of the link."),
-        (2, "torn", "Bring them up with `sync()` of the link."),
+        (2, "inconsistent", "Bring them up with `sync()` of the link."),
         (2, 3, "other ranks may have run it. Make the call again."),
     ],
 )

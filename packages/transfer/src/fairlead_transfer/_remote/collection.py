@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from .tensors import check_tensors, check_writable, describe, look, resolve
+from .tensors import check_tensors, check_writable, describe, is_same_memory, look, resolve
 
 
 async def call(worker: Any, method: str | None, *args: Any) -> Any:
@@ -30,6 +30,9 @@ class Collection:
     def __init__(self) -> None:
         self.values: Mapping[str, Any] = {}
         self.number = 0
+        # How often the tensors were in other memory than before, and whether they were the last time.
+        self.moves = 0
+        self.has_moved = False
         self._marks: list[Any] = []
         self._described: list[tuple[Any, ...]] = []
 
@@ -48,7 +51,9 @@ class Collection:
         except (AttributeError, TypeError, ValueError):
             looked = {}  # `check_tensors` says what is wrong
         marks = [(name, mark) for name, (mark, _) in looked.items()]
-        if not marks or marks != self._marks:
+        self.has_moved = not marks or marks != self._marks
+        if self.has_moved:
+            self.moves += 1
             if wrong := check_tensors(values, method):
                 return wrong
             # Only the storage may have changed, of which the driver knows nothing.
@@ -65,13 +70,30 @@ class Collection:
         Raises:
             ValueError: what has been staged does not fit those with these names.
         """
-        expected = {one[0]: one[1:] for one in self._described if one[0] in names}
+        expected = {entry[0]: entry[1:] for entry in self._described if entry[0] in names}
         wrong = dict(self._look(values, method))
         wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
-        found = {one[0]: one[1:] for one in self._described}
-        wrong |= {name: "another box or dtype" for name, one in expected.items() if found.get(name) != one}
+        found = {entry[0]: entry[1:] for entry in self._described}
+        wrong |= {name: "another box or dtype" for name, entry in expected.items() if found.get(name) != entry}
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
+
+    def find_copies(self, again: Any, names: Names[str] | None = None) -> list[tuple[str, str]]:
+        """Return the tensors that a method returns in new memory each time, with the reason why they are refused.
+
+        Args:
+            again: what the method has returned in a second call, while the values of the first one are kept.
+            names: the tensors in question; None for all.
+        """
+        first, second = self.values, {name: look(value)[1] for name, value in again.items()}
+        why = "the method returns a copy of it each time, so new values would be lost: return the tensor itself"
+        return [
+            (name, why)
+            for name, local in first.items()
+            if (names is None or name in names)
+            and 0 not in local.shape
+            and (name not in second or not is_same_memory(local, second[name]))
+        ]
 
     def resolve(self) -> None:
         """Have the memory of the values hold them; that of a lazy conjugate or negative does not."""

@@ -14,14 +14,15 @@ from typing import Any, Literal, NamedTuple
 from .collection import Collection, call
 from .entry import find_shared, note_weights
 from .faults import commit_fault
+from .network import Network
 from .reading import Ties, explain, fetch_channel
 from .segment import SharedMemory
+from .sockets import Late
 from .staging import Context, stage_channel
 from .store import ObjectStore
-from .tensors import check_writable, copy_all, finish, join_pieces, library, overlap, part, span
+from .tensors import check_writable, copy_all, find_overlapping, finish, join_pieces, library, overlap, part, span
 from .transport import (
     Blocked,
-    Late,
     Lost,
     Overwritten,
     Transport,
@@ -29,6 +30,9 @@ from .transport import (
     await_replies,
     describe_error,
 )
+
+# What a rank that reads for its node may reply that is true of the other ranks there too.
+RELAY_TROUBLES = frozenset(["blocked", "lost", "reason", "overwritten", "waiting", "superseded", "unstaged"])
 
 
 class StageOptions(NamedTuple):
@@ -44,6 +48,8 @@ class Intake(NamedTuple):
     epoch: int  # of the attempt
     version: int
     staged: Mapping[int, Any]  # the reply of each source rank, or a reference to it
+    # "reads": the channels to read for all ranks of the node; "reply": of the rank that does, or a reference to it
+    relay: Mapping[str, Any] | None
     deadline: float  # when to give up, in `time.monotonic`
 
 
@@ -54,22 +60,27 @@ class End:
         self._key = key
         self._epoch = -1
         self._collection = Collection()
-        self._orders: dict[str, Any] = {}
+        self._tasks: dict[str, Any] = {}
         self._method: str | None = None  # returns the tensors of a target
         self._committed: tuple[int, int] | None = None
         # The memory of the committed version, until another link overwrites it.
         self._claimed: list[tuple[str, int, int]] = []
-        self._transports: dict[str, Transport] = {"shared_memory": SharedMemory(), "object_store": ObjectStore()}
+        self._transports: dict[str, Transport] = {
+            "shared_memory": SharedMemory(),
+            "tcp": Network(),
+            "object_store": ObjectStore(),
+        }
         self._pieces: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
-        self._torn = False
+        self._overlap_checked: tuple[int, int] | None = None
+        self._inconsistent = False
         self._writing = False
         self._concurrent = False
 
     @property
-    def held(self) -> int | Literal["torn"] | None:
+    def held(self) -> int | Literal["inconsistent"] | None:
         """The version in place, as in `Link.versions`."""
-        return "torn" if self._torn else self._committed and self._committed[1]
+        return "inconsistent" if self._inconsistent else self._committed and self._committed[1]
 
     def serve(self, worker: Any, operation: str, args: tuple[Any, ...]) -> Any:
         """Run an operation; on a worker whose async methods overlap, the result is a coroutine on its event loop."""
@@ -93,9 +104,9 @@ class End:
         return self._enter(epoch) or self._collection.note(values, method, known)
 
     def _context(self) -> Context:
-        """Return the tensors by their numbers in the orders; None for those that this rank does not hold."""
-        values, orders = self._collection.values, self._orders
-        return Context(library(orders["library"]), orders, list(map(values.get, orders["names"])), self._transports)
+        """Return the tensors by their numbers in the tasks; None for those that this rank does not hold."""
+        values, tasks = self._collection.values, self._tasks
+        return Context(library(tasks["library"]), tasks, list(map(values.get, tasks["names"])), self._transports)
 
     async def _source(
         self,
@@ -103,14 +114,14 @@ class End:
         epoch: int,
         method: str | None,
         known: int,
-        orders: dict[str, Any] | None,
-        order_id: int,
+        tasks: dict[str, Any] | None,
+        tasks_id: int,
         *options: Any,
     ) -> dict[str, Any]:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
         Without a method these are the tensors of this attempt. The driver has planned with the description of the
-        number `known`. Without orders, those that were given before hold; the number 0 stages nothing. The options are
+        number `known`. Without tasks, those that were given before hold; the number 0 stages nothing. The options are
         those of `StageOptions`.
         """
         began, how = time.monotonic(), StageOptions(*options)
@@ -120,11 +131,11 @@ class End:
         reply |= {} if method is None else await self._collect(worker, epoch, method, known)
         self._collection.resolve()
         reply["collect_s"] = time.monotonic() - began
-        if orders is not None:
-            self._orders = orders
+        if tasks is not None:
+            self._tasks = tasks
             for kind, transport in self._transports.items():
-                transport.keep_only([at for at, one in enumerate(orders["channels"]) if one["kind"] == kind])
-        there = order_id and self._orders.get("id") == order_id and self._collection.number == known
+                transport.keep_only([at for at, channel in enumerate(tasks["channels"]) if channel["kind"] == kind])
+        there = tasks_id and self._tasks.get("id") == tasks_id and self._collection.number == known
         if there and "refused" not in reply:
             commit_fault(self._key[1], "stage")
             began = time.monotonic()
@@ -139,29 +150,38 @@ class End:
             return late
         self._method = method
         reply = await self._collect(worker, epoch, method, known)
-        if "tensors" in reply and (refused := check_writable(self._collection.values)):
+        if "tensors" in reply and (refused := await self._check_target(worker, method)):
             reply["refused"] = refused  # with the description, because the link may exclude these
         return {**reply, "collect_s": time.monotonic() - began}
+
+    async def _check_target(self, worker: Any, method: str) -> list[tuple[str, str]]:
+        """Return the tensors of the target that new values cannot be written into: names and reasons."""
+        values, moved = self._collection.values, self._collection.has_moved
+        refused = check_writable(values)
+        if moved and values:
+            refused += self._collection.find_copies(await call(worker, method))
+        return refused
 
     async def _fetch(
         self,
         worker: Any,
         epoch: int,
         version: int,
-        orders: dict[str, Any] | None,
-        order_id: int,
+        tasks: dict[str, Any] | None,
+        tasks_id: int,
         staged: Mapping[int, Any],
+        relay: Mapping[str, Any] | None,
         within_s: float,
     ) -> dict[str, Any]:
-        """Map what the orders say, or get it from Ray's object store.
+        """Map what the tasks say, read it over the network, or get it from Ray's object store.
 
-        Without orders, those that were given before hold. The other arguments are as for `Intake`.
+        Without tasks, those that were given before hold. The other arguments are as for `Intake`.
         """
         if (late := self._enter(epoch)) is not None:
             return late
-        if not self._has_orders(orders, order_id):
+        if not self._has_tasks(tasks, tasks_id):
             return {"unplanned": True}
-        intake = Intake(epoch, version, staged, time.monotonic() + within_s)
+        intake = Intake(epoch, version, staged, relay, time.monotonic() + within_s)
         return await self._in_thread(self._fetch_all, intake)
 
     async def _prepare(self, worker: Any, epoch: int, method: str) -> None:
@@ -183,13 +203,15 @@ class End:
 
         Returns:
             `committed`: the version; or `superseded`; or `missing`: nothing of this version is staged; or `error`, with
-            `torn`: whether some tensors are of the new version and others are not.
+            `inconsistent`: whether some tensors are of the new version and others are not.
         """
-        if self._committed == (epoch, version) and not self._torn:
+        if self._committed == (epoch, version) and not self._inconsistent:
             return {"committed": version}
         if epoch < self._epoch:
             return {"superseded": self._epoch}
-        if self._staged != (epoch, version) or not all(one.is_unchanged() for one in self._transports.values()):
+        if self._staged != (epoch, version) or not all(
+            transport.is_unchanged() for transport in self._transports.values()
+        ):
             return {"missing": True}
         began, self._writing, reply = time.monotonic(), False, dict[str, Any]()
         try:
@@ -197,21 +219,26 @@ class End:
             await call(worker, before)
             if self._method is not None:
                 values = await call(worker, self._method)
-                self._collection.note_again(values, self._method, self._orders["names"])
+                names = self._tasks["names"]
+                self._collection.note_again(values, self._method, names)
+                if self._collection.has_moved and (
+                    copies := self._collection.find_copies(await call(worker, self._method), names)
+                ):
+                    raise ValueError(f"the tensors of the target cannot be written: {dict(copies)}")
             finish(self._collection.values.values())
             self._writing, self._committed = True, None
             reply["overwritten"] = self._claim(apply)
             await self._put(apply, worker, chunk_bytes)
             finish(self._collection.values.values())
             self._writing = False
-            self._torn, self._committed = False, (epoch, version)
+            self._inconsistent, self._committed = False, (epoch, version)
             await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             done = self._committed == (epoch, version)
-            return {**reply, **describe_error(error), "torn": self._writing, "done": done}
+            return {**reply, **describe_error(error), "inconsistent": self._writing, "done": done}
         finally:
             # Also if a hook was cancelled, or Ctrl-C came.
-            self._torn = self._torn or self._writing
+            self._inconsistent = self._inconsistent or self._writing
             note_weights(self.held)
             self._drop()
         return {**reply, "committed": version, "commit_s": time.monotonic() - began}
@@ -239,20 +266,20 @@ class End:
 
     def _stage(self, how: StageOptions) -> dict[str, Any]:
         """Make what others need available to them."""
-        context, orders = self._context(), self._orders
+        context, tasks = self._context(), self._tasks
         finish(self._collection.values.values())
-        held = {key: context.digest(at, box) for key, at, box, _ in (orders["held"] if how.compares else ())}
+        held = {key: context.digest(at, box) for key, at, box, _ in (tasks["held"] if how.compares else ())}
         channels = [
-            stage_channel(context, number, channel, how.fresh) for number, channel in enumerate(orders["channels"])
+            stage_channel(context, number, channel, how.fresh) for number, channel in enumerate(tasks["channels"])
         ]
         reply = {"channels": channels}
         return {**reply, "held": held} if how.compares else reply
 
-    def _has_orders(self, orders: dict[str, Any] | None, order_id: int) -> bool:
-        """Take new orders of a target rank if there are any; return whether the orders have this number."""
-        if orders is None:
-            return bool(self._orders.get("id") == order_id)
-        dtypes = orders["dtypes"]
+    def _has_tasks(self, tasks: dict[str, Any] | None, tasks_id: int) -> bool:
+        """Take new tasks of a target rank if there are any; return whether the tasks have this number."""
+        if tasks is None:
+            return bool(self._tasks.get("id") == tasks_id)
+        dtypes = tasks["dtypes"]
         sources = {
             source: {
                 number: [
@@ -261,32 +288,40 @@ class End:
                 ]
                 for number, ordered in channels.items()
             }
-            for source, channels in orders["sources"].items()
+            for source, channels in tasks["sources"].items()
         }
-        self._orders = {**orders, "sources": sources}
-        return bool(orders["id"] == order_id)
+        self._tasks = {**tasks, "sources": sources}
+        return bool(tasks["id"] == tasks_id)
 
     def _fetch_all(self, intake: Intake) -> dict[str, Any]:
         began, deadline = time.monotonic(), intake.deadline
-        context, orders = self._context(), self._orders
+        context, tasks = self._context(), self._tasks
         self._staged = None
         for transport in self._transports.values():
             transport.release()
+        if overlapping := self._find_overlapping(context):
+            return {"refused": overlapping}
         pieces, ties = self._copy_local(context), Ties(context)
-        replies, trouble = await_replies(intake.staged, orders["sources"], deadline)
+        replies, trouble = await_replies(intake.staged, intake.staged, deadline)
         if trouble is not None:
             return trouble
         blocked: dict[int, tuple[str, str]] = {}
-        sent = {source: replies[source]["staged"]["channels"] for source in orders["sources"]}
+        sent = {source: reply["staged"]["channels"] for source, reply in replies.items()}
         for kind, transport in self._transports.items():
+            places = ((source, number) for source, channels in tasks["sources"].items() for number in channels)
             transport.forget_others(
-                {one for one, channels in orders["sources"].items() for at in channels if sent[one][at]["kind"] == kind}
+                {(source, number) for source, number in places if sent[source][number]["kind"] == kind}
             )
-        for source, channels in orders["sources"].items():
+        relayed = self._relay(intake, sent)
+        if "relays" not in relayed:
+            return relayed
+        for source, channels in tasks["sources"].items():
             for number, ordered in channels.items():
                 channel = sent[source][number]
+                if channel["kind"] == "tcp" and "blocked" not in channel:
+                    channel = {**channel, "staged": relayed["relays"][source, number]}
                 try:
-                    wanted = [one for *_, one in ordered]
+                    wanted = [part for *_, part in ordered]
                     found = fetch_channel(context, source, number, channel, wanted, deadline)
                 except Blocked as error:
                     blocked |= explain(source, channel, error)["blocked"]
@@ -302,19 +337,58 @@ class End:
             return {"refused": clashing}
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, intake[:2]
-        return {"bytes": orders["bytes"], "move_s": time.monotonic() - began}
+        return {"bytes": tasks["bytes"], "move_s": time.monotonic() - began, "relays": relayed["relays"]}
+
+    def _relay(self, intake: Intake, sent: Mapping[int, Any]) -> dict[str, Any]:
+        """Read over the network for all ranks of this node, or wait for the rank that does.
+
+        Returns:
+            `relays`: where the channels are, by source rank and number; or the reply to the driver without it.
+        """
+        relay = intake.relay or {"reads": (), "fresh": False}
+        if "reply" in relay:
+            replies, trouble = await_replies({0: relay["reply"]}, [0], intake.deadline, key="relays")
+            if trouble is None or "unstaged" not in trouble:
+                return {"unrelayed": trouble} if trouble else replies[0]
+            return {key: value for key, value in replies[0].items() if key in RELAY_TROUBLES} or {"unrelayed": trouble}
+        staged = {(source, number): sent[source][number] for source, number in relay["reads"]}
+        unable = {
+            source: ("tcp", channel["blocked"]) for (source, _), channel in staged.items() if "blocked" in channel
+        }
+        if unable:
+            return {"blocked": unable}
+        network = self._transports["tcp"]
+        assert isinstance(network, Network)
+        try:
+            places = {place: channel["staged"] for place, channel in staged.items()}
+            return {"relays": network.relay(places, relay["fresh"], intake.deadline) if places else {}}
+        except Blocked as error:
+            # Whatever closes one port closes the others too.
+            return {"blocked": {source: ("tcp", str(error)) for source, _ in staged}}
+        except (Late, Lost, Overwritten) as error:
+            return explain(error.source, {"kind": "tcp"}, error)  # type: ignore[union-attr]
+
+    def _find_overlapping(self, context: Context) -> list[tuple[str, str]]:
+        """Return the tensors that share some elements with another one; looks once for each plan and memory."""
+        state = self._tasks["id"], self._collection.moves
+        if self._overlap_checked == state:
+            return []
+        own = zip(self._tasks["names"], context.tensors, strict=True)
+        wrong = find_overlapping(context.tools, {name: local for name, local in own if local is not None})
+        self._overlap_checked = None if wrong else state
+        return wrong
 
     def _copy_local(self, context: Context) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""
-        orders, tools = self._orders, context.tools
-        if not orders["local"]:
+        tasks, tools = self._tasks, context.tools
+        if not tasks["local"]:
             return []
         own = find_shared("ends", {})[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
         finish(own.values())
         pieces = []
-        for at, box, source_box, sizes in orders["local"]:
-            copy = tools.empty(sizes, orders["dtypes"][at])
-            tools.copy(copy, part(own[orders["source_names"][at]], source_box))
+        for at, box, source_box, sizes in tasks["local"]:
+            copy = tools.empty(sizes, tasks["dtypes"][at])
+            tools.copy(copy, part(own[tasks["source_names"][at]], source_box))
             pieces.append((at, box, copy))
         return pieces
 
@@ -324,11 +398,11 @@ class End:
         What a method of the user's takes is known by its name and the names of the tensors.
         """
         if apply is not None:
-            self._claimed = [(f"{apply} {name}", 0, 1) for name in self._orders["names"]]
+            self._claimed = [(f"{apply} {name}", 0, 1) for name in self._tasks["names"]]
         else:
             context = self._context()
-            own = (one for one in context.tensors if one is not None and 0 not in one.shape)
-            self._claimed = [span(context.tools, one) for one in own]
+            own = (local for local in context.tensors if local is not None and 0 not in local.shape)
+            self._claimed = [span(context.tools, local) for local in own]
         lost = []
         for (link, _), end in find_shared("ends", {}).items():
             if end is not self and overlap(self._claimed, end._claimed):  # noqa: SLF001  of the same class
@@ -340,7 +414,7 @@ class End:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
         context = self._context()
         if apply is not None:
-            for chunk in join_pieces(context.tools, self._orders, self._pieces, chunk_bytes):
+            for chunk in join_pieces(context.tools, self._tasks, self._pieces, chunk_bytes):
                 await call(worker, apply, chunk)
                 commit_fault(self._key[1], "committing")
         else:
@@ -348,5 +422,5 @@ class End:
             copy_all(context.tools, itertools.islice(pairs, 1))
             commit_fault(self._key[1], "committing")
             copy_all(context.tools, pairs)
-        if not all(one.is_unchanged() for one in self._transports.values()):
+        if not all(transport.is_unchanged() for transport in self._transports.values()):
             raise BufferError("the memory of a source was written during the commit")

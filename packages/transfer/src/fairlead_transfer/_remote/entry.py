@@ -29,7 +29,7 @@ def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str,
 
 
 def note_weights(held: int | str | None) -> None:
-    """Record what this worker holds, for those who look at it; "torn" is no version, nor what a record cannot hold."""
+    """Record what this worker holds, for status displays; "inconsistent", and what it cannot hold, are none."""
     record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
     if record is not None:
         record.note_weights(held if isinstance(held, int) and 0 <= held < 1 << 63 else None)

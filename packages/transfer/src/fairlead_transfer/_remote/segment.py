@@ -24,33 +24,40 @@ HEAD = 64
 
 
 class Segment:
-    """The owner's side, for `size` bytes of content."""
+    """The owner's side.
+
+    Attributes:
+        size: bytes of the content.
+        token: what tells this segment from others.
+        generation: of the content.
+        file: the descriptor of its file.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._token = os.urandom(16)
-        self._generation = 0
-        self._file = os.memfd_create(NAME)
-        self._close = weakref.finalize(self, os.close, self._file)  # also if the next line fails
-        os.ftruncate(self._file, size + 2 * HEAD)
-        self._page = mmap.mmap(self._file, size + 2 * HEAD)
+        self.token = os.urandom(16)
+        self.generation = 0
+        self.file = os.memfd_create(NAME)
+        self._close = weakref.finalize(self, os.close, self.file)  # also if the next line fails
+        os.ftruncate(self.file, size + 2 * HEAD)
+        self._page = mmap.mmap(self.file, size + 2 * HEAD)
         self._mark(0, 0)
 
     def _mark(self, head: int, tail: int) -> None:
-        struct.pack_into(MARK, self._page, 0, self._token, head)
-        struct.pack_into(MARK, self._page, HEAD + self.size, self._token, tail)
+        struct.pack_into(MARK, self._page, 0, self.token, head)
+        struct.pack_into(MARK, self._page, HEAD + self.size, self.token, tail)
 
     def begin(self) -> memoryview:
         """Start to write: readers refuse the content from now on. Returns the content."""
-        self._generation += 1
+        self.generation += 1
         # Different at both ends: whoever looks now finds no generation.
-        self._mark(0, self._generation)
+        self._mark(0, self.generation)
         return memoryview(self._page)[HEAD : HEAD + self.size]
 
     def end(self) -> tuple[Any, ...]:
         """Finish writing; return what a reader needs."""
-        self._mark(self._generation, self._generation)
-        return os.getpid(), self._file, self.size, self._token, self._generation
+        self._mark(self.generation, self.generation)
+        return os.getpid(), self.file, self.size, self.token, self.generation
 
     def close(self) -> None:
         """Give the memory back as soon as no process maps it."""
@@ -98,19 +105,20 @@ class SharedMemory(Transport):
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._outgoing: dict[int, tuple[Any, list[Any]]] = {}
-        self._mapped: dict[int, Mapping] = {}
-        self._incoming: dict[int, tuple[Any, list[Any]]] = {}
+        # By source rank and channel.
+        self._mapped: dict[tuple[int, int], Mapping] = {}
+        self._incoming: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
         self._used: list[tuple[Mapping, int]] = []
 
-    def stage(self, write: Write) -> tuple[Any, ...]:
+    def stage(self, write: Write) -> Any:
         """Copy the blocks into a segment, which is kept from one send to the next."""
         tools, number, size, blocks, order, fresh = write
         segment = self._segments.get(number)
         if segment is None or segment.size != size or fresh:
             if segment is not None:
-                self._segments.pop(number).close()
+                self._discard(self._segments.pop(number))
             try:
-                segment = self._segments[number] = Segment(size)
+                segment = self._segments[number] = self._make(size)
             except (AttributeError, OSError) as error:
                 raise Blocked(f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}") from error
             self._outgoing.pop(number, None)
@@ -123,25 +131,33 @@ class SharedMemory(Transport):
         copy_all(tools, zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
         return segment.end()
 
+    def _make(self, size: int) -> Segment:
+        """Return a new segment."""
+        return Segment(size)
+
+    def _discard(self, segment: Segment) -> None:
+        """Close a segment that is used no more."""
+        segment.close()
+
     def fetch(self, read: Read) -> list[Any]:
         """Return views of the source's memory."""
-        source, staged = read.source, read.staged
-        if source not in self._mapped or self._mapped[source].token != staged[3]:
+        place, staged = (read.source, read.number), read.staged
+        if place not in self._mapped or self._mapped[place].token != staged[3]:
             try:
-                self._mapped[source] = Mapping(staged)
+                self._mapped[place] = Mapping(staged)
             except OSError as error:
                 raise Blocked(f"{type(error).__name__}: {error}") from error
-            self._incoming.pop(source, None)
-        mapped = self._mapped[source]
+            self._incoming.pop(place, None)
+        mapped = self._mapped[place]
         if not mapped.holds(staged[4]):
             raise Overwritten
         self._used.append((mapped, staged[4]))
-        known, views = self._incoming.get(source, (None, []))
+        known, views = self._incoming.get(place, (None, []))
         if known != read.order:
             # The same memory in every send, so its views are made once.
-            places = [(0, one.offset) for one in read.wanted]
+            places = [(0, part.offset) for part in read.wanted]
             views = view_parts(read.tools, [mapped.content()], read.wanted, places)
-            self._incoming[source] = read.order, views
+            self._incoming[place] = read.order, views
         return views
 
     def is_unchanged(self) -> bool:
@@ -155,16 +171,16 @@ class SharedMemory(Transport):
     def keep_only(self, numbers: Collection[int]) -> None:
         """Close the segments of other channels."""
         for number in set(self._segments).difference(numbers):
-            self._segments.pop(number).close()
+            self._discard(self._segments.pop(number))
             self._outgoing.pop(number, None)
 
-    def forget_others(self, sources: Collection[int]) -> None:
-        """Unmap the segments of other source ranks: the memory of a process that has ended goes with the last map."""
-        for source in set(self._mapped).difference(sources):
-            del self._mapped[source]
-            self._incoming.pop(source, None)
+    def forget_others(self, places: Collection[tuple[int, int]]) -> None:
+        """Unmap the segments of other channels: the memory of a process that has ended goes with the last map."""
+        for place in set(self._mapped).difference(places):
+            del self._mapped[place]
+            self._incoming.pop(place, None)
 
     def close(self) -> None:
         """Give the memory back as soon as no process maps it."""
         for segment in self._segments.values():
-            segment.close()
+            self._discard(segment)

@@ -51,7 +51,7 @@ class ObjectStore(Transport):
     def fetch(self, read: Read) -> list[Any]:
         """Return views of the value in the object store of this node."""
         index, *buffers = fetch_stored(read.staged, read.deadline)
-        return view_parts(read.tools, buffers, read.wanted, [index[one.block] for one in read.wanted])
+        return view_parts(read.tools, buffers, read.wanted, [index[part.block] for part in read.wanted])
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Give back the memory in which blocks of other channels were packed."""

@@ -130,6 +130,8 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
     """
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
+        if hasattr(value, "mask") and hasattr(value, "filled"):
+            raise TypeError("a masked array cannot be transferred, because its mask would be lost: return value.data")
         if value.dtype.kind not in "biufcV" or value.dtype.fields:
             raise TypeError(f"arrays of dtype {value.dtype} cannot be transferred; numbers and bool can")
         return ("numpy", value.dtype, value.shape, value.strides, value.__array_interface__["data"][0]), value
@@ -252,10 +254,10 @@ def view_parts(
 ) -> list[Any]:
     """Return the wanted parts of blocks; `places` has for each the number of its buffer, and where its block begins."""
     blocks = (
-        tools.view(buffers[buffer], one.dtype, begin, one.sizes)
-        for one, (buffer, begin) in zip(wanted, places, strict=True)
+        tools.view(buffers[buffer], part.dtype, begin, part.sizes)
+        for part, (buffer, begin) in zip(wanted, places, strict=True)
     )
-    return [block if one.inside is None else block[one.inside] for block, one in zip(blocks, wanted, strict=True)]
+    return [block if part.inside is None else block[part.inside] for block, part in zip(blocks, wanted, strict=True)]
 
 
 def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
@@ -304,7 +306,7 @@ def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
 def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, int, int]]) -> bool:
     """Return whether a span of one list and a span of the other have bytes in common."""
     ends: dict[str, list[int]] = {}
-    marked = sorted([(*one, 0) for one in ours] + [(*one, 1) for one in theirs])
+    marked = sorted([(*span, 0) for span in ours] + [(*span, 1) for span in theirs])
     for device, begin, end, side in marked:
         reached = ends.setdefault(device, [begin, begin])
         if begin < reached[1 - side]:
@@ -313,8 +315,67 @@ def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, in
     return False
 
 
+def find_overlapping(tools: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the tensors that share some elements with another one, but are not the same memory: names and reasons."""
+    spans = [(span(tools, local), name) for name, local in tensors.items() if 0 not in local.shape]
+    wrong: dict[str, str] = {}
+    runs: dict[str, list[tuple[int, int]]] = {}
+    reaching: list[tuple[tuple[str, int, int], str]] = []
+    for place, name in sorted(spans):
+        reaching = [(other, before) for other, before in reaching if other[0] == place[0] and other[2] > place[1]]
+        for _, before in reaching:
+            if _memory(tools, tensors[name]) == _memory(tools, tensors[before]):
+                continue
+            for member in (name, before):
+                if member not in runs:
+                    runs[member] = _find_runs(tools, tensors[member])
+            if _intersect(runs[name], runs[before]):
+                first, second = sorted((name, before), key=list(tensors).index)
+                why = f"it shares some of its memory with {first!r}: return only one of them, or exclude one"
+                wrong.setdefault(second, why)
+        reaching.append((place, name))
+    return list(wrong.items())
+
+
+def is_same_memory(first: Any, second: Any) -> bool:
+    """Return whether two tensors begin at the same address."""
+    marks = [look(value)[0] for value in (first, second)]
+    return marks[0] == marks[1]
+
+
+def _memory(tools: Any, tensor: Any) -> tuple[Any, ...]:
+    """Return what two tensors have in common that are the same elements in the same order."""
+    return *tools.memory(tensor), tuple(tensor.shape), tools.dtype_name(tensor)
+
+
+def _find_runs(tools: Any, tensor: Any) -> list[tuple[int, int]]:
+    """Return the pieces of memory of a tensor in order, each with its first address and its end."""
+    _, address, strides = tools.memory(tensor)
+    length, begins = nbytes(tools, (1,), tools.dtype_name(tensor)), [address]
+    dims = sorted((abs(stride), stride, size) for stride, size in zip(strides, tensor.shape, strict=True) if size > 1)
+    for reach, stride, size in dims:
+        if stride < 0:
+            begins = [begin + (size - 1) * stride for begin in begins]
+        if reach == length and len(begins) == 1:
+            length *= size
+        else:
+            begins = [begin + index * reach for index in range(size) for begin in begins]
+    return [(begin, begin + length) for begin in sorted(begins)]
+
+
+def _intersect(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> bool:
+    """Return whether two sorted lists of pieces of memory have a byte in common."""
+    marked = sorted([(*run, 0) for run in ours] + [(*run, 1) for run in theirs])
+    ends = [0, 0]
+    for begin, end, side in marked:
+        if begin < ends[1 - side]:
+            return True
+        ends[side] = max(ends[side], end)
+    return False
+
+
 def join_pieces(
-    tools: Any, orders: Mapping[str, Any], pieces: Iterable[tuple[int, Any, Any]], chunk_bytes: int
+    tools: Any, tasks: Mapping[str, Any], pieces: Iterable[tuple[int, Any, Any]], chunk_bytes: int
 ) -> Iterator[dict[str, Any]]:
     """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
     by_tensor: dict[int, list[Any]] = {}
@@ -323,12 +384,12 @@ def join_pieces(
     chunk: dict[str, Any] = {}
     size = 0
     for at, parts in sorted(by_tensor.items()):
-        shape, dtype = orders["shapes"][at], orders["dtypes"][at]
+        shape, dtype = tasks["shapes"][at], tasks["dtypes"][at]
         length = nbytes(tools, shape, dtype)
         if chunk and size + length > chunk_bytes:
             yield chunk
             chunk, size = {}, 0
-        whole = chunk[orders["names"][at]] = tools.empty(shape, dtype)
+        whole = chunk[tasks["names"][at]] = tools.empty(shape, dtype)
         for box, value in parts:
             tools.copy(part(whole, box), value)
         size += length
@@ -365,9 +426,9 @@ def find_gathered() -> set[int]:
     for state in [reference() for reference in list(known.values())]:
         # Older versions of torch have one group for each state.
         groups += getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    parameters = [one for group in groups if group is not None for one in group.fsdp_params]
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
     names = "_unsharded_param", "_sharded_post_forward_param"
-    copies = [getattr(one, name, None) for one in parameters for name in names]
+    copies = [getattr(parameter, name, None) for parameter in parameters for name in names]
     parts = [copy.to_local() if hasattr(copy, "to_local") else copy for copy in copies if copy is not None]
     return {local.untyped_storage().data_ptr() for local in parts if local.numel()}.difference([0])
 

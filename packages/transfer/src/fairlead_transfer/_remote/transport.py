@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from .sockets import Late
+
 
 class Block(NamedTuple):
     """A part of a tensor that a source rank stages."""
@@ -26,7 +28,7 @@ class Write(NamedTuple):
     number: int  # of the channel
     size: int  # of all blocks with what is between them, in bytes
     blocks: Sequence[Block]
-    order: Any  # what identifies the orders; blocks of the same ones have the same sizes and offsets
+    order: Any  # what identifies the tasks; blocks of the same ones have the same sizes and offsets
     fresh: bool  # whether a target may still use what was staged before, whose memory is then kept for it
 
 
@@ -52,18 +54,15 @@ class Overwritten(Exception):
     """The memory of a source rank was written since it was staged."""
 
 
-class Late(Exception):
-    """The staged data of a source rank did not arrive by the deadline."""
-
-
 class Read(NamedTuple):
     """What a target rank wants of a channel of a source rank."""
 
     tools: Any  # the library of the tensors
     source: int  # the source rank
+    number: int  # of the channel
     staged: Any  # what `stage` returned there
     wanted: Sequence[Wanted]  # the parts
-    order: Any  # what identifies the orders and the channel; with the same, the same is wanted
+    order: Any  # what identifies the tasks and the channel; with the same, the same is wanted
     deadline: float  # when to give up, in `time.monotonic`
 
 
@@ -96,8 +95,8 @@ class Transport:
     def keep_only(self, numbers: Collection[int]) -> None:
         """Give back what is kept of other channels than these, which this source rank stages."""
 
-    def forget_others(self, sources: Collection[int]) -> None:
-        """Give back what is kept of other source ranks than these."""
+    def forget_others(self, places: Collection[tuple[int, int]]) -> None:
+        """Give back what is kept of other channels than these, each given by its source rank and its number."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -123,9 +122,9 @@ def fetch_stored(ref: ray.ObjectRef[Any], deadline: float) -> Any:
 
 
 def await_replies(
-    staged: Mapping[int, Any], sources: Iterable[int], deadline: float
+    staged: Mapping[int, Any], sources: Iterable[int], deadline: float, key: str = "staged"
 ) -> tuple[dict[int, Any], dict[str, Any] | None]:
-    """Return the replies of some source ranks, and what to answer if one does not come or has staged nothing."""
+    """Return the replies of some source ranks, and what to answer if one does not come or lacks a key."""
     replies: dict[int, Any] = {}
     for source in sources:
         reply = staged[source]
@@ -138,7 +137,7 @@ def await_replies(
             return replies, {"waiting": [source]}
         except Exception as error:  # noqa: BLE001  the driver sees the same error of the source itself
             return replies, {"lost": source, "reason": " ".join(str(error).split())[:200]}
-    unstaged = next((source for source, reply in replies.items() if "staged" not in reply), None)
+    unstaged = next((source for source, reply in replies.items() if key not in reply), None)
     return replies, None if unstaged is None else {"unstaged": unstaged}
 
 
@@ -151,6 +150,8 @@ def explain_failure(reply: Mapping[str, Any]) -> str:
     if "refused" in reply:
         name, why = reply["refused"][0]
         return f"{name!r}: {why}"
+    if "unrelayed" in reply:
+        return f"the rank that reads over the network for its node did not: {reply['unrelayed']}"
     return f"it could not be read: {reply}"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stream of named tensors as buckets of bytes: which bytes of which tensor lie where, and who holds them.
 
-A bucket is `rows` rows of one stripe for each sender, one behind the other. So each sender holds the same share of
-every bucket, whatever the sizes of the tensors.
+A bucket is cut into stripes, which the senders hold in turn. So each sender holds the same share of every bucket,
+whatever the sizes of the tensors, and only the bytes that are filled travel.
 """
 
 import hashlib
@@ -49,7 +49,8 @@ class BucketShape:
     @classmethod
     def fit(cls, bucket_bytes: int, senders: int) -> "BucketShape":
         """Return the largest shape that fits; ValueError if there is none."""
-        stripe = min(STRIPE, bucket_bytes // senders // ALIGNED * ALIGNED)
+        share = bucket_bytes // senders // ALIGNED * ALIGNED
+        stripe = share if senders == 1 else min(STRIPE, share)
         if stripe < ALIGNED:
             text = f"A bucket of {bucket_bytes} bytes is too small for {senders} senders"
             raise ValueError(f"{text}: give at least {ALIGNED * senders} bytes.")
@@ -60,40 +61,42 @@ class BucketShape:
         """The bytes of a full bucket."""
         return self.senders * self.stripe * self.rows
 
-    def count_rows(self, length: int) -> int:
-        """Return the rows that so many bytes travel in: all, a half, a quarter and so on, so that plans are few."""
-        rows = self.rows
-        while rows > 1 and (rows + 1) // 2 * self.senders * self.stripe >= length:
-            rows = (rows + 1) // 2
-        return rows
+    @property
+    def share(self) -> int:
+        """The bytes of a full bucket that one sender holds."""
+        return self.stripe * self.rows
 
-    def describe(self, rows: int, sender: int | None) -> tuple[Any, ...]:
-        """Return the description of a bucket as a sender holds it, or as a receiver does."""
-        whole = rows, self.senders, self.stripe
-        if sender is None:
-            return "bucket", "torch", "uint8", 1, whole, (0, 0, 0), whole
-        return "bucket", "torch", "uint8", 1, whole, (0, sender, 0), (rows, 1, self.stripe)
-
-
-class Share(NamedTuple):
-    """The part of a bucket that a sender holds, with the attributes of a `LocalTensor`."""
-
-    tensor: Any
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    def find_stripes(self, sender: int, filled: int) -> list[tuple[int, int]]:
+        """Return where the stripes of a sender begin in a bucket with so many bytes, and their lengths."""
+        places = range(sender * self.stripe, filled, self.senders * self.stripe)
+        return [(place, min(self.stripe, filled - place)) for place in places]
 
 
 class Packer:
-    """Fills the share of one sender, bucket after bucket, from tensors that all senders have."""
+    """Fills the share of one sender, bucket after bucket, from tensors that all senders have.
 
-    def __init__(self, shape: BucketShape, sender: int) -> None:
+    Args:
+        shape: of the buckets.
+        sender: the number of the sender.
+        dtype: the dtype in which floating-point tensors travel; None for their own.
+    """
+
+    def __init__(self, shape: BucketShape, sender: int, dtype: str | None = None) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._shape = shape
         self._sender = sender
-        length = shape.rows * shape.stripe
-        self._bytes = self._torch.frombuffer(_new_memory(length), dtype=self._torch.uint8, count=length)
+        self._dtype = None if dtype is None else getattr(self._torch, dtype)
+        self._bytes: Any = None
         self.parts: list[Part] = []
         self._filled = 0
+
+    def begin(self, memory: memoryview) -> None:
+        """Fill this memory from now on, which is for a share."""
+        self._bytes = self._torch.frombuffer(memory, dtype=self._torch.uint8)
+
+    def forget(self) -> None:
+        """Refer to no memory any more: an error of the caller would keep it."""
+        self._bytes = None
 
     def add(self, name: str, tensor: Any) -> Iterator[None]:
         """Add a tensor; yield whenever a bucket is full, which must have been taken before the next step."""
@@ -102,8 +105,11 @@ class Packer:
         # The process would die of a quantized tensor, whose bytes torch cannot copy.
         if not is_whole or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise TypeError(f"{name!r} is a {type(tensor).__qualname__}: yield whole, dense torch tensors.")
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.detach().to(self._dtype)
         content = resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
         length, capacity, begin = content.numel(), self._shape.capacity, 0
+        # Tensors that fit in a bucket stay in one piece: receivers can use them where they are.
         if self.parts and self._filled + length > capacity and length <= capacity:
             yield
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -120,26 +126,25 @@ class Packer:
 
     def _put(self, content: Any) -> None:
         """Copy the bytes that fall on this sender."""
-        stripe, senders, at = self._shape.stripe, self._shape.senders, 0
-        while at < len(content):
-            number, inside = divmod(self._filled + at, stripe)
+        stripe, senders, done = self._shape.stripe, self._shape.senders, 0
+        while done < len(content):
+            number, inside = divmod(self._filled + done, stripe)
             row, owner = divmod(number, senders)
-            size = min(stripe - inside, len(content) - at)
+            size = min(stripe - inside, len(content) - done)
             if owner == self._sender:
                 begin = row * stripe + inside
-                self._bytes[begin : begin + size].copy_(content[at : at + size])
-            at += size
+                self._bytes[begin : begin + size].copy_(content[done : done + size])
+            done += size
 
-    def take(self) -> tuple[list[Part], Share]:
-        """Return the bucket; the share is valid until the next tensor is added."""
-        rows = self._shape.count_rows(self._filled)
-        share = self._bytes[: rows * self._shape.stripe].view(rows, 1, self._shape.stripe)
-        parts, self.parts, self._filled = self.parts, [], 0
-        return parts, Share(share, (rows, self._shape.senders, self._shape.stripe), (0, self._sender, 0))
+    def take(self) -> tuple[list[Part], int]:
+        """Return what is in the bucket and its bytes; the next tensor begins another one."""
+        parts, filled = self.parts, self._filled
+        self.parts, self._filled = [], 0
+        return parts, filled
 
 
 def _count_references(memories: list[mmap.mmap]) -> list[int]:
-    return [sys.getrefcount(one) for one in memories]
+    return [sys.getrefcount(memory) for memory in memories]
 
 
 def _new_memory(length: int) -> mmap.mmap:
@@ -149,7 +154,7 @@ def _new_memory(length: int) -> mmap.mmap:
 
 def digest(parts: Sequence[Part], last: bool) -> bytes:
     """Return a number that tells whether two senders have the same tensors in a bucket, and others after it."""
-    return hashlib.sha256(repr((last, [tuple(one) for one in parts])).encode()).digest()
+    return hashlib.sha256(repr((last, [tuple(part) for part in parts])).encode()).digest()
 
 
 class Unpacker:
@@ -159,23 +164,20 @@ class Unpacker:
         self._torch: Any = importlib.import_module("torch")
         self._shape = shape
         self._large: Any = None
-        self._kept: list[mmap.mmap] = []
+        self._memories: list[mmap.mmap] = []
 
-    def make(self, rows: int) -> Any:
+    def make(self) -> mmap.mmap:
         """Return memory for a bucket, which lives as long as a tensor in it; that of an older one if it has none."""
         # Tensors in it refer to it. How many references it has without them depends on the Python.
         unused = _count_references([_new_memory(1)])[0]
-        free = [at for at, count in enumerate(_count_references(self._kept)) if count == unused]
+        free = [index for index, count in enumerate(_count_references(self._memories)) if count == unused]
         if not free:
-            self._kept = [*self._kept[-1:], _new_memory(self._shape.capacity)]
-        memory = self._kept[free[0] if free else -1]
-        length = rows * self._shape.senders * self._shape.stripe
-        flat = self._torch.frombuffer(memory, dtype=self._torch.uint8, count=length)
-        return flat.view(rows, self._shape.senders, self._shape.stripe)
+            self._memories = [*self._memories[-1:], _new_memory(self._shape.capacity)]
+        return self._memories[free[0] if free else -1]
 
-    def unpack(self, parts: Sequence[Part], bucket: Any) -> Iterator[tuple[str, Any]]:
+    def unpack(self, parts: Sequence[Part], memory: mmap.mmap) -> Iterator[tuple[str, Any]]:
         """Yield the tensors that a bucket completes; those that fit in a bucket share its memory."""
-        flat = bucket.view(-1)
+        flat = self._torch.frombuffer(memory, dtype=self._torch.uint8)
         for part in parts:
             dtype = getattr(self._torch, part.dtype)
             content = flat[part.place : part.place + part.length]

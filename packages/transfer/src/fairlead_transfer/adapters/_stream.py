@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from some processes to others, bucket after bucket, when a framework has started both sides.
 
-The first sender leads. For each bucket it has all senders stage their shares, tells the receivers where these are, and
-waits until all receivers have copied them. Two buckets are in memory at a time: senders fill one while receivers copy
-the other.
+The first sender leads. Each sender says when it has filled its share of a bucket. The leader then tells the receivers
+where the shares are. On each node without the memory of a sender, one receiver reads for all of the node. Two buckets
+are in memory at a time: senders fill one while receivers copy the other.
 """
 
 import asyncio
 import contextlib
-import multiprocessing.connection
-import os
+import socket
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import traceback
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
-from .._endpoint import (
-    Endpoint,
-    EndpointDescription,
-    EndpointOrders,
-    EndpointPlan,
-    StagedPieces,
-    plan_endpoints,
-    share_secret,
-    with_tensors,
-)
+from .._descriptions import TRAVELLING
+from .._remote.server import ReadError
+from .._remote.sockets import LOOK_S, Gone, Late, connect, has_exited
+from .._remote.transport import Overwritten
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
-from ._channel import LOOK_S, Channel, Gone, Late, accept, connect, has_exited, reserve
+from ._channel import Channel, send_all, wait_for_any
+from ._members import Membership, Ports, describe
+from ._shares import Description, Intake, Offer
 
 AGAIN = (
     "Start lost processes again and update the weights again. Engines that have loaded a part hold a mixture of two "
@@ -35,68 +32,117 @@ AGAIN = (
 )
 # Seconds that others have to connect, and to learn it, when a process has exited before it connected.
 GRACE_S = 5.0
+# Seconds in which all others are told that this process has failed.
+FAREWELL_S = 1.0
 Side = Literal["source", "target"]
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The place of a process in a transfer.
+class Staged(NamedTuple):
+    """A sender has filled its share of a bucket."""
 
-    Attributes:
-        number: of this process: the senders first, then the receivers.
-        senders: the number of processes that send.
-        nodes: the node of every process.
-        pids: the id of every process.
-        address: where the first sender listens.
-        secret: what all processes of the transfer share.
-        members: the descriptions of all processes, for the first sender; empty for others.
-    """
+    bucket: int
+    mark: bytes  # what it has in the bucket
+    summary: str  # the same for people
+    description: Description  # where the share is
+
+
+class Bucket(NamedTuple):
+    """A receiver is to copy a bucket."""
 
     number: int
-    senders: int
-    nodes: tuple[str, ...]
-    pids: tuple[int, ...]
-    address: tuple[str, int]
-    secret: bytes = field(repr=False)
-    members: tuple[EndpointDescription, ...] = ()
+    transfer: int  # as the leader counts them
+    parts: list[Part]
+    filled: int  # bytes
+    staged: Mapping[int, Description]  # the shares by sender; empty if `whole` is given
+    whole: Description | None  # where the reader of the node has put the bucket
+    relays: bool  # whether others on the node get it from this receiver
+    last: bool
 
 
-def make_memberships(metadata: Sequence[Mapping[str, Any]], senders: int) -> list[Membership]:
-    """Return the membership of each process from what `prepare` has returned in all, the senders first."""
-    if not 0 < senders < len(metadata):
-        raise ValueError(f"A transfer needs a sender and a receiver, got {senders} of {len(metadata)} that send.")
-    sizes = sorted({one["bucket_bytes"] for one in metadata})
-    if len(sizes) > 1:
-        raise ValueError(f"The processes have buckets of {sizes} bytes: configure one size.")
-    nodes = tuple(one["description"].node for one in metadata)
-    if len(found := sorted(set(nodes))) > 1:
-        hosts = ", ".join(found)
-        text = f"This engine moves weights between processes that can share memory, and these are on {hosts}."
-        raise ValueError(f"{text} Run them as one user on one host, or use an engine of the framework.")
-    members = tuple(one["description"] for one in metadata)
-    secret, address, pids = share_secret(members), tuple(metadata[0]["address"]), tuple(one["pid"] for one in metadata)
-    return [
-        Membership(number, senders, nodes, pids, address, secret, members if number == 0 else ())
-        for number in range(len(metadata))
-    ]
+class Copied(NamedTuple):
+    """A receiver has copied a bucket; or, to a sender, all have."""
+
+    bucket: int
+    transfer: int  # as the leader counts them
+    whole: Description | None = None  # where others on its node find it
+
+
+class Failed(NamedTuple):
+    """A process has failed, and with it the transfer."""
+
+    error: BaseException
+    transfer: int  # the last one of which the process has heard
+
+
+class Arrivals:
+    """The connections of members that the leader has not taken yet; of one member, the last one."""
+
+    def __init__(self) -> None:
+        self._channels: dict[int, Channel] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def note(self, number: int, connection: socket.socket) -> None:
+        """Note a connection."""
+        channel = Channel(connection)
+        with self._changed:
+            unused = channel if self._closed else self._channels.pop(number, None)
+            if not self._closed:
+                self._channels[number] = channel
+            self._changed.notify_all()
+        if unused is not None:
+            unused.close()
+
+    def take(self, seconds: float) -> dict[int, Channel]:
+        """Return the connections that have come, after a wait if there are none, and those that are not closed."""
+        with self._changed:
+            if not self._channels:
+                self._changed.wait(max(0.0, seconds))
+            taken, self._channels = self._channels, {}
+        for number, channel in list(taken.items()):
+            if channel.is_closed() and not channel.has_data():  # a member that has given up, and will come again
+                taken.pop(number).close()
+        return taken
+
+    def close(self) -> None:
+        """Close all connections, and those that come later."""
+        with self._changed:
+            self._closed = True
+            channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
 
 
 class WeightStream:
-    """The part of one process. `prepare`, `join`, then `send` or `receive` any number of times, then `close`."""
+    """The part of one process. `prepare`, `join`, then `send` or `receive` any number of times, then `close`.
 
-    def __init__(self, bucket_bytes: int, timeout: float) -> None:
+    After a failure the process keeps its place, and gives back memory and connections: the next transfer connects
+    again.
+    """
+
+    def __init__(self, bucket_bytes: int, timeout: float, dtype: str | None = None) -> None:
         if bucket_bytes < 1 or timeout <= 0:
             raise ValueError(f"bucket_size and timeout must be positive, got {bucket_bytes} and {timeout}.")
+        if dtype is not None and dtype not in TRAVELLING:
+            raise ValueError(f"dtype must be one of {', '.join(TRAVELLING)}, got {dtype!r}.")
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
-        self._endpoint: Endpoint | None = None
-        self._reserved: Any = None
+        self._dtype = dtype
+        self._ports: Ports | None = None
         self._me: Membership | None = None
+        self._offer: Offer | None = None
+        self._intake: Intake | None = None
+        self._arrivals = Arrivals()
+        self._release: Any = None
         self._channels: dict[int, Channel] = {}
         self._version = 0
+        self._transfer = 0  # the one that runs, as the leader counts them
+        self._turn: object = None  # of the transfer that runs
         self._bucket = 0  # the next one
-        # The receivers that copy the bucket before it.
-        self._copying = set[int]()
+        # Of the leader: what senders have filled, and the receivers that have yet to copy each bucket.
+        self._staged: dict[int, Staged] = {}
+        self._copying: dict[int, set[int]] = {}
+        self._told: dict[int, Bucket] = {}
         # Whether an engine may have loaded a part of the version, and whether a receiver has all of it.
         self._delivered = False
         self._ended = False
@@ -104,54 +150,62 @@ class WeightStream:
     def prepare(self) -> dict[str, Any]:
         """Begin a transfer; return what the other processes have to know of this one."""
         self.close()
-        self._endpoint = Endpoint({})
-        self._reserved = reserve()
-        return {
-            "description": self._endpoint.describe(),
-            "address": self._reserved.getsockname(),
-            "bucket_bytes": self._bucket_bytes,
-            "pid": os.getpid(),
-        }
+        self._ports = Ports()
+        return describe(self._ports, self._bucket_bytes)
 
     def join(self, membership: Membership) -> None:
         """Take a place in the transfer. Nothing waits for others before the first bucket."""
-        if self._endpoint is None:
+        if self._ports is None:
             raise ValueError("Call prepare() of the engine before it joins a transfer.")
-        self._drop_connections()
-        self._me, self._shape = membership, BucketShape.fit(self._bucket_bytes, membership.senders)
-        self._plans: dict[int, EndpointPlan] = {}
-        self._orders: dict[int, Any] = {}
-        if membership.number == 0:
-            self._reserved.listen(len(membership.nodes))
+        shape = BucketShape.fit(self._bucket_bytes, membership.senders)
+        ports, self._ports = self._ports, None
+        listening = ports.take(membership.addresses[membership.number]) if membership.listens else None
+        ports.close()
+        self._me, self._shape, self._arrivals = membership, shape, Arrivals()
+        self._readers = membership.find_readers()
+        if membership.number < membership.senders:
+            self._offer = Offer(shape.share, membership, listening, self._arrivals.note)
+            # Its threads would keep the port open after an engine that nobody finalizes.
+            self._release = weakref.finalize(self, _close_all, self._offer, self._arrivals)
         else:
-            self._drop_reserved()
+            self._intake = Intake(shape, membership)
 
     async def send(self, weights: Iterable[Any] | AsyncIterator[Any], version: int | None) -> None:
         """Send tensors, which all senders yield in the same order; return when all receivers have copied them."""
-        self._begin(version)
+        turn = self._begin(version)
+        packer: Packer | None = None
         try:
-            me = self._joined()
-            await asyncio.to_thread(self._open)  # before anything can fail, so that all others learn of it
-            packer = Packer(self._shape, me.number)
+            me, offer = self._joined(), self._offer
+            if offer is None:
+                raise ValueError("This engine receives weights: it cannot send any.")
+            await asyncio.to_thread(self._open, turn)  # before anything can fail, so that all others learn of it
+            packer = Packer(self._shape, me.number, self._dtype)
+            packer.begin(offer.begin(0))
             async for name, tensor in _iterate(weights):
                 for _ in packer.add(name, tensor):
-                    await asyncio.to_thread(self._flush, *packer.take(), False)
-            await asyncio.to_thread(self._flush, *packer.take(), True)
+                    await asyncio.to_thread(self._flush, offer, *packer.take(), False)
+                    packer.begin(offer.begin(self._bucket))
+            await asyncio.to_thread(self._flush, offer, *packer.take(), True)
             await asyncio.to_thread(self._finish)
         except BaseException as error:
+            if packer is not None:
+                packer.forget()
             self._fail(error)
             raise
 
     async def receive(self, version: int | None) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Yield the tensors of each bucket. Their memory is this process's own, and lives as long as they do."""
-        self._begin(version)
+        turn = self._begin(version)
         try:
             self._joined()
+            if self._intake is None:
+                raise ValueError("This engine sends weights: it cannot receive any.")
+            await asyncio.to_thread(self._open, turn)
             unpacker, last = Unpacker(self._shape), False
             while not last:
-                parts, bucket, last = await asyncio.to_thread(self._take, unpacker)
-                tensors = list(unpacker.unpack(parts, bucket))
-                del bucket
+                parts, memory, last = await asyncio.to_thread(self._take, turn, self._intake, unpacker)
+                tensors = list(unpacker.unpack(parts, memory))
+                del memory
                 if tensors:
                     yield tensors
                 del tensors
@@ -162,210 +216,260 @@ class WeightStream:
 
     def close(self) -> None:
         """Leave the transfer, and give everything back."""
-        self._drop_connections()
-        self._drop_reserved()
+        self._drop()
         self._me = None
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        if self._release is not None:
+            self._release()
+            self._release = None
+        self._offer = self._intake = None
+        if self._ports is not None:
+            self._ports.close()
+            self._ports = None
 
-    # -- the first sender ----------------------------------------------------------------------------------------------
+    def _drop(self) -> None:
+        """Give back connections and memory; the place in the transfer stays."""
+        self._turn = None
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
+        for part in (self._offer, self._intake):
+            if part is not None:
+                part.drop()
 
-    def _flush(self, parts: list[Part], share: Any, last: bool) -> None:
-        """Stage a bucket, when the one before has been copied; have the receivers copy it."""
-        me, rows = self._joined(), share.global_shape[0]
+    # -- senders -------------------------------------------------------------------------------------------------------
+
+    def _flush(self, offer: Offer, parts: list[Part], filled: int, last: bool) -> None:
+        """Offer a bucket, and return when the memory of the one before it can be filled again."""
+        me, number = self._joined(), self._bucket
+        names = f"{parts[0].name!r} to {parts[-1].name!r}" if parts else "no tensor"
+        summary = f"of {len(parts)} tensors or parts, {names}"
+        staged = Staged(number, digest(parts, last), summary, offer.end(number))
         if me.number:
-            self._follow(parts, share, last)
-            return
-        self._await_copies()
-        others, receivers = range(1, me.senders), range(me.senders, len(me.nodes))
-        is_new = rows not in self._plans
-        plan = self._plans[rows] if rows in self._plans else self._make_plan(me, rows)
-        mark = digest(parts, last)
-        for number in others:
-            self._tell(number, "stage", (self._bucket, mark, plan.sources[number] if is_new else None))
-        staged = {0: self._stage(plan.sources[0], share)}
-        staged |= self._gather(set(others), "staged", "stage its share of")
-        self._copying, self._delivered = set(receivers), True
-        for number in receivers:
-            orders = plan.targets[number - me.senders] if is_new else None
-            self._tell(number, "bucket", (self._bucket, parts, rows, orders, list(staged.values()), last))
-        self._bucket += 1
+            self._tell([0], staged)
+            self._delivered = True  # from now on, a receiver may have it
+            self._hear(Copied, f"say that bucket {number - 1} was copied")
+        else:
+            self._lead(parts, filled, staged, last)
+        self._bucket = number + 1
 
-    def _stage(self, orders: EndpointOrders, share: Any) -> StagedPieces:
-        self._own().replace({"bucket": share})
-        with self._blaming_itself():
-            return self._own().stage(orders, self._bucket)
-
-    def _make_plan(self, me: Membership, rows: int) -> EndpointPlan:
-        shape = self._shape
-        sources = [with_tensors(one, [shape.describe(rows, at)]) for at, one in enumerate(me.members[: me.senders])]
-        targets = [with_tensors(one, [shape.describe(rows, None)]) for one in me.members[me.senders :]]
-        self._plans[rows] = plan_endpoints(sources, targets)
-        return self._plans[rows]
+    def _lead(self, parts: list[Part], filled: int, mine: Staged, last: bool) -> None:
+        me, number = self._joined(), mine.bucket
+        followers = set(range(1, me.senders))
+        self._pump(lambda: followers.difference(self._staged), f"stage its share of bucket {number}")
+        staged, self._staged = {0: mine, **self._staged}, {}
+        for sender, other in staged.items():
+            if other.mark != mine.mark:
+                why = f"its bucket {other.bucket}, {other.summary}, is not that of source rank 0"
+                text = "Have all senders yield the same names, dtypes and shapes in the same order."
+                raise self._error({sender: why}, text)
+        descriptions = {sender: other.description for sender, other in staged.items()}
+        told = self._told[number] = Bucket(number, self._transfer, parts, filled, descriptions, None, False, last)
+        self._copying[number] = set(self._readers)
+        self._delivered = True
+        self._tell([reader for reader, others in self._readers.items() if not others], told)
+        self._tell([reader for reader, others in self._readers.items() if others], told._replace(relays=True))
+        self._await_copies(number - 1)
+        self._tell(followers, Copied(number - 1, self._transfer))
 
     def _finish(self) -> None:
         """Wait until the last bucket has been copied."""
         me = self._joined()
         if me.number:
-            self._expect("finished", "say that all receivers have the weights")
+            self._hear(Copied, "say that all receivers have the weights")
             return
-        self._await_copies()
-        for number in range(1, me.senders):
-            self._tell(number, "finished", None)
+        self._await_copies(self._bucket - 1)
+        self._tell(range(1, me.senders), Copied(self._bucket - 1, self._transfer))
 
-    def _await_copies(self) -> None:
-        copying, self._copying = self._copying, set[int]()
-        self._gather(copying, "copied", "copy")
+    def _await_copies(self, bucket: int) -> None:
+        self._pump(lambda: self._copying.get(bucket, set()), f"copy bucket {bucket}")
+        self._copying.pop(bucket, None)
+        self._told.pop(bucket, None)
 
-    def _gather(self, pending: set[int], kind: str, doing: str) -> dict[int, Any]:
-        """Wait for a message of each of these processes, and for none that any process has failed."""
-        found: dict[int, Any] = {}
+    def _pump(self, find_missing: Callable[[], set[int]], doing: str) -> None:
+        """Read messages until no process is missing."""
         deadline = time.monotonic() + self._timeout
-        while missing := pending.difference(found):
-            channels: Any = self._channels.values()
-            ready: list[Any] = multiprocessing.connection.wait(channels, max(0.0, deadline - time.monotonic()))
+        while missing := find_missing():
+            ready = wait_for_any(self._channels, deadline - time.monotonic())
             if not ready:
-                raise self._late(missing, f"{doing} bucket {self._bucket}")
-            for number in [number for number, channel in self._channels.items() if channel in ready]:
-                found[number] = self._read(number, kind, f"{doing} bucket {self._bucket}", deadline)
-        return found
+                raise self._late(missing, doing)
+            for number in ready:
+                self._note(number, self._read(number, doing, deadline))
 
-    # -- the other processes -------------------------------------------------------------------------------------------
+    def _note(self, number: int, message: Any) -> None:
+        """Take a message of a follower or a receiver."""
+        if isinstance(message, Staged):
+            self._staged[number] = message
+            return
+        if not isinstance(message, Copied):
+            raise self._error({number: f"it sent {message!r}, which was not expected"}, AGAIN)
+        waiting = self._copying[message.bucket]
+        waiting.discard(number)
+        if others := self._readers.get(number, []) if message.whole is not None else []:
+            waiting.update(others)
+            self._tell(others, self._told[message.bucket]._replace(staged={}, whole=message.whole))
 
-    def _follow(self, parts: list[Part], share: Any, last: bool) -> None:
-        bucket, mark, orders = self._expect("stage", f"ask for bucket {self._bucket}")
-        rows = share.global_shape[0]
-        if mark != digest(parts, last):
-            names = f"{parts[0].name!r} to {parts[-1].name!r}" if parts else "no tensor"
-            why = f"its bucket {bucket}, of {len(parts)} tensors or parts, {names}, is not that of source rank 0"
-            text = "Have all senders yield the same names, dtypes and shapes in the same order."
-            raise self._error({self._joined().number: why}, text)
-        self._orders[rows] = orders or self._orders[rows]
-        self._tell(0, "staged", self._stage(self._orders[rows], share))
-        self._bucket, self._delivered = bucket + 1, True
+    # -- receivers -----------------------------------------------------------------------------------------------------
 
-    def _take(self, unpacker: Unpacker) -> tuple[list[Part], Any, bool]:
+    def _take(self, turn: object, intake: Intake, unpacker: Unpacker) -> tuple[list[Part], Any, bool]:
         """Copy the next bucket; return its content, its memory and whether it is the last one."""
-        self._open()
-        bucket, parts, rows, orders, staged, last = self._expect("bucket", f"send bucket {self._bucket}")
-        self._orders[rows] = orders or self._orders[rows]
-        memory, endpoint = unpacker.make(rows), self._own()
-        endpoint.replace({"bucket": memory})
-        with self._blaming_itself():
-            endpoint.fetch(self._orders[rows], staged)
-            endpoint.commit()
-        endpoint.replace({})
-        self._tell(0, "copied", bucket)
-        self._bucket, self._delivered, self._ended = bucket + 1, True, last
-        return parts, memory, last
+        me = self._joined()
+        bucket = self._hear(Bucket, f"send bucket {self._bucket}")
+        memory = unpacker.make()
+        # The leader waits longer for this process, so that the error names the sender that is late.
+        deadline = time.monotonic() + 0.75 * self._timeout
 
-    def _expect(self, kind: str, doing: str) -> Any:
-        """Return the content of the next message of the first sender."""
-        # A little longer than the first sender waits, whose error says which process is late.
-        return self._read(0, kind, doing, time.monotonic() + 1.25 * self._timeout)
+        def is_over(sender: int) -> bool:
+            return self._turn is not turn or self._has_exited(sender)
+
+        try:
+            if bucket.whole is not None:
+                intake.map_whole(bucket.whole, bucket.filled, memory)
+                whole = None
+            else:
+                whole = intake.read(
+                    bucket.number,
+                    bucket.staged,
+                    bucket.filled,
+                    memory,
+                    relays=bucket.relays,
+                    deadline=deadline,
+                    is_over=is_over,
+                )
+        except ReadError as error:
+            traceback.clear_frames(error.__traceback__)  # they would keep the memory as long as the error
+            doing = f"send its share of bucket {bucket.number} to target rank {me.number - me.senders}"
+            if isinstance(error.__cause__, Late):
+                raise self._late([error.source], doing, 0.75 * self._timeout) from error
+            raise self._lost({error.source: str(error.args[1]) or "it has overwritten the bucket"}) from error
+        except (OSError, Overwritten) as error:
+            traceback.clear_frames(error.__traceback__)
+            why = f"bucket {bucket.number}: {type(error).__name__}: {error}"
+            text = "Processes of one node have to run as one user, which may open the memory of the others."
+            raise self._error({me.number: why}, f"{text} {AGAIN}") from error
+        self._tell([0], Copied(bucket.number, self._transfer, whole))
+        self._bucket, self._delivered, self._ended = bucket.number + 1, True, bucket.last
+        return bucket.parts, memory, bucket.last
+
+    def _hear(self, kind: type, doing: str) -> Any:
+        """Return the next message of the leader."""
+        # A little longer than the leader waits, whose error says which process is late.
+        message = self._read(0, doing, time.monotonic() + 1.25 * self._timeout)
+        if not isinstance(message, kind):
+            raise self._error({0: f"it sent {message!r}, and {kind.__name__} was expected"}, AGAIN)
+        self._transfer = getattr(message, "transfer", 0)
+        return message
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Connect to the first sender, or have all others connect to it, unless they are connected."""
-        me = self._joined()
-        began = time.monotonic()
+    def _open(self, turn: object) -> None:
+        """Connect to the leader, or have all others connect to it, unless they are connected."""
+        me, began = self._joined(), time.monotonic()
         deadline = began + self._timeout
         if me.number:
-            if not self._channels:
-
-                def is_over() -> bool:
-                    return self._me is not me or has_exited(me.pids[0])
-
-                try:
-                    self._channels[0] = connect(me.address, me.secret, me.number, deadline, is_over)
-                except Late as error:
-                    raise self._late({0}, f"accept a connection at {me.address}: {error}") from error
-                except Gone as error:
-                    raise self._lost([0], error) from error
+            if 0 in self._channels and self._channels[0].is_closed():
+                self._drop_leader()
+            if 0 not in self._channels:
+                self._channels[0] = self._connect(me, turn, deadline)
             return
-        while missing := set(range(1, len(me.nodes))).difference(self._channels):
-            exited = [number for number in missing if has_exited(me.pids[number])]
+        others = set(range(1, len(me.nodes)))
+        while True:
+            left_s = 0.0 if others <= self._channels.keys() else deadline - time.monotonic()
+            arrived = self._arrivals.take(min(LOOK_S, left_s))
+            for number, channel in arrived.items():
+                if number in self._channels:
+                    self._channels.pop(number).close()
+                self._channels[number] = channel
+            missing = others.difference(self._channels)
+            if not missing:
+                return
+            exited = [number for number in missing if self._has_exited(number)]
             if exited and (len(exited) == len(missing) or time.monotonic() > began + GRACE_S):
-                raise self._lost(exited, Gone("it had not connected"))
-            left = deadline - time.monotonic()
-            if left > LOOK_S and not multiprocessing.connection.wait([self._reserved], LOOK_S):
-                continue
-            try:
-                joined = accept(self._reserved, me.secret, deadline)
-            except (Late, Gone) as error:
-                raise self._late(missing, "connect to source rank 0") from error
-            if joined is not None:
-                self._channels[joined[0]] = joined[1]
+                raise self._lost(dict.fromkeys(exited, "it had not connected"))
+            if self._turn is not turn:
+                raise self._lost({0: "its caller has given up"})
+            if time.monotonic() > deadline:
+                raise self._late(missing, "connect to source rank 0")
 
-    def _tell(self, number: int, kind: str, content: Any) -> None:
+    def _drop_leader(self) -> None:
+        """Close the connection that the leader has closed; raise its error, unless it is of an earlier transfer."""
+        message = None
+        with contextlib.suppress(Late, Gone):
+            message = self._channels[0].receive(time.monotonic() + FAREWELL_S)
+        self._channels.pop(0).close()
+        if isinstance(message, Failed) and message.transfer > self._transfer:
+            raise message.error
+
+    def _connect(self, me: Membership, turn: object, deadline: float) -> Channel:
+        def is_over() -> bool:
+            return self._turn is not turn or self._has_exited(0)
+
         try:
-            self._channels[number].send((kind, content), time.monotonic() + self._timeout)
+            return Channel(connect(me.addresses[0], me.secret, me.number, deadline, is_over))
         except Late as error:
-            raise self._late({number}, f"read a message about bucket {self._bucket}") from error
+            raise self._late({0}, f"accept a connection at {me.addresses[0]}: {error}") from error
         except Gone as error:
-            raise self._lost([number], error) from error
+            raise self._lost({0: str(error)}) from error
 
-    def _read(self, number: int, kind: str, doing: str, deadline: float) -> Any:
-        """Return the content of a message of this kind; raise the error of a process that has failed."""
+    def _has_exited(self, number: int) -> bool:
+        """Return whether a process of this node has exited; elsewhere its id means nothing."""
+        me = self._joined()
+        return me.nodes[number] == me.nodes[me.number] and has_exited(me.pids[number])
+
+    def _tell(self, numbers: Iterable[int], message: Any) -> None:
+        late, gone = send_all(self._channels, numbers, message, time.monotonic() + self._timeout)
+        if gone:
+            raise self._lost(gone)
+        if late:
+            raise self._late(late, f"read a message about bucket {self._bucket}")
+
+    def _read(self, number: int, doing: str, deadline: float) -> Any:
+        """Return a message of a process; raise the error of one that has failed."""
         try:
-            found, content = self._channels[number].receive(deadline)
+            message = self._channels[number].receive(deadline)
         except Late as error:
             raise self._late({number}, doing) from error
-        except Gone as error:
-            raise self._lost([number], error) from error
-        if found == "failed":
-            raise content
-        if found != kind:
-            raise self._error({number: f"it sent {found!r}, and {kind!r} was expected"}, AGAIN)
-        return content
+        except (Gone, KeyError) as error:
+            raise self._lost({number: str(error)}) from error
+        if isinstance(message, Failed):
+            raise message.error
+        return message
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, version: int | None) -> None:
-        self._version, self._bucket, self._copying = version or 0, 0, set()
+    def _begin(self, version: int | None) -> object:
+        self._version, self._bucket = version or 0, 0
+        self._staged, self._copying, self._told = {}, {}, {}
         self._delivered = self._ended = False
+        self._turn = object()
+        if self._me is not None and not self._me.number:
+            self._transfer += 1
+        return self._turn
 
     def _joined(self) -> Membership:
         if self._me is None:
-            text = "This engine takes part in no transfer: it has not joined one, was finalized, or has failed."
+            text = "This engine takes part in no transfer: it has not joined one, or was finalized."
             raise ValueError(f"{text} Call prepare() of all engines, then connect them again.")
         return self._me
 
-    def _own(self) -> Endpoint:
-        assert self._endpoint is not None
-        return self._endpoint
-
     def _fail(self, error: BaseException) -> None:
-        """Tell the others, and give everything back."""
+        """Tell the others, and give back memory and connections."""
         report = error
         if self._me is not None and not isinstance(error, TransferError):
             why = f"{type(error).__name__}: {error}"
             why = "its consumer stopped reading" if isinstance(error, GeneratorExit) else why
             report = self._error({self._me.number: why}, "See the error of that process.")
-        for channel in self._channels.values():
-            with contextlib.suppress(Late, Gone):  # it will see that the connection is closed
-                channel.send(("failed", report), time.monotonic() + 1.0)
-        self.close()
+        # One that does not take it will see that the connection is closed.
+        send_all(self._channels, list(self._channels), Failed(report, self._transfer), time.monotonic() + FAREWELL_S)
+        self._drop()
 
-    @contextlib.contextmanager
-    def _blaming_itself(self) -> Iterator[None]:
-        """Raise what the endpoint could not do as an error of this process; the endpoint knows one bucket only."""
-        try:
-            yield
-        except TransferError as error:
-            reason = "; ".join(one.reason for one in error.failures)
-            raise self._error({self._joined().number: f"bucket {self._bucket}: {reason}"}, AGAIN) from error
-
-    def _late(self, numbers: Iterable[int], doing: str) -> TransferError:
-        why = f"it did not {doing} within {self._timeout:g} s"
+    def _late(self, numbers: Iterable[int], doing: str, waited_s: float | None = None) -> TransferError:
+        why = f"it did not {doing} within {waited_s or self._timeout:g} s"
         text = f"If these processes make progress, give the engine a longer timeout than {self._timeout:g} s. {AGAIN}"
         return self._error(dict.fromkeys(numbers, why), text)
 
-    def _lost(self, numbers: Iterable[int], error: Gone) -> TransferError:
+    def _lost(self, reasons: Mapping[int, str]) -> TransferError:
         why = f"it was lost at bucket {self._bucket}: its process has exited, or an error of its own has ended its part"
-        return self._error(dict.fromkeys(numbers, f"{why} ({error})"), AGAIN)
+        return self._error({number: f"{why} ({reason})" for number, reason in reasons.items()}, AGAIN)
 
     def _error(self, reasons: Mapping[int, str], remedy: str) -> TransferError:
         me = self._joined()
@@ -376,18 +480,15 @@ class WeightStream:
             failures.append(RankFailure(side, rank, me.nodes[number], why))
         # Buckets go straight to the engines, which may have loaded them.
         phase: Phase = "commit" if self._delivered else "move"
-        torn: dict[int, State] = dict.fromkeys(range(len(me.nodes) - me.senders), "torn") if self._delivered else {}
-        return TransferError(phase, self._version, tuple(failures), torn, remedy)
+        inconsistent: dict[int, State] = (
+            dict.fromkeys(range(len(me.receivers)), "inconsistent") if self._delivered else {}
+        )
+        return TransferError(phase, self._version, tuple(failures), inconsistent, remedy)
 
-    def _drop_connections(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
-        self._channels = {}
 
-    def _drop_reserved(self) -> None:
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
+def _close_all(offer: Offer, arrivals: Arrivals) -> None:
+    offer.close()
+    arrivals.close()
 
 
 class WeightEngine:
@@ -397,9 +498,9 @@ class WeightEngine:
         bucket_size: bytes of a bucket.
     """
 
-    def __init__(self, bucket_size: int, timeout: float) -> None:
+    def __init__(self, bucket_size: int, timeout: float, dtype: str | None) -> None:
         self.bucket_size = bucket_size
-        self._stream = WeightStream(bucket_size, timeout)
+        self._stream = WeightStream(bucket_size, timeout, dtype)
 
     def prepare(self) -> dict[str, Any]:
         """Begin a transfer.
@@ -409,7 +510,7 @@ class WeightEngine:
 
         >>> from fairlead_transfer.adapters import verl
         >>> sorted(verl.FairleadCheckpointEngine(bucket_size=1 << 20).prepare())
-        ['address', 'bucket_bytes', 'description', 'pid']
+        ['address', 'bucket_bytes', 'local_address', 'node', 'pid', 'token']
         """
         return self._stream.prepare()
 
@@ -424,8 +525,8 @@ class WeightEngine:
 
 async def _iterate(weights: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:
     if isinstance(weights, AsyncIterator):
-        async for one in weights:
-            yield one
+        async for named in weights:
+            yield named
     else:
-        for one in weights:
-            yield one
+        for named in weights:
+            yield named

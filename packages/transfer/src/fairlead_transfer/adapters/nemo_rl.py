@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from ._stream import WeightEngine, make_memberships
+from ._members import make_memberships
+from ._stream import WeightEngine
 
 __all__ = ["FairleadCheckpointEngine"]
 
@@ -24,7 +25,7 @@ else:
 
 
 class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
-    """Bring the weights of NeMo RL's policy workers to its generation workers in buckets, by memory that they share.
+    """Bring the weights of NeMo RL's policy workers to its generation workers: by shared memory, between hosts by TCP.
 
     NeMo RL makes it if `policy.generation.refit_transport` is
     `fairlead_transfer.adapters.nemo_rl:FairleadCheckpointEngine`. All policy workers share the work: each stages its
@@ -36,9 +37,10 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         timeout: seconds that a process waits for another one.
         cleanup_after_load: whether generation workers empty the cache of their GPU after each refit.
         release_after_refit: accepted because NeMo RL passes it: `finalize` always gives everything back.
+        dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for their own.
 
     Raises:
-        ValueError: a size or timeout that is not positive.
+        ValueError: a size or timeout that is not positive, or a dtype that floating-point tensors do not have.
 
     >>> FairleadCheckpointEngine(bucket_size=1 << 20).cleanup_after_load
     True
@@ -54,8 +56,9 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         timeout: float = 600.0,
         cleanup_after_load: bool = True,
         release_after_refit: bool = False,
+        dtype: str | None = None,
     ) -> None:
-        super().__init__(bucket_size, timeout)
+        super().__init__(bucket_size, timeout, dtype)
         self.cleanup_after_load = cleanup_after_load
 
     def init_policy_process_group(
@@ -75,7 +78,7 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
             metadata: what `prepare` has returned in each of them, the policy workers first.
 
         Raises:
-            ValueError: `prepare` was not called before, the bucket is too small, or the processes cannot share memory.
+            ValueError: `prepare` was not called before, or the bucket is too small.
 
         >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
         >>> metadata = [engine.prepare() for engine in engines]
@@ -102,7 +105,7 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
             metadata: what `prepare` has returned in each of them, the policy workers first.
 
         Raises:
-            ValueError: `prepare` was not called before, the bucket is too small, or the processes cannot share memory.
+            ValueError: `prepare` was not called before, or the bucket is too small.
 
         >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
         >>> metadata = [engine.prepare() for engine in engines]
@@ -120,14 +123,14 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
         Raises:
             TransferError: a process is lost, late, or has failed; names it. `versions` says whether generation workers
-                may hold a mixture ("torn").
+                may hold a mixture ("inconsistent").
             TypeError: something that is no dense torch tensor.
             ValueError: this engine has no place in a transfer.
 
         >>> import asyncio
         >>> asyncio.run(FairleadCheckpointEngine(bucket_size=1 << 20).send_weights([]))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, was finalized, or has failed. ...
+        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
         await self._stream.send(weights, None)
 
@@ -145,7 +148,7 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         >>> engine = FairleadCheckpointEngine(bucket_size=1 << 20)
         >>> asyncio.run(anext(engine.receive_weight_batches()))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, was finalized, or has failed. ...
+        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
         async with aclosing(self._stream.receive(None)) as buckets:
             async for tensors in buckets:

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from ._stream import WeightEngine, make_memberships
+from ._members import make_memberships
+from ._stream import WeightEngine
 
 __all__ = ["FairleadCheckpointEngine"]
 
@@ -26,7 +27,7 @@ else:
 
 
 class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
-    """Bring the weights of verl's trainer to its rollout workers in buckets, by memory that the processes share.
+    """Bring the weights of verl's trainer to its rollout workers in buckets: by shared memory, between hosts by TCP.
 
     verl makes it if `actor_rollout_ref.rollout.checkpoint_engine` has the `backend` "fairlead" and the
     `custom_backend_module` `fairlead_transfer.adapters.verl`. All trainer ranks share the work: each stages its part of
@@ -37,9 +38,11 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
             receivers. verl passes `update_weights_bucket_megabytes`.
         is_master: whether this is the first rank of the trainer. verl passes it.
         timeout: seconds that a process waits for another one; `engine_kwargs.fairlead.timeout`.
+        dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for their own.
+            `engine_kwargs.fairlead.dtype`.
 
     Raises:
-        ValueError: a size or timeout that is not positive.
+        ValueError: a size or timeout that is not positive, or a dtype that floating-point tensors do not have.
 
     >>> FairleadCheckpointEngine(bucket_size=1 << 20).wire_format
     'named_tensors'
@@ -47,8 +50,10 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
     wire_format: str = "named_tensors"
 
-    def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = 600.0) -> None:
-        super().__init__(bucket_size, timeout)
+    def __init__(
+        self, bucket_size: int, is_master: bool = False, timeout: float = 600.0, dtype: str | None = None
+    ) -> None:
+        super().__init__(bucket_size, timeout, dtype)
         self.is_master = is_master
 
     @classmethod
@@ -66,7 +71,7 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
             The arguments of `init_process_group` for each rank of the trainer, and for each rollout worker.
 
         Raises:
-            ValueError: no rank on one side, different bucket sizes, or processes that cannot share memory.
+            ValueError: no rank on one side, or different bucket sizes.
 
         >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(3)]
         >>> metadata = [engine.prepare() for engine in engines]
@@ -101,14 +106,14 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
         Raises:
             TransferError: a process is lost, late, or has failed; names it. `versions` says whether rollout workers
-                may hold a mixture ("torn").
+                may hold a mixture ("inconsistent").
             TypeError: something that is no dense torch tensor.
             ValueError: this engine has no place in a transfer.
 
         >>> import asyncio
         >>> asyncio.run(FairleadCheckpointEngine(bucket_size=1 << 20).send_weights([]))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, was finalized, or has failed. ...
+        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
         await self._stream.send(weights, global_steps)
 
@@ -128,7 +133,7 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         >>> import asyncio
         >>> asyncio.run(anext(FairleadCheckpointEngine(bucket_size=1 << 20).receive_weights()))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, was finalized, or has failed. ...
+        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
         async with aclosing(self._stream.receive(global_steps)) as buckets:
             async for tensors in buckets:

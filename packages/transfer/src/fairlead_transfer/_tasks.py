@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a plan to orders: what each source rank stages, and what each target rank fetches from whom.
+"""From a plan to tasks: what each source rank stages, and what each target rank fetches from whom.
 
-Orders are plain data, because a worker may lack numpy.
+Tasks are plain data, because a worker may lack numpy.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ._plan import TransferPlan
 # Blocks begin at multiples of this.
 ALIGNED = 64
 # In the order of their channels.
-KINDS = "shared_memory", "object_store"
+KINDS = "shared_memory", "tcp", "object_store"
 
 
 class CommitOptions(NamedTuple):
@@ -41,11 +41,11 @@ class CommitOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Orders:
-    """The orders for the workers of both sides.
+class Tasks:
+    """The tasks for the workers of both sides.
 
     Attributes:
-        number: of these orders.
+        number: of these tasks.
         source: for each source rank.
         target: for each target rank.
         transports: the transport of each pair of ranks that exchange pieces.
@@ -55,6 +55,33 @@ class Orders:
     source: dict[int, dict[str, Any]]
     target: dict[int, dict[str, Any]]
     transports: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def find_reads(self, ranks: Collection[int], nodes: Sequence[str]) -> dict[int, set[tuple[int, int]]]:
+        """Return the target ranks that read over the network, one of each node, and what they read for all of it.
+
+        Args:
+            ranks: the target ranks that fetch.
+            nodes: the node of each target rank.
+
+        Returns:
+            By rank: pairs of a source rank and the number of its channel.
+        """
+        if "tcp" not in self.transports.values():
+            return {}
+        reader_of: dict[str, int] = {}
+        reads: dict[int, set[tuple[int, int]]] = {}
+        for rank in sorted(ranks):
+            for source, channels in self.target[rank]["sources"].items():
+                kinds = self.source[source]["channels"]
+                places = {(source, number) for number in channels if kinds[number]["kind"] == "tcp"}
+                if places:
+                    reads.setdefault(reader_of.setdefault(nodes[rank], rank), set()).update(places)
+        return reads
+
+    @staticmethod
+    def find_reader(rank: int, reads: Collection[int], nodes: Sequence[str]) -> int | None:
+        """Return the rank that reads over the network for the node of a rank; None if none does."""
+        return next((reader for reader in reads if nodes[reader] == nodes[rank]), None)
 
 
 class _Piece(NamedTuple):
@@ -67,15 +94,15 @@ class _Piece(NamedTuple):
     size: tuple[int, ...]  # in each dim
 
 
-def make_orders(
+def make_tasks(
     number: int,
     plan: TransferPlan,
     source: Tensors,
     target: Tensors,
     dtypes: Mapping[str, str],
     transport: Callable[[int, int], str],
-) -> Orders:
-    """Return the orders that carry a plan out."""
+) -> Tasks:
+    """Return the tasks that carry a plan out."""
     names = list(plan.names)
     at_of = {name: at for at, name in enumerate(names)}
     transports: dict[tuple[int, int], str] = {}
@@ -112,14 +139,14 @@ def make_orders(
     for piece in sorted(readers, key=lambda piece: KINDS.index(piece.kind)):
         kind, sender, at, start, size = piece
         mine, layout = channels.setdefault(sender, []), source.layouts[names[at]]
-        nodes = plan.target_nodes[list(readers[piece])].tolist() if kind == "object_store" else ()
+        nodes = plan.target_nodes[list(readers[piece])].tolist() if kind != "shared_memory" else ()
         key = sender, kind, frozenset(nodes)
         last = current.get(key)
         if last is None:
             last = current[key] = len(mine)
             mine.append({"kind": kind, "blocks": [], "size": 0})
         channel = mine[last]
-        box = _box([one - int(offset) for one, offset in zip(start, layout.offsets[sender], strict=True)], size)
+        box = _box([begin - int(offset) for begin, offset in zip(start, layout.offsets[sender], strict=True)], size)
         if kind == "shared_memory" and (sender, at) in whole:
             all_of_it = tuple(layout.sizes[sender].tolist())
             if (sender, at) not in whole_blocks:
@@ -130,7 +157,7 @@ def make_orders(
             block = *_add_block(channel, at, box, size, layout), None
         place[piece] = last, block
 
-    source_orders = {
+    source_tasks = {
         rank: {
             "id": number,
             "library": source.library,
@@ -141,8 +168,8 @@ def make_orders(
         }
         for rank in range(len(plan.source_nodes))
     }
-    _add_replicas(source_orders, plan, at_of)
-    target_orders = {}
+    _add_replicas(source_tasks, plan, at_of)
+    target_tasks = {}
     for rank in range(len(plan.target_nodes)):
         sources: dict[int, dict[int, list[Any]]] = {}
         length = 0
@@ -153,7 +180,7 @@ def make_orders(
             length += math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
         # Each rank begins with another source, so that not all read from the first one at once.
         order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
-        target_orders[rank] = {
+        target_tasks[rank] = {
             "id": number,
             "library": target.library,
             "names": [target.own_names[name] for name in names],
@@ -164,7 +191,7 @@ def make_orders(
             "local": local.get(rank, []),
             "bytes": length,
         }
-    return Orders(number, source_orders, target_orders, transports)
+    return Tasks(number, source_tasks, target_tasks, transports)
 
 
 # The number of a block in its channel, where it begins, its sizes, and the part of it that is meant.
@@ -194,7 +221,7 @@ def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
 
 
-def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
+def _add_replicas(tasks: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
     """Add what several source ranks hold, of which each computes the digest when they are compared."""
     for same in plan.tensor_sets:
         boxes = {
@@ -207,4 +234,4 @@ def _add_replicas(orders: Mapping[int, dict[str, Any]], plan: TransferPlan, at_o
             holders = np.flatnonzero(((offsets <= start) & (ends >= end)).all(axis=1)).tolist()
             for rank in holders if len(holders) > 1 else ():
                 begin = tuple(at - int(offset) for at, offset in zip(start, offsets[rank], strict=True))
-                orders[rank]["held"] += [((name, start), at_of[name], _box(begin, size), size) for name in same.names]
+                tasks[rank]["held"] += [((name, start), at_of[name], _box(begin, size), size) for name in same.names]

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections between processes of a transfer.
+
+Both processes prove that they know the secret of the transfer before either reads more, because messages are pickled
+and weights are not for strangers. A stranger holds up nobody: each connection is answered in a thread of its own.
+"""
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import multiprocessing.connection
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+NONCE = 32
+# A stranger may connect and say nothing.
+PROOF_S = 5.0
+# Seconds after which an attempt to connect has failed.
+CONNECT_S = 10.0
+# Connections that have proved nothing yet; of more, the oldest is closed.
+MOST_UNPROVEN = 64
+# Seconds between two looks for processes that have exited, or a caller that has given up.
+LOOK_S = 0.2
+NUMBER = "!I"
+
+
+class Late(Exception):
+    """The other process did not answer by the deadline."""
+
+
+class Gone(Exception):
+    """The other process has closed the connection, or has exited."""
+
+
+def prove(secret: bytes, content: bytes) -> bytes:
+    """Return the proof that its sender knows a secret."""
+    return hmac.new(secret, content, hashlib.sha256).digest()
+
+
+def reserve(host: str) -> socket.socket:
+    """Return a socket with a port of an address of this host, which refuses connections until it listens."""
+    reserved = socket.socket()
+    try:
+        reserved.bind((host, 0))
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
+
+
+def has_exited(pid: int) -> bool:
+    """Return whether a process of this namespace has exited; False also where that cannot be known."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):  # the kernel is too old, or a sandbox forbids it
+        return False
+    try:
+        return bool(multiprocessing.connection.wait([process], 0))
+    finally:
+        os.close(process)
+
+
+def connect(
+    address: tuple[str, int], secret: bytes, number: int, deadline: float, is_over: Callable[[], bool] | None
+) -> socket.socket:
+    """Connect as the member with this number to one that listens, and prove it in both directions.
+
+    It waits until the other one listens, or `is_over` says that it never will. Without `is_over` the other one listens
+    already, so that it is gone if it does not answer soon.
+
+    Raises:
+        Gone: it has exited, `is_over` is true, or the process at this address does not know the secret.
+        Late: it does not answer by the deadline.
+    """
+    soon = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            left_s = min(CONNECT_S, deadline - time.monotonic())
+            connection = socket.create_connection(address, max(0.01, left_s))
+            break
+        except OSError as error:
+            if is_over is None or is_over():
+                raise Gone(f"it does not listen: {error}") from error
+            if time.monotonic() > deadline - 0.05:
+                raise Late(f"{type(error).__name__}: {error}") from error
+            time.sleep(0.05)
+    try:
+        while not multiprocessing.connection.wait([connection], LOOK_S):
+            if time.monotonic() > soon if is_over is None else is_over():
+                raise Gone("it does not answer")
+            if time.monotonic() > deadline:
+                raise Late("no answer by the deadline")
+        theirs = read(connection, NONCE, deadline)
+        mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
+        run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
+        expected = prove(secret, b"listener" + theirs + mine)
+        if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
+            raise Gone("the process at this address is not of this transfer")
+    except BaseException:
+        close(connection)
+        raise
+    _tune(connection)
+    return connection
+
+
+def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
+    """Return the number of the member that has connected; Late or Gone for a stranger."""
+    mine = secrets.token_bytes(NONCE)
+    run(connection, deadline, lambda: connection.sendall(mine))
+    theirs = read(connection, NONCE + struct.calcsize(NUMBER), deadline)
+    expected = prove(secret, b"member" + mine + theirs)
+    if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
+        raise Gone("the process that has connected is not of this transfer")
+    run(connection, deadline, lambda: connection.sendall(prove(secret, b"listener" + mine + theirs)))
+    _tune(connection)
+    return int(struct.unpack(NUMBER, theirs[NONCE:])[0])
+
+
+class Listener:
+    """Accepts connections until it is closed.
+
+    Args:
+        reserved: a bound socket, which it takes over.
+        secret: the secret of the transfer.
+        take: what is called with the number and the connection of each member, in a thread of its own. It owns the
+            connection.
+    """
+
+    def __init__(self, reserved: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
+        self._socket = reserved
+        self._secret = secret
+        self._take = take
+        self._unproven: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        reserved.listen(1024)
+        self._thread = threading.Thread(target=self._accept, name="fairlead-transfer-accept", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # it was closed, or this process has no descriptors left for now
+                time.sleep(0.0 if self._closed else LOOK_S)
+                continue
+            with self._lock:
+                self._unproven[id(connection)] = connection
+                oldest = next(iter(self._unproven.values())) if len(self._unproven) > MOST_UNPROVEN else None
+            if oldest is not None:
+                shut(oldest)  # its thread closes it
+            threading.Thread(target=self._answer, args=(connection,), name="fairlead-transfer", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            number = answer(connection, self._secret, time.monotonic() + PROOF_S)
+        except (Late, Gone):
+            number = None
+        with self._lock:
+            self._unproven.pop(id(connection), None)
+        if number is None or self._closed:
+            close(connection)
+        else:
+            self._take(number, connection)
+
+    def close(self) -> None:
+        """Stop listening, and close the connections that have proved nothing."""
+        self._closed = True
+        close(self._socket)
+        with self._lock:
+            unproven = list(self._unproven.values())
+        for connection in unproven:
+            shut(connection)
+        self._thread.join(LOOK_S * 5)
+
+
+def run(connection: socket.socket, deadline: float, operation: Any) -> Any:
+    """Return the result of a socket's operation; Late or Gone if it fails."""
+    try:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        return operation()
+    except TimeoutError as error:
+        raise Late("no answer by the deadline") from error
+    except OSError as error:
+        raise Gone(f"{type(error).__name__}: {error}") from error
+
+
+def read(connection: socket.socket, length: int, deadline: float) -> bytes:
+    """Return the next bytes of a connection; Late or Gone if they do not come."""
+    content = bytearray(length)
+    rest = memoryview(content)
+    while rest:
+        received = run(connection, deadline, functools.partial(connection.recv_into, rest))
+        if not received:
+            raise Gone("the connection was closed")
+        rest = rest[received:]
+    return bytes(content)
+
+
+def _tune(connection: socket.socket) -> None:
+    """Send messages without delay, and notice a host that is gone within about ten seconds while nothing is sent."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # macOS has not all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection; a thread that waits on it notices."""
+    with contextlib.suppress(OSError):  # it was not connected
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def close(connection: socket.socket) -> None:
+    """Close a connection; a thread that waits on it notices."""
+    shut(connection)
+    connection.close()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a stream: what each says of itself, and the place of each."""
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from .._remote.sockets import reserve
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The place of a process in a transfer.
+
+    Attributes:
+        number: of this process: the senders first, then the receivers.
+        senders: the number of processes that send.
+        nodes: the node of every process: those with the same one can share memory.
+        pids: the id of every process on its node.
+        addresses: where every process listens, if it has to.
+        secret: what all processes of the transfer share.
+    """
+
+    number: int
+    senders: int
+    nodes: tuple[str, ...]
+    pids: tuple[int, ...]
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+
+    @property
+    def receivers(self) -> range:
+        """The numbers of the receivers."""
+        return range(self.senders, len(self.nodes))
+
+    @property
+    def listens(self) -> bool:
+        """Whether others connect to this process: to the first sender, and to senders with receivers elsewhere."""
+        mine = self.nodes[self.number]
+        far = any(self.nodes[number] != mine for number in self.receivers)
+        return self.number == 0 or (self.number < self.senders and far)
+
+    def find_readers(self) -> dict[int, list[int]]:
+        """Return the receivers that get a bucket from senders, and for each the others that get it from there.
+
+        On a node where a sender's memory is missing, one receiver reads for all, so that every byte enters once.
+        """
+        by_node: dict[str, list[int]] = {}
+        for number in self.receivers:
+            by_node.setdefault(self.nodes[number], []).append(number)
+        readers: dict[int, list[int]] = {}
+        for node, members in by_node.items():
+            is_near = all(other == node for other in self.nodes[: self.senders])
+            readers |= {number: [] for number in members} if is_near else {members[0]: members[1:]}
+        return {number: list(others) for number, others in readers.items()}
+
+
+def find_node() -> str:
+    """Return what processes have in common that can share memory: host, user and namespace of process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}:{os.getuid()}:{Path('/proc/self/ns/pid').stat().st_ino}:{boot}"
+
+
+class Ports:
+    """The sockets that a process reserves before it knows whether others are on other hosts."""
+
+    def __init__(self) -> None:
+        host = ray.util.get_node_ip_address()
+        self._sockets = {LOOPBACK: reserve(LOOPBACK)}
+        if host != LOOPBACK:
+            try:
+                self._sockets[host] = reserve(host)
+            except OSError as error:
+                self.close()
+                text = f"This process cannot listen on its node's address {host}: {error}."
+                raise ValueError(f"{text} Start Ray with --node-ip-address set to an address of this host.") from error
+        self.network: tuple[str, int] = self._sockets[host].getsockname()
+        self.loopback: tuple[str, int] = self._sockets[LOOPBACK].getsockname()
+
+    def take(self, address: tuple[str, int]) -> socket.socket:
+        """Return the socket of an address, which the caller closes, and close the other one."""
+        taken = self._sockets.pop(address[0])
+        self.close()
+        return taken
+
+    def close(self) -> None:
+        """Close all sockets that nobody has taken."""
+        for reserved in self._sockets.values():
+            reserved.close()
+        self._sockets = {}
+
+
+def describe(ports: Ports, bucket_bytes: int) -> dict[str, Any]:
+    """Return what the other processes have to know of this one. It holds a part of the transfer's secret."""
+    return {
+        "node": find_node(),
+        "token": secrets.token_bytes(16),
+        "pid": os.getpid(),
+        "address": ports.network,
+        "local_address": ports.loopback,
+        "bucket_bytes": bucket_bytes,
+    }
+
+
+def make_memberships(metadata: Sequence[Mapping[str, Any]], senders: int) -> list[Membership]:
+    """Return the membership of each process from what `describe` has returned in all, the senders first.
+
+    Raises:
+        ValueError: no process on one side, or different sizes of buckets.
+    """
+    if not 0 < senders < len(metadata):
+        raise ValueError(f"A transfer needs a sender and a receiver, got {senders} of {len(metadata)} that send.")
+    sizes = sorted({member["bucket_bytes"] for member in metadata})
+    if len(sizes) > 1:
+        raise ValueError(f"The processes have buckets of {sizes} bytes: configure one size.")
+    nodes = tuple(member["node"] for member in metadata)
+    secret = hashlib.sha256(b"".join(member["token"] for member in metadata)).digest()
+    key = "local_address" if len(set(nodes)) == 1 else "address"
+    addresses = tuple(tuple(member[key]) for member in metadata)
+    pids = tuple(member["pid"] for member in metadata)
+    return [Membership(number, senders, nodes, pids, addresses, secret) for number in range(len(metadata))]
