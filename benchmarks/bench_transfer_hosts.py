@@ -5,6 +5,7 @@ python benchmarks/bench_transfer_hosts.py
 """
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import socket
@@ -99,11 +100,10 @@ def serve(descriptor: int, address: str) -> None:
 def measure() -> None:
     """Print the rates of both ways, run in turns, and the median of their ratios."""
     sys.path.insert(0, str(ROOT / "integration-tests"))
-    from multihost.network import Network
-
+    network_type = importlib.import_module("multihost.network").Network
     from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
-    with Network() as network:
+    with network_type() as network:
         ends = []
         for _ in range(2):
             space, address = network.add()

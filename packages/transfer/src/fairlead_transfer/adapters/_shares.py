@@ -83,7 +83,6 @@ class Intake:
     def __init__(self, shape: BucketShape, membership: Membership) -> None:
         self._shape = shape
         self._me = membership
-        self._tools = library("torch")
         self._reader = Reader()
         self._mapped: dict[bytes, Mapped] = {}
         self._relays: dict[int, Segment] = {}
@@ -164,7 +163,7 @@ class Intake:
             raise Overwritten("the share of a sender was overwritten before it was copied")
 
     def _view(self, memory: Any, length: int) -> Any:
-        return self._tools.view(memory, "uint8", 0, (length,))
+        return library("torch").view(memory, "uint8", 0, (length,))
 
     def drop(self) -> None:
         """Give everything back; the next bucket connects and maps again."""
