@@ -138,13 +138,16 @@ class _Inputs:
         variables = {name: value for name, value in os.environ.items() if name.startswith("UV_")}
         variables = {name: value for name, value in variables.items() if name not in NOT_INHERITED}
         variables = self.hide_variables({**variables, **self.env})
-        files = [uv, *(word for value in variables.values() for word in value.split() if os.path.isfile(word))]
+        # Without the time of change of uv, which changes when another environment gets a link to the file.
+        program = os.stat(uv)
+        files = [word for value in variables.values() for word in value.split() if os.path.isfile(word)]
         files += [text for text in spec.requirements or () if is_wheel(text)]
         files += [str(path / name) for path in self.folders for name in ("pyproject.toml", "uv.toml", "uv.lock")]
         for link in spec.find_links:
             files += sorted(entry.path for entry in os.scandir(link)) if "://" not in link else []
         facts = [
             *(self.counted, this_python(3), variables, [(path, see(path)) for path in files]),
+            *(uv, program.st_size, program.st_mtime_ns),
             *([self.hide(text) for text in (*(spec.requirements or ()), "", *spec.find_links)], str(spec.project)),
             *(spec.extras, spec.groups, spec.default_groups, spec.install_project, spec.frozen, spec.no_index),
         ]
@@ -191,7 +194,7 @@ def _write_note(inputs: _Inputs, aside: Path, place: Path, deadline: Deadline) -
         sdist.rename(new / content / sdist.name)
         file = f"{content}/{sdist.name}"
         sources.append({"folder": str(folder), "file": file, "members": members, "state": state})
-    seen = [see(path) for path in paths.values()]
+    seen = {path: see(path) for path in paths.values()}
     facts = {"pylock": pylock, "paths": paths, "seen": seen, "sources": sources}
     (new / USED).touch()
     write_facts(new / NOTE, facts)
@@ -203,7 +206,7 @@ def _read_note(place: Path) -> dict[str, Any] | None:
     """Return the note in a folder; None if there is none, it is damaged, or a file has changed since."""
     facts = read_facts(place / NOTE)
     try:
-        if facts["seen"] != [see(path) for path in facts["paths"].values()] or not isinstance(facts["pylock"], str):
+        if any(see(path) != seen for path, seen in facts["seen"].items()) or not isinstance(facts["pylock"], str):
             return None
         for source in facts["sources"]:
             state = read_state(Path(source["folder"]), source["members"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from uv import find_uv_bin
 
 from fairlead_venvs import (
     PY_EXECUTABLES,
@@ -238,6 +239,9 @@ def test_a_node_that_joins_later(spec_of, tools, tmp_path):
     spec = spec_of("beta", find_links=(), env={"UV_FIND_LINKS": str(tmp_path)})
     python = create_local_venv_on_each_node(spec)
     tools.make_wheel(tmp_path, "alpha", "2.0")
+    link = Path(find_uv_bin()).with_name(f"uv-{os.getpid()}")
+    os.link(find_uv_bin(), link)  # as uv itself does for a further environment that has uv
+    link.unlink()
     shutil.rmtree(Path(python).parent.parent)  # it is not there on a new node
 
     assert create_local_venv_on_each_node(spec) == python
