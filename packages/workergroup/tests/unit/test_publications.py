@@ -31,7 +31,7 @@ def board(epoch, *rows, **changes):
 
 def test_boards(monkeypatch):
     """Each board has the groups of its process; those of other versions of the library are left out."""
-    first, second, silent = (Board("01", owner, None) for owner in ("a", "b", "c"))
+    first, second, silent = (Board("01", owner, owner, None) for owner in ("a", "b", "c"))
     boards = {
         first: board(7, {"rank": 0, "node_id": "a", "pid": 1}, {"rank": 1, "node_id": "b", "pid": 3}),
         second: board(5, schema=99),
@@ -59,7 +59,7 @@ def test_name_or_id(asked, found, monkeypatch):
     """A name chooses before ids, and the beginning of an id counts from the six digits that are shown."""
     names = {"33": "c", "33cafe": "cafe00", "cafe00": "policy", "cafe11": "critic", "a": "twin", "b": "twin"}
     boards = [board(1, id=one.ljust(32, "0"), name=name) for one, name in names.items()]
-    let_boards_have(monkeypatch, {Board("01", str(at), None): one for at, one in enumerate(boards)})
+    let_boards_have(monkeypatch, {Board("01", str(at), str(at), None): one for at, one in enumerate(boards)})
     if found not in names:
         with pytest.raises(WorkerGroupError, match=found):
             find_group(asked)

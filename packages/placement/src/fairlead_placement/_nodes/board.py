@@ -29,11 +29,13 @@ class Board:
     Attributes:
         job_id: Ray's id of the job of the process, hexadecimal.
         owner: Ray's worker id of the process.
+        name: of the agent's actor. A process whose agent has just died may have two for a moment.
         handle: the agent's actor.
     """
 
     job_id: str
     owner: str
+    name: str
     handle: Any = field(compare=False, repr=False)
 
 
@@ -118,7 +120,7 @@ def _find_boards(prefix: str) -> list[Board]:
             continue
         job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
         with contextlib.suppress(ValueError):  # it has ended since
-            boards.append(Board(job_id, owner, ray.get_actor(row["name"], namespace=NAMESPACE)))
+            boards.append(Board(job_id, owner, row["name"], ray.get_actor(row["name"], namespace=NAMESPACE)))
     return boards
 
 
