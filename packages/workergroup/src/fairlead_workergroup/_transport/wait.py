@@ -334,7 +334,7 @@ class short_traceback(contextlib.AbstractContextManager[None]):
             return
         if not isinstance(error, (WorkerGroupError, RayError)) and not isinstance(error.__cause__, RayError):
             return
-        while isinstance(error.__context__, RayError) and error.__cause__ is None:
+        while isinstance(error.__context__, (RayError, NotYet)) and error.__cause__ is None:
             error.__context__ = error.__context__.__context__
         kept, frame = [traceback], traceback.tb_next
         while frame is not None:
