@@ -33,8 +33,8 @@ def iterate(group: list[Any]) -> Iterator[Any]:
 class LedgerSource:
     """Give out the prompts of a dataset by their id, and save which of them are open.
 
-    Each sample has the token of its lease in its `metadata`, so that a group that comes back late is told from the one
-    that has replaced it.
+    Each sample has the token of its lease in its `metadata`, so that a group that comes back late is distinguished
+    from the one that has replaced it.
 
     Args:
         args: the arguments of the framework.

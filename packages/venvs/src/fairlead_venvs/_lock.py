@@ -138,8 +138,6 @@ class _Inputs:
         variables = {name: value for name, value in os.environ.items() if name.startswith("UV_")}
         variables = {name: value for name, value in variables.items() if name not in NOT_INHERITED}
         variables = self.hide_variables({**variables, **self.env})
-        # Without the time of change of uv, which changes when another environment gets a link to the file.
-        program = os.stat(uv)
         files = [word for value in variables.values() for word in value.split() if os.path.isfile(word)]
         files += [text for text in spec.requirements or () if is_wheel(text)]
         files += [str(path / name) for path in self.folders for name in ("pyproject.toml", "uv.toml", "uv.lock")]
@@ -147,7 +145,7 @@ class _Inputs:
             files += sorted(entry.path for entry in os.scandir(link)) if "://" not in link else []
         facts = [
             *(self.counted, this_python(3), variables, [(path, see(path)) for path in files]),
-            *(uv, program.st_size, program.st_mtime_ns),
+            *(uv, see(uv, links=False)),  # uv itself links its program into each environment that has uv
             *([self.hide(text) for text in (*(spec.requirements or ()), "", *spec.find_links)], str(spec.project)),
             *(spec.extras, spec.groups, spec.default_groups, spec.install_project, spec.frozen, spec.no_index),
         ]

@@ -45,13 +45,16 @@ def read_state(folder: Path, members: Collection[str]) -> str:
     return _hash_state(folder, _scan(folder), members)
 
 
-def see(path: str | Path) -> str:
-    """Return the size and times of a file; empty if it is missing. No program can set the time of change back."""
+def see(path: str | Path, *, links: bool = True) -> str:
+    """Return the size and times of a file; empty if it is missing. No program can set the time of change back.
+
+    Without `links`, the time of change is left out, because a further link to the file sets it.
+    """
     try:
         seen = os.stat(path)
     except OSError:
         return ""
-    return f"{seen.st_size} {seen.st_mtime_ns} {seen.st_ctime_ns}"
+    return f"{seen.st_size} {seen.st_mtime_ns}" + (f" {seen.st_ctime_ns}" if links else "")
 
 
 def _hash_state(folder: Path, files: dict[str, str], members: Collection[str]) -> str:

@@ -32,7 +32,7 @@ AGAIN = (
 )
 # Seconds that others have to connect, and to learn it, when a process has exited before it connected.
 GRACE_S = 5.0
-# Seconds in which all others are told that this process has failed.
+# Seconds in which all others are notified that this process has failed.
 FAREWELL_S = 1.0
 Side = Literal["source", "target"]
 
