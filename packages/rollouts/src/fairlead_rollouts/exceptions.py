@@ -16,7 +16,7 @@ class SnapshotError(RolloutError):
 
     Attributes:
         path: the snapshot.
-        found: what is wrong.
+        found: the fault.
         remedy: what to do.
 
     >>> print(SnapshotError("ckpt/rollouts.ledger", "its step is 7, not 8", "Pass step=7."))

@@ -34,7 +34,7 @@ class Reservation:
         sizes: the allowed numbers of slices, ascending.
         taken: how many slices were taken so far, including replacements.
         epoch: how often the reservation was closed. What began in an earlier epoch ends with an error.
-        held: what is held.
+        held: the leases of the slices and ports, as one value.
         dead: nodes that a task has reported dead, perhaps long before Ray's head does; they are not used any more.
         doubtful: nodes whose accelerators did not start twice in a row. Slices without them are preferred.
     """

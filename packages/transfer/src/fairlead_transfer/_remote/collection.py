@@ -82,7 +82,7 @@ class Collection:
         """Return the tensors that a method returns in new memory each time, with the reason why they are refused.
 
         Args:
-            again: what the method has returned in a second call, while the values of the first one are kept.
+            again: the result of a second call of the method, while the values of the first one are kept.
             names: the tensors in question; None for all.
         """
         first, second = self.values, {name: look(value)[1] for name, value in again.items()}

@@ -131,8 +131,8 @@ class Listener:
     Args:
         reserved: a bound socket, which it takes over.
         secret: the secret of the transfer.
-        take: what is called with the number and the connection of each member, in a thread of its own. It owns the
-            connection.
+        take: a function that is called with the number and the connection of each member, in a thread of its own. It
+            owns the connection.
     """
 
     def __init__(self, reserved: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
